@@ -1,0 +1,476 @@
+"""Contracts and sites: strict TOML schemas, a digest for the contract, and where every value came from.
+
+A *contract* (`configs/*.toml`) says what is trained; it is the same for all peers, hashed, and fetched at join.
+A *site* (`peers/*.toml`) says who shows up; it is local and never hashed. A key lives in one schema or the
+other: in the wrong file it is an error that names the right one. Contracts come from other people, so they are
+data, never code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from diloco.errors import ConfigError, IncompatibleError
+from diloco.models.presets import PRESETS
+
+CONTRACT_VERSION = 1
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+# ---------------------------------------------------------------- contract: what is trained
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    """Name of the run: lower-case letters, digits, dot, dash, underscore."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the initial weights and of the order of the data."""
+    total_tokens: PositiveInt
+    """The run ends at the first version with at least this many committed tokens."""
+    contract_version: int = CONTRACT_VERSION
+
+
+class MembershipSection(Section):
+    start_peers: PositiveInt = 1
+    """The run starts when this many peers are there."""
+    policy: Literal["sync"] = "sync"
+    """When a version closes. `sync`: when all live members have contributed."""
+    match_deadline_s: PositiveFloat = 120.0
+    """How long the first ready peers wait for a live but slower one before they close the version without it."""
+    round_deadline_s: PositiveFloat = 300.0
+    """After this long a round is skipped: the peer trains on and keeps its progress."""
+    backlog_versions: Annotated[int, Field(ge=1)] = 4
+    """How many committed means each member keeps for peers that fell behind."""
+
+
+class DataSection(Section):
+    source: Literal["stdlib", "text", "shards", "hf"] = "stdlib"
+    """`stdlib`: the Python standard library's source text; `text`: text or JSONL files; `shards`: packed tokens
+    (`diloco data pack`); `hf`: a `datasets` source."""
+    paths: tuple[str, ...] = ()
+    """Files, folders or globs, relative to the site's `data.root`. Empty for `stdlib`."""
+    text_field: str = "text"
+    """The field of a JSONL or `datasets` record that holds the text."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 tokens), or a local Hugging Face tokenizer folder (extra `hf`)."""
+    sequence_length: PositiveInt = 128
+    """Tokens in one block, which is one training sequence."""
+    holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.02
+    """Share of the files (or of the tokens of one file) kept out of training for evaluation."""
+
+
+class ModelSection(Section):
+    kind: Literal["transformer", "hf", "external"] = "transformer"
+    """`transformer`: ours; `hf`: a causal LM from a local Hugging Face config; `external`: the library caller's."""
+    preset: str | None = None
+    """Start from the sizes of a preset (`diloco config presets` lists them); other keys override it."""
+    hf_config: str | None = None
+    """Folder with a Hugging Face `config.json`, relative to the site's `data.root` (kind `hf`)."""
+    layers: PositiveInt = 4
+    dim: PositiveInt = 128
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt | None = None
+    """Key/value heads for grouped-query attention; the same as `heads` when not given."""
+    ffn_dim: PositiveInt | None = None
+    """Width of the SwiGLU layer; 8/3 of `dim`, rounded up to a multiple of 32, when not given."""
+    vocab_size: PositiveInt | None = None
+    """Taken from the tokenizer when not given."""
+    rope_theta: PositiveFloat = 10_000.0
+    qk_norm: bool = True
+    tied: bool = True
+    """Whether the output head shares the embedding's weights."""
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if self.dim % self.heads:
+            raise ValueError(f"dim ({self.dim}) must be a multiple of heads ({self.heads})")
+        if self.dim // self.heads % 2:
+            raise ValueError(f"dim / heads ({self.dim // self.heads}) must be even for the rotary embedding")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.kind == "hf" and not self.hf_config:
+            raise ValueError("kind 'hf' needs hf_config, the folder of a Hugging Face config.json")
+        return self
+
+
+class InnerSection(Section):
+    steps: PositiveInt = 50
+    """H: inner steps between two syncs of the same parameter."""
+    batch_size: PositiveInt = 8
+    """Sequences in one micro-batch of one peer."""
+    accumulation: PositiveInt = 1
+    """Micro-batches per inner step."""
+    lr: PositiveFloat = 4e-4
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    """On matrices only; norms and biases are not decayed."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Over committed tokens: `cosine`, warm-up/stable/decay, or constant after the warm-up."""
+    warmup: Fraction = 0.05
+    """Share of `run.total_tokens` with a rising learning rate."""
+    decay: Fraction = 0.2
+    """Share of `run.total_tokens` with a falling learning rate (`wsd`)."""
+    final_lr: Fraction = 0.1
+    """Learning rate at the end, as a share of `lr`."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """`bf16`: autocast; weights and optimizer state stay fp32."""
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.accumulation
+
+
+class OuterSection(Section):
+    optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
+    lr: PositiveFloat = 0.7
+    momentum: Fraction = 0.9
+    """For `nesterov`."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """For `adam`."""
+    eps: PositiveFloat = 0.1
+    """For `adam`: large, as DiLoCo found it must be."""
+    weighting: Literal["uniform", "tokens"] = "uniform"
+    """A contribution's weight in the mean."""
+
+
+class CodecSection(Section):
+    name: Literal["fp32", "fp16", "bf16", "int8"] = "int8"
+    block: PositiveInt = 256
+    """Elements that share one scale (`int8`)."""
+    zstd: bool = True
+    """Compress the encoded bytes once more, losslessly."""
+
+
+class SyncSection(Section):
+    fragments: PositiveInt = 1
+    """P: the model is cut in this many fragments; one is synchronised every H / P inner steps."""
+    fragment_order: Literal["strided", "sequential"] = "strided"
+    """Layer i goes to fragment i mod P, or consecutive layers stay together."""
+    part_elements: Annotated[int, Field(ge=1024, le=2**22)] | None = None
+    """Elements of one part (the unit that has an owner and a checksum); chosen by fragment size when not given."""
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        if self.part_elements is not None and self.part_elements % 1024:
+            raise ValueError(f"part_elements ({self.part_elements}) must be a multiple of 1024")
+        return self
+
+
+class EvalSection(Section):
+    every_versions: Annotated[int, Field(ge=0)] = 5
+    """Held-out loss every so many versions, by the first member of the view; 0: only at the end."""
+    sequences: PositiveInt = 128
+    """Held-out sequences per evaluation."""
+
+
+class Contract(Section):
+    """All that the peers of one run must share."""
+
+    run: RunSection
+    membership: MembershipSection = MembershipSection()
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    inner: InnerSection = InnerSection()
+    outer: OuterSection = OuterSection()
+    codec: CodecSection = CodecSection()
+    sync: SyncSection = SyncSection()
+    eval: EvalSection = EvalSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.inner.steps % self.sync.fragments:
+            raise ValueError(
+                f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
+            )
+        if self.codec.name == "int8" and 1024 % self.codec.block:
+            raise ValueError(f"codec.block ({self.codec.block}) must divide 1024")
+        return self
+
+    @property
+    def steps_per_round(self) -> int:
+        """Inner steps between two rounds: H / P."""
+        return self.inner.steps // self.sync.fragments
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one inner step of one peer."""
+        return self.inner.sequences_per_step * self.data.sequence_length
+
+    @property
+    def blocks_per_round(self) -> int:
+        """Data blocks one peer trains on between two rounds."""
+        return self.inner.sequences_per_step * self.steps_per_round
+
+    def to_json(self) -> str:
+        """Canonical text: all effective values, keys sorted. This is what travels and what is hashed."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `to_json()`, hexadecimal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- site: who shows up
+
+
+class PeerSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
+    """This peer's name in the run; the host name and a random suffix when not given."""
+
+
+class DeviceSection(Section):
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: PositiveInt | None = None
+    """CPU threads for torch; torch's own default when not given."""
+    compile: bool = False
+    """`torch.compile` the model (needs a compiler)."""
+
+
+class NetworkSection(Section):
+    listen: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] = "127.0.0.1:0"
+    """Host and port to listen on; port 0 takes a free one."""
+    advertise: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] | None = None
+    """Host and port that others reach this peer at, when it differs from `listen`."""
+    insecure: bool = False
+    """Allow listening beyond loopback although traffic is neither encrypted nor authenticated yet."""
+    dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Port of the peer directory (hivemind DHT); 0 takes a free one."""
+
+
+class StorageSection(Section):
+    directory: str | None = None
+    """Where checkpoints and events go; `runs/<run>/<peer>` when not given."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 1
+    """Versions between checkpoints; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Checkpoints kept."""
+
+
+class SiteDataSection(Section):
+    root: str = "."
+    """Folder that the contract's `data.paths` are relative to."""
+
+
+class TimeoutsSection(Section):
+    """Local, monotonic. The defaults suit a LAN; `peers/wan.toml` has slower ones."""
+
+    heartbeat_s: PositiveFloat = 1.0
+    """How often a peer tells the others that it lives, and how far it is."""
+    suspect_s: PositiveFloat = 5.0
+    """No word from a peer for this long: it is out of the round."""
+    stall_s: PositiveFloat = 5.0
+    """No progress of bytes in a round for this long: the attempt is given up, without those who stalled."""
+    rpc_s: PositiveFloat = 5.0
+    """Deadline of one control message."""
+    join_s: PositiveFloat = 120.0
+    """How long joining may take in all, waiting for the run to start not counted."""
+    leave_s: PositiveFloat = 20.0
+    """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
+
+
+class Site(Section):
+    """What is local to one peer."""
+
+    peer: PeerSection = PeerSection()
+    device: DeviceSection = DeviceSection()
+    network: NetworkSection = NetworkSection()
+    storage: StorageSection = StorageSection()
+    data: SiteDataSection = SiteDataSection()
+    timeouts: TimeoutsSection = TimeoutsSection()
+
+
+# ---------------------------------------------------------------- loading
+
+S = TypeVar("S", Contract, Site)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[S]):
+    """A validated schema and, for each dotted key, where its value came from."""
+
+    value: S
+    origin: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, effective value, origin) for every key."""
+        for section, keys in self.value.model_dump().items():
+            for key, value in keys.items():
+                yield f"{section}.{key}", value, self.origin.get(f"{section}.{key}", "default")
+
+
+def load_contract(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Contract]:
+    """Read a contract. `overrides` are `section.key=value` texts that beat the file.
+
+    Raises ConfigError (what, where, how to mend) and IncompatibleError (another contract version).
+    """
+    return _load(Contract, path, overrides)
+
+
+def load_site(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Site]:
+    """Read a site file, or take the defaults. Raises ConfigError."""
+    return _load(Site, path, overrides)
+
+
+def contract_from_json(text: str | bytes) -> Contract:
+    """The contract that another peer sent (`Contract.to_json`). Raises ConfigError or IncompatibleError."""
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the contract received is not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError("the contract received is not a table")
+    _check_contract_version(tree, "the contract received")
+    try:
+        return Contract.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(f"the contract received is not valid: {_first_problem(error)}") from error
+
+
+def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) -> Loaded[S]:
+    where = str(path) if path is not None else "the command line"
+    tree = _read_toml(Path(path), schema) if path is not None else {}
+    origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
+    for text in overrides:
+        section, key, value = _parse_override(text)
+        tree.setdefault(section, {})[key] = value
+        origin[f"{section}.{key}"] = "--set"
+    _check_keys(tree, schema, where)
+    if schema is Contract:
+        _check_contract_version(tree, where)
+        _apply_preset(tree, origin, where)
+    try:
+        return Loaded(schema.model_validate_json(json.dumps(tree)), origin)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{where}: {_first_problem(error)}", "see `diloco config show` for every key and its value"
+        ) from error
+
+
+def _keys(section: Any) -> Iterator[str]:
+    yield from section if isinstance(section, dict) else ()
+
+
+def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any]:
+    what = "contract" if schema is Contract else "site file"
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        fix = f"did you mean {path.parent / near[0]}?" if near else f"give the path of a {what} (TOML)"
+        raise ConfigError(f"{what} not found: {path}", fix) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _parse_override(text: str) -> tuple[str, str, Any]:
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(
+            f"cannot read override {text!r}", "write --set section.key=value, for instance --set inner.lr=0.001"
+        )
+    try:
+        return section, key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, key, value
+
+
+def _check_contract_version(tree: Mapping[str, Any], where: str) -> None:
+    run = tree.get("run")
+    version = run.get("contract_version", CONTRACT_VERSION) if isinstance(run, dict) else CONTRACT_VERSION
+    if version != CONTRACT_VERSION:
+        raise IncompatibleError(
+            f"{where}: contract version {version}, this diloco reads version {CONTRACT_VERSION}",
+            "use the diloco release that wrote it, or check its keys against CHANGELOG.md",
+        )
+
+
+def _apply_preset(tree: dict[str, Any], origin: dict[str, str], where: str) -> None:
+    model = tree.get("model", {})
+    name = model.get("preset")
+    if name is None:
+        return
+    if name not in PRESETS:
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{where}: model.preset {name!r} does not exist", f"{hint}known: {', '.join(PRESETS)}")
+    for key, value in PRESETS[name].items():
+        if key not in model:
+            model[key] = value
+            origin[f"model.{key}"] = f"preset {name}"
+
+
+def _check_keys(tree: Mapping[str, Any], schema: type[Contract] | type[Site], where: str) -> None:
+    """Name the first unknown or misplaced key, with a suggestion."""
+    other: type[Section] = Site if schema is Contract else Contract
+    other_file = "the site file (peers/*.toml)" if schema is Contract else "the contract (configs/*.toml)"
+    known = _dotted(schema)
+    elsewhere = _dotted(other)
+    for section, keys in tree.items():
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{where}: {section!r} stands outside any section", _suggest(section, known))
+        if section not in schema.model_fields:
+            in_other = f"[{section}] belongs in {other_file}" if section in other.model_fields else None
+            near = difflib.get_close_matches(section, schema.model_fields, n=1)
+            fix = in_other or (f"did you mean [{near[0]}]?" if near else f"known: {', '.join(schema.model_fields)}")
+            raise ConfigError(f"{where}: unknown section [{section}]", fix)
+        for key in keys:
+            name = f"{section}.{key}"
+            if name in known:
+                continue
+            if name in elsewhere:
+                raise ConfigError(f"{where}: {name} does not belong here", f"move it to {other_file}")
+            raise ConfigError(f"{where}: unknown key {name}", _suggest(key, known, section))
+
+
+def _dotted(schema: type[Section]) -> list[str]:
+    names = []
+    for section, field in schema.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, Section)
+        names += [f"{section}.{key}" for key in kind.model_fields]
+    return names
+
+
+def _suggest(key: str, known: Sequence[str], section: str = "") -> str:
+    near = difflib.get_close_matches(f"{section}.{key}" if section else key, known, n=1, cutoff=0.6)
+    same = [name for name in known if name.split(".")[1] == key]
+    best = (same or near)[:1]
+    if best:
+        return f"did you mean {best[0]}?"
+    in_section = [name.split(".")[1] for name in known if name.startswith(section + ".")]
+    return f"keys of [{section}]: {', '.join(in_section)}" if in_section else "write keys below a [section]"
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+    return f"{name}: {message}{got}" if name else message

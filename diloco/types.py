@@ -1,0 +1,216 @@
+"""The plain values that travel through the system: members, leases, contributions, commits, outcomes.
+
+Nothing here imports torch, a socket, a clock or a random source. A `Commit` is the record that makes a version;
+its canonical JSON is what is hashed, sent and kept, so two peers that hold the same bytes hold the same record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer as the others know it."""
+
+    peer: str
+    """Name, unique in the run; kept when the peer comes back."""
+    incarnation: int
+    """Drawn anew at each start of the process, so that an earlier life is not mistaken for this one."""
+    address: str
+    """`host:port` of its exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Data blocks `start` to `stop` (exclusive), counted over all epochs: epoch = position // blocks per epoch."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """Which data blocks belong to whom at one version. See `diloco.data.leases`."""
+
+    cursor: int
+    """First block that was never given to anybody."""
+    held: dict[str, tuple[Blocks, ...]]
+    """Blocks a peer may train on and has not contributed yet, in order."""
+    returned: tuple[Blocks, ...] = ()
+    """Handed back by leavers; given out again first."""
+    lost: int = 0
+    """Blocks that went away with dead peers, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One contribution as a commit counts it."""
+
+    peer: str
+    base_version: int
+    """The version whose anchor it is measured against."""
+    weight: int
+    """Its share in the mean is weight / sum of weights."""
+    tokens: int
+    """Tokens trained for it."""
+    blocks: int
+    """Data blocks used for it, from the front of the peer's lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The record that makes a version. Commits form a chain by `previous`."""
+
+    version: int
+    previous: str
+    """Digest of the commit before; the contract's digest for the first."""
+    lineage: str
+    """Which founding this chain descends from: a new one at each `diloco peer CONTRACT` and each refounding resume."""
+    fragment: int
+    """The fragment whose anchor moves; -1 for a founding, which moves none."""
+    view: tuple[Member, ...]
+    """Who is in the run from this version on, in order of admission."""
+    counted: tuple[Counted, ...]
+    mean_digest: str
+    """SHA-256 over the SHA-256 of the encoded mean's parts in order, hexadecimal; empty for a founding."""
+    tokens: int
+    """Tokens committed since the run began, this version included."""
+    leases: Leases
+    state_digest: str
+    """Digest of anchor and outer state *before* this commit (`OuterState.digest`), on which all counted peers agree."""
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON (UTF-8, sorted keys, no blanks)."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of `to_bytes()`, hexadecimal."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def member(self, peer: str) -> Member | None:
+        """The entry of `peer` in the view."""
+        return next((member for member in self.view if member.peer == peer), None)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Commit:
+        """Parse what `to_bytes` wrote. Raises ValueError on anything else, however hostile."""
+        try:
+            tree = json.loads(data)
+            commit = _commit(tree)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a commit: {error!r}") from error
+        if commit.to_bytes() != data:
+            raise ValueError("not a commit in canonical form")
+        return commit
+
+
+def _commit(tree: dict[str, Any]) -> Commit:
+    return Commit(
+        version=_int(tree["version"]),
+        previous=_text(tree["previous"]),
+        lineage=_text(tree["lineage"]),
+        fragment=_int(tree["fragment"], low=-1),
+        view=tuple(_member(entry) for entry in tree["view"]),
+        counted=tuple(_counted(entry) for entry in tree["counted"]),
+        mean_digest=_text(tree["mean_digest"]),
+        tokens=_int(tree["tokens"]),
+        leases=_leases(tree["leases"]),
+        state_digest=_text(tree["state_digest"]),
+    )
+
+
+def _member(tree: dict[str, Any]) -> Member:
+    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]))
+
+
+def _counted(tree: dict[str, Any]) -> Counted:
+    names = ("base_version", "weight", "tokens", "blocks")
+    return Counted(_text(tree["peer"]), *(_int(tree[name]) for name in names))
+
+
+def _leases(tree: dict[str, Any]) -> Leases:
+    held = {_text(peer): _ranges(ranges) for peer, ranges in tree["held"].items()}
+    return Leases(_int(tree["cursor"]), held, _ranges(tree["returned"]), _int(tree["lost"]))
+
+
+def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
+    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"])) for entry in entries)
+
+
+def _int(value: Any, low: int = 0) -> int:
+    if type(value) is not int or not low <= value < 2**63:
+        raise ValueError(f"expected a whole number of at least {low}, got {value!r}"[:100])
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 256:
+        raise ValueError(f"expected a short text, got {value!r}"[:100])
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one peer adds to a version: an encoded pseudo-gradient and what it stands for."""
+
+    fragment: int
+    base_version: int
+    weight: int
+    tokens: int
+    blocks: int
+    parts: Sequence[bytes]
+    """One encoded part each, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A version that closed: its commit and the encoded mean, one entry per part (none for a founding)."""
+
+    commit: Commit
+    parts: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A round that was not applied: nothing changed, and the progress counts next time."""
+
+    reason: str
+
+
+class Phase(StrEnum):
+    """What a peer is doing, for people."""
+
+    WAITING = "waiting"  # for the run to start
+    JOINING = "joining"
+    TRAINING = "training"
+    SYNCING = "syncing"
+    LEAVING = "leaving"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a peer is; travels with its heartbeats."""
+
+    phase: str = Phase.JOINING
+    version: int = 0
+    inner_step: int = 0
+    """Inner steps since the peer started."""
+    tokens: int = 0
+    """Tokens it has trained since it started."""
+    tokens_per_s: float = 0.0
+    loss: float = 0.0
+    """Training loss, mean over the last round (nats per token); 0 before the first."""
+    wire_bytes_sent: int = 0
+    first_counted_version: int = -1
+    """The version that counted its first contribution; -1 before."""
