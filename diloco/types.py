@@ -185,6 +185,9 @@ class Skip:
     """A round that was not applied: nothing changed, and the progress counts next time."""
 
     reason: str
+    exposed: bool = False
+    """Others have bytes of the contribution, so that a later attempt may still count it: until the version closes,
+    only the very same contribution may be offered again."""
 
 
 class Phase(StrEnum):

@@ -1,0 +1,148 @@
+"""The one seam between the exchange and the network.
+
+`Link` is what a peer can ask of another by address; `Service` is what a peer answers. `grpc_link` carries them over
+gRPC, `memory_link` inside one process. Sizes are known before anything is allocated: a service tells the largest
+part it takes, and whoever fetches says how much it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from diloco.exchange.messages import Envelope, Reply
+from diloco.types import Closed, Commit, Member
+
+CHUNK_BYTES = 1 << 20
+"""Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""
+
+
+class LinkDown(Exception):
+    """Refused, reset or gone: nobody is at that address now."""
+
+
+class LinkSlow(Exception):
+    """No answer, or no progress of bytes, within the deadline."""
+
+
+class LinkRefused(Exception):
+    """The other side answered, and said no."""
+
+    def __init__(self, reply: Reply, detail: str = "") -> None:
+        super().__init__(f"{reply.name.lower()}{': ' + detail if detail else ''}")
+        self.reply = reply
+
+
+class Kind(IntEnum):
+    """What the parts of a stream are."""
+
+    CONTRIBUTION = 1
+    MEAN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHeader:
+    """Opens a stream of parts, and says to which attempt they belong."""
+
+    run: str
+    contract: str
+    lineage: str
+    sender: Member
+    kind: Kind
+    version: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part's encoded bytes, complete and with its checksum verified."""
+
+    index: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a stranger gets to know: enough to join."""
+
+    contract: bytes
+    """Canonical JSON of the contract."""
+    lineage: str
+    version: int
+    """Version of the state that can be downloaded."""
+    founded: bool
+    members: tuple[Member, ...]
+    """Who answers, first, and the other members."""
+    directory: tuple[str, ...]
+    """Multiaddresses of the peer directory (DHT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOffer:
+    """A snapshot of anchor and outer state, cut in chunks."""
+
+    version: int
+    commit: Commit | None
+    digest: str
+    steps: tuple[int, ...]
+    """Outer steps taken by each fragment."""
+    chunk_hashes: tuple[str, ...]
+    """SHA-256 of each chunk, hexadecimal, in the order of `OuterState.manifest`."""
+
+
+class Link(Protocol):
+    """What a peer can ask of another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
+
+    async def deliver(self, address: str, envelope: Envelope) -> Reply: ...
+
+    async def send_parts(
+        self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float
+    ) -> Reply: ...
+
+    async def hello(self, address: str, timeout_s: float) -> Welcome: ...
+
+    async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]: ...
+
+    async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]: ...
+
+    async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer: ...
+
+    def fetch_state(
+        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+    ) -> AsyncIterator[tuple[int, bytes]]: ...
+
+    async def status(self, address: str, timeout_s: float) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class Service(Protocol):
+    """What a peer answers. Called on the link's event loop; must not block it."""
+
+    max_part_bytes: int
+
+    async def on_envelope(self, envelope: Envelope) -> Reply: ...
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
+        """Consume `parts` as they arrive; not reading slows the sender down."""
+        ...
+
+    def on_hello(self) -> Welcome: ...
+
+    def on_fetch_commits(self, since: int) -> list[Closed]:
+        """The commits after version `since` that are still here, without gaps; empty if the next is gone."""
+        ...
+
+    def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None: ...
+
+    async def on_state_offer(self) -> StateOffer: ...
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        """One chunk of the snapshot with that digest; None when it is gone."""
+        ...
+
+    def on_status(self) -> str:
+        """JSON."""
+        ...

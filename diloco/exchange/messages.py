@@ -1,0 +1,396 @@
+"""What peers say to each other, what happens to a peer, and what it then does: plain values, no I/O.
+
+*Messages* travel between peers inside an `Envelope`. *Events* are all that can happen to the state machine of
+`diloco.exchange.machine`; *effects* are all that it can ask for. `version` in a message is always the version that
+is being made, one above the sender's; `(version, attempt)` names one try to make it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from diloco.types import Commit, Counted, Member, Progress
+
+# ---------------------------------------------------------------- messages
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """I live, and this is how far I am."""
+
+    version: int
+    """Version of the state I hold; -1: none yet."""
+    founded: bool
+    """Whether I know the commit of that version, and not only its state."""
+    joining: bool
+    """I am not in the view and ask to be taken in."""
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a peer has to contribute; the bytes themselves move in the reduction."""
+
+    base_version: int
+    weight: int
+    tokens: int
+    blocks: int
+    leaving: bool = False
+    """It is my last one: leave me out of the next view."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """To the coordinator of an attempt: I take part, and promise to accept nothing of an earlier attempt."""
+
+    version: int
+    attempt: int
+    offer: Offer | None
+    """None: I only vote."""
+    state_digest: str
+    accepted_attempt: int = -1
+    accepted: Commit | None = None
+    """The commit I accepted in the latest earlier attempt: whoever coordinates now must propose it again."""
+    votes: tuple[str, ...] = ()
+    """Peers that left and gave me their vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """From the coordinator of a later attempt: answer with Ready."""
+
+    version: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Parts `start` to `stop` (exclusive) are averaged by `owner`."""
+
+    owner: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """From the coordinator: reduce now."""
+
+    version: int
+    attempt: int
+    contributors: tuple[Counted, ...]
+    """Whose contributions count, in the order in which they are summed."""
+    receivers: tuple[Member, ...]
+    """Who gets the mean: all live members and the joiners at the door."""
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """To the coordinator: no bytes from these peers for too long, or bytes that are no good."""
+
+    version: int
+    attempt: int
+    missing: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """From the coordinator: this attempt failed; the next one does without the contributions of `without`."""
+
+    version: int
+    attempt: int
+    without: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """From the coordinator: make this the version."""
+
+    version: int
+    attempt: int
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """To the coordinator: I hold the whole mean of this commit, and will tell later coordinators of it."""
+
+    version: int
+    attempt: int
+    commit_digest: str
+    votes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A majority of the previous view accepted: this is the version."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """I leave now and will never vote again."""
+
+    version: int
+    """The version I would have helped to make."""
+    attempt: int
+    gives_vote: bool
+    """My vote is yours from now on. Said to one peer only."""
+    accepted_attempt: int = -1
+    accepted: Commit | None = None
+    votes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """From an operator: this peer is dead for good, count its vote no longer. Unsafe if it is alive elsewhere."""
+
+    peer: str
+
+
+Body = (
+    Heartbeat | Ready | Gather | Begin | Stalled | Abort | Propose | Accept | Committed | Goodbye | Evict
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """One control message with what the receiver needs to refuse it."""
+
+    run: str
+    contract: str
+    """Digest of the sender's contract."""
+    lineage: str
+    sender: Member
+    body: Body
+
+
+class Reply(IntEnum):
+    """What a peer answers to a message; each comment says what the refusing peer means."""
+
+    OK = 0
+    OTHER_RUN = 1  # I train another run
+    OTHER_CONTRACT = 2  # your contract's digest is not mine
+    OTHER_LINEAGE = 3  # the run was founded anew since you joined
+    STALE = 4  # that version or attempt is over
+    FENCED = 5  # I know a later life of yours, or the view goes on without you
+    MALFORMED = 6  # I cannot make sense of these bytes
+    TOO_EARLY = 7  # I did not reach that attempt within my patience
+
+
+# ---------------------------------------------------------------- events: what happens to a peer
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message arrived and was let in."""
+
+    sender: Member
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The link failed to deliver to this peer: refused or reset, not merely slow."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateHeld:
+    """The training side holds this state (downloaded, or after applying a commit)."""
+
+    version: int
+    digest: str
+    commit: Commit | None = None
+    """Given after a download: the commit of that version, if the run was founded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The training side finished its inner steps."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The training side waits no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionArrived:
+    """One part of a contribution, checked, for a part that I own."""
+
+    version: int
+    attempt: int
+    sender: str
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionRefused:
+    """A contribution's part that decodes to nothing sensible."""
+
+    version: int
+    attempt: int
+    sender: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartFolded:
+    """I averaged a part that I own."""
+
+    version: int
+    attempt: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeanArrived:
+    """One part of the mean, from its owner."""
+
+    version: int
+    attempt: int
+    sender: str
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeanHeld:
+    """All parts of a mean are here, and this is their digest."""
+
+    mean_digest: str
+    version: int = -1
+    """The attempt it was reduced in, if it was reduced here."""
+    attempt: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A commit that closed without me, fetched with its mean."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveWanted:
+    """Leave now: give the vote away, say goodbye."""
+
+
+Event = (
+    Tick | Received | Unreachable | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
+    | PartFolded | MeanArrived | MeanHeld | Learned | LeaveWanted
+)  # fmt: skip
+
+# ---------------------------------------------------------------- effects: what a peer does
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Deliver a message; report Unreachable if that is refused."""
+
+    to: Member
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class BeginReduction:
+    """Make room for an attempt: its spans and contributors are known now."""
+
+    begin: Begin
+
+
+@dataclass(frozen=True, slots=True)
+class SendContribution:
+    """Stream my encoded parts of this span to its owner."""
+
+    version: int
+    attempt: int
+    span: Span
+    to: Member
+
+
+@dataclass(frozen=True, slots=True)
+class FoldPart:
+    """Average one part that I own; all its contributions are here."""
+
+    version: int
+    attempt: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendMean:
+    """Stream one averaged part to everybody."""
+
+    version: int
+    attempt: int
+    part: int
+    to: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SealMean:
+    """All parts of the mean are here: compute its digest, keep it, report MeanHeld."""
+
+    version: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchMean:
+    """Get the mean of a proposed commit from somebody who accepted it, report MeanHeld."""
+
+    commit: Commit
+    sources: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Versions closed without me: fetch their commits, report Learned for each in turn."""
+
+    source: Member
+    version: int
+    """The version that the source is at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A version closed and its mean is here: hand it to the training side."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Tell the waiting training side that this round is skipped."""
+
+    reason: str
+    exposed: bool
+    """Bytes of the offer went out, so that it may still be counted: only the same offer may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The reason of the latest decision, when it changed."""
+
+    reason: str
+
+
+Effect = (
+    Send | BeginReduction | SendContribution | FoldPart | SendMean | SealMean | FetchMean | CatchUp | Close
+    | GiveUp | Note
+)  # fmt: skip
