@@ -23,7 +23,7 @@ from diloco.exchange import messages as m
 from diloco.exchange.reduction import Reduction, well_formed
 from diloco.exchange.roster import Roster
 from diloco.exchange.tally import Tally
-from diloco.exchange.view import coordinator, decide_sync, majority, spans
+from diloco.exchange.view import Decision, coordinator, decide_sync, majority, spans
 from diloco.types import Commit, Member, Progress
 
 
@@ -82,7 +82,7 @@ class Machine:
         self._proposal: m.Propose | None = None
         self._decided: Commit | None = None
         self._held: list[str] = []
-        self._votes: set[str] = set()
+        self._heirs: dict[str, str] = {}
         self._evicted: set[str] = set()
         self._without: tuple[str, ...] = ()
         self._heartbeat_at = now
@@ -242,27 +242,32 @@ class Machine:
 
     def _check_majority(self) -> None:
         """Nobody waits where nothing can be decided: training goes on, commits wait."""
-        voters = {vote for member in self.alive() for vote in self._votes_of(member)}
-        if (
-            self._offer is not None
-            and len(voters) < self._needed()
-            and self._now - self._offered_at > self.timing.stall_s
-        ):
-            alive = len(voters)
-            self._give_up(
-                f"{alive} of {len(self._electorate())} voters can be reached, a commit takes {self._needed()}"
-            )
+        waited_s = self._now - self._offered_at
+        if self._offer is not None and waited_s > self.timing.stall_s and self._reachable_votes() < self._needed():
+            self._give_up(self._no_majority())
 
-    def _votes_of(self, member: Member) -> set[str]:
-        return {member.peer} | (self._votes if member == self.me else set())
+    def _reachable_votes(self) -> int:
+        """Voters that live, or left their vote to one that lives."""
+        alive = {member.peer for member in self.alive()}
+        voting = {peer for peer in self._electorate() if peer in alive or self._heirs.get(peer) in alive}
+        return len(voting)
+
+    def _no_majority(self) -> str:
+        voters = len(self._electorate())
+        return f"{self._reachable_votes()} of {voters} voters can be reached, a commit takes {self._needed()}"
+
+    def _my_votes(self) -> tuple[str, ...]:
+        """Peers that left and gave me their vote."""
+        return tuple(sorted(peer for peer, heir in self._heirs.items() if heir == self.me.peer))
 
     def _on_leave_wanted(self, _: m.LeaveWanted) -> None:
         others = [member for member in self.alive() if member != self.me]
-        for index, member in enumerate(others):
-            gives = index == 0 and self.in_view
-            votes = tuple(sorted(self._votes)) if gives else ()
-            accepted = self._accepted if gives else None
-            self._send(member, m.Goodbye(self.making, self.attempt, gives, self._accepted_attempt, accepted, votes))
+        heir = others[0].peer if others and self.in_view else ""
+        goodbye = m.Goodbye(
+            self.making, self.attempt, heir, self._my_votes(), self._accepted_attempt, self._accepted
+        )  # fmt: skip
+        for member in others:
+            self._send(member, goodbye)
 
     # ------------------------------------------------------------ attempts
 
@@ -302,7 +307,7 @@ class Machine:
             self._state.digest,
             self._accepted_attempt,
             self._accepted,
-            tuple(sorted(self._votes)),
+            self._my_votes(),
         )
         self._send(self._seat(self.attempt), ready)
 
@@ -367,8 +372,9 @@ class Machine:
             alive,
             tally.ready,
             self._without,
-            self._needed(),
         )
+        if self._reachable_votes() < self._needed():
+            decision = Decision(None, self._no_majority())
         self._note(decision.reason)
         if decision.group is None:
             return
@@ -586,7 +592,7 @@ class Machine:
             return  # a joiner holds the mean, but does not vote yet
         self._accepted_attempt = proposal.attempt
         self._accepted = proposal.commit
-        accept = m.Accept(proposal.version, proposal.attempt, proposal.commit.digest, tuple(sorted(self._votes)))
+        accept = m.Accept(proposal.version, proposal.attempt, proposal.commit.digest, self._my_votes())
         self._send(self._seat(proposal.attempt), accept)
 
     def _on_committed(self, sender: Member, body: m.Committed) -> None:
@@ -637,7 +643,7 @@ class Machine:
         self._reduction = self._tally = self._proposal = self._decided = None
         self._without = ()
         names = {member.peer for member in commit.view}
-        self._votes &= names
+        self._heirs = {peer: heir for peer, heir in self._heirs.items() if peer in names}
         self._evicted &= names
         self.roster.meet(commit.view, self._now)
         if not self.joining and not self.in_view:
@@ -662,9 +668,9 @@ class Machine:
 
     def _on_goodbye(self, sender: Member, body: m.Goodbye) -> None:
         self.roster.left(sender.peer)
-        if body.gives_vote and body.version <= self.making and self._member(sender) is not None:
-            self._votes |= {sender.peer, *body.votes}
-            if body.version == self.making:
+        if body.heir and body.version <= self.making and self._member(sender) is not None:
+            self._heirs |= dict.fromkeys((sender.peer, *body.votes), body.heir)
+            if body.heir == self.me.peer and body.version == self.making:
                 self._inherit(body)
         self._note(f"{sender.peer} left")
         self._coordinate()

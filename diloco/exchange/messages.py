@@ -140,11 +140,13 @@ class Goodbye:
     version: int
     """The version I would have helped to make."""
     attempt: int
-    gives_vote: bool
-    """My vote is yours from now on. Said to one peer only."""
+    heir: str
+    """Who votes for me from now on; empty: nobody."""
+    votes: tuple[str, ...] = ()
+    """Votes that were given to me, and go to the same heir."""
     accepted_attempt: int = -1
     accepted: Commit | None = None
-    votes: tuple[str, ...] = ()
+    """What I accepted binds the heir."""
 
 
 @dataclass(frozen=True, slots=True)

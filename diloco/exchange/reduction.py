@@ -71,7 +71,7 @@ def well_formed(begin: Begin, parts: int, view: Sequence[str]) -> bool:
     starts = [span.start for span in begin.spans]
     return (
         len(set(contributors)) == len(contributors) > 0
-        and set(contributors) <= set(view)
+        and set(contributors) <= set(view) & {member.peer for member in begin.receivers}
         and all(span.owner in contributors and span.start < span.stop for span in begin.spans)
         and starts == bounds[:-1]
         and bounds[-1] == parts

@@ -47,25 +47,19 @@ def decide_sync(
     alive: Collection[str],
     ready: Mapping[str, Ready],
     without: Collection[str],
-    needed: int,
 ) -> Decision:
     """Policy `sync`: everybody alive contributes; after the deadline, those who are ready.
 
-    `waited_s` counts from the first offer; `without` are peers whose contributions failed in the attempt before;
-    `needed` is the number of votes that a commit takes. Peers whose state digest differs from that of most others
-    are left out: their pseudo-gradient is measured against another anchor.
+    `waited_s` counts from the first offer; `without` are peers whose contributions failed in the attempt before.
+    Peers whose state digest differs from that of most others are left out: their pseudo-gradient is measured against
+    another anchor.
     """
-    offering = [peer for peer in view if peer in ready and ready[peer].offer is not None and peer not in without]
+    expected = [peer for peer in view if peer in alive and peer not in without]
+    offering = [peer for peer in expected if peer in ready and ready[peer].offer is not None]
     agreed = _same_state(offering, ready)
+    late = [peer for peer in expected if peer not in offering]
     if not agreed:
         return Decision(None, "nobody has a contribution yet")
-    if len(set(alive) & set(view)) < needed:
-        return Decision(
-            None, f"{len(set(alive) & set(view))} of {len(view)} members can be reached, {needed} must accept"
-        )
-    late = [
-        peer for peer in view if peer in alive and peer not in agreed and peer not in without and peer not in offering
-    ]
     if not late:
         return Decision(tuple(agreed), _because(f"all {len(agreed)} live members are ready", view, agreed))
     if waited_s >= deadline_s:
