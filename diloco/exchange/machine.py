@@ -121,6 +121,11 @@ class Machine:
         """Members of the view that are not suspected."""
         return [member for member in self.view if self.roster.alive(member, self._now)]
 
+    def settled(self) -> bool:
+        """Whether every live member is known to have reached this version."""
+        beats = [entry.heartbeat for entry in self.roster if self._member(entry.member) and not entry.left]
+        return all(beat is not None and beat.version >= self.version for beat in beats)
+
     def handle(self, event: m.Event, now: float) -> list[m.Effect]:
         """Take one event at local time `now` (seconds, monotonic); return what to do, in order."""
         self._now = now
@@ -336,7 +341,11 @@ class Machine:
     def _on_ready(self, sender: Member, body: m.Ready) -> None:
         if not self._current(sender, body.version) or self._member(sender) is None:
             return
-        if self._seat(body.attempt) != self.me or body.attempt < self.attempt:
+        if (
+            self._seat(body.attempt) != self.me
+            or body.attempt < self.attempt
+            or not self._plausible(sender, body.offer)
+        ):
             return
         if body.attempt > self.attempt:
             self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
@@ -344,6 +353,12 @@ class Machine:
             self._tally = Tally(self.attempt, self._now)
         self._tally.hear(sender.peer, body, self._now)
         self._coordinate()
+
+    def _plausible(self, sender: Member, offer: m.Offer | None) -> bool:
+        """Nobody can have used more data than it holds, or measured against another version than this."""
+        assert self.commit is not None
+        held = leases.count(self.commit.leases.held.get(sender.peer, ()))
+        return offer is None or (offer.blocks <= held and offer.base_version == self.version and offer.weight > 0)
 
     def _coordinate(self) -> None:
         tally = self._tally
@@ -380,7 +395,7 @@ class Machine:
             return
         door = self.roster.at_the_door(self.version, self._now)
         newcomers = [member for member in door if member.peer not in alive]
-        parts = self.rules.parts[self._fragment()]
+        parts = self.rules.parts[self.fragment]
         begin = m.Begin(
             self.making,
             self.attempt,
@@ -392,8 +407,9 @@ class Machine:
         tally.audience = begin.receivers
         self._tell(begin.receivers, begin)
 
-    def _fragment(self) -> int:
-        """Fragments take turns."""
+    @property
+    def fragment(self) -> int:
+        """The fragment that the version being made moves; fragments take turns."""
         return (self.making - 1) % len(self.rules.parts)
 
     def _on_stalled(self, sender: Member, body: m.Stalled) -> None:
@@ -447,7 +463,7 @@ class Machine:
             version=self.making,
             previous=self.commit.digest,
             lineage=self.lineage,
-            fragment=self._fragment(),
+            fragment=self.fragment,
             view=tuple(view),
             counted=begin.contributors,
             mean_digest=mean_digest,
@@ -465,7 +481,7 @@ class Machine:
             return
         if self._reduction is not None and self._reduction.key == (body.version, body.attempt):
             return
-        if not well_formed(body, self.rules.parts[self._fragment()], [member.peer for member in self.view]):
+        if not well_formed(body, self.rules.parts[self.fragment], [member.peer for member in self.view]):
             self._complain(sender, body, (), "malformed Begin")
             return
         if body.attempt > self.attempt:
@@ -646,6 +662,7 @@ class Machine:
         self._heirs = {peer: heir for peer, heir in self._heirs.items() if peer in names}
         self._evicted &= names
         self.roster.meet(commit.view, self._now)
+        self._heartbeat_at = self._now  # tell the new version at once: who is done waits to see it everywhere
         if not self.joining and not self.in_view:
             # Thawed after a stop, or cut off for a while: the run went on without this life of mine.
             self.me = replace(self.me, incarnation=self.me.incarnation + 1)
@@ -691,7 +708,7 @@ class Machine:
         self.roster.unreachable(event.peer)
 
     def _on_received(self, event: m.Received) -> None:
-        if self.roster.heard(event.sender, self._now) or isinstance(event.body, m.Evict):
+        if isinstance(event.body, m.Evict) or self.roster.heard(event.sender, self._now):
             self._messages[type(event.body)](self, event.sender, event.body)
 
     # ------------------------------------------------------------ saying things

@@ -1,0 +1,531 @@
+"""The exchange: drives the protocol's state machine with real bytes, a real link and the local clock.
+
+It runs on a thread and event loop of its own, so that neither network nor averaging holds up the inner steps. The
+training side talks to it through a handful of blocking calls (`run`, `closed`, `hold`, `leave`); everything else
+happens in reaction to other peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from diloco.average import mean_digest
+from diloco.clock import monotonic_s
+from diloco.compress import Codec, PayloadError
+from diloco.exchange import messages as m
+from diloco.exchange.link import (
+    Kind,
+    Link,
+    LinkDown,
+    LinkRefused,
+    LinkSlow,
+    Part,
+    StateOffer,
+    StreamHeader,
+    Welcome,
+)  # fmt: skip
+from diloco.exchange.machine import Machine, Rules, Timing
+from diloco.exchange.statesync import download
+from diloco.exchange.status import status_json
+from diloco.exchange.work import BadContribution, Work
+from diloco.fragments import Layout
+from diloco.outer import OuterOptimizer, OuterState, StateChunk
+from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TICKS_PER_HEARTBEAT = 10
+SNAPSHOTS = 2
+"""States kept for joiners that are copying them, besides the latest."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the exchange needs to know of the run."""
+
+    contract_json: bytes
+    rules: Rules
+    timing: Timing
+    layout: Layout
+    codec: Codec
+    optimizer: OuterOptimizer
+    backlog_versions: int
+    total_tokens: int
+
+
+class Exchange:
+    """One peer's side that faces the world. Also the `Service` that the link calls."""
+
+    def __init__(
+        self,
+        me: Member,
+        terms: Terms,
+        link: Link,
+        lineage: str,
+        founder: bool,
+        loop: asyncio.AbstractEventLoop,
+        on_reason: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.terms = terms
+        self.link = link
+        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
+        self.directory: tuple[str, ...] = ()
+        self.max_part_bytes = max(terms.codec.max_bytes(fragment.part_elements) for fragment in terms.layout.fragments)
+        self.behind = False
+        """Too far behind to fetch the missing commits: only a copy of the state helps."""
+        self.refused: m.Reply = m.Reply.OK
+        """The latest refusal of one of our messages."""
+        self._loop = loop
+        self._on_reason = on_reason
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._work: Work | None = None
+        self._moved = asyncio.Condition()
+        self._contribution: Contribution | None = None
+        self._waiting: Future[Sequence[Closed] | Skip] | None = None
+        self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
+        self._backlog: deque[Closed] = deque(maxlen=terms.backlog_versions)
+        self._closed: deque[Closed] = deque()
+        self._closed_changed = threading.Condition()
+        self._state: OuterState | None = None
+        self._state_commit: Commit | None = None
+        self._snapshots: OrderedDict[str, tuple[OuterState, tuple[StateChunk, ...]]] = OrderedDict()
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------------------ for the training side (any thread)
+
+    def run(self, contribution: Contribution, leaving: bool, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+        """Contribute to the version being made; wait until it closes.
+
+        Returns the versions that closed, in order (ours may or may not be counted in them), or why the round is
+        skipped. Asks `patience` a few times a second; when that is False the contribution is withdrawn.
+        """
+        future: Future[Sequence[Closed] | Skip] = Future()
+        self._call(self._offer, contribution, leaving, future)
+        withdrawn = False
+        while True:
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                self._raise_failure()
+                if not withdrawn and not patience():
+                    withdrawn = True
+                    self._call(self._feed, m.Withdrawn())
+
+    def closed(self, timeout_s: float = 0.0) -> Sequence[Closed]:
+        """Versions that closed since the last call; waits up to `timeout_s` for the first."""
+        self._raise_failure()
+        with self._closed_changed:
+            if not self._closed and timeout_s:
+                self._closed_changed.wait(timeout_s)
+            return self._take_closed()
+
+    def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
+        """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
+        event = m.StateHeld(state.version, state.digest, commit if copied else None)
+        self._call(self._hold, state, commit, event)
+
+    def report(self, progress: Progress) -> None:
+        """What the heartbeats tell of this peer."""
+        self.machine.progress = progress
+
+    def copy_state(
+        self, sources: Sequence[str], timeout_s: float, progress: Callable[[int, int], None]
+    ) -> tuple[OuterState, StateOffer]:
+        """Download the state from these addresses. Raises StateError."""
+        terms = self.terms
+        task = download(self.link, sources, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
+        result = asyncio.run_coroutine_threadsafe(task, self._loop).result(timeout_s)
+        self.behind = False
+        return result
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until the others have the latest version too, so that it does not die with us."""
+        deadline_s = monotonic_s() + timeout_s
+        while monotonic_s() < deadline_s and not self._ask(self.machine.settled):
+            time.sleep(0.05)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        async def answer() -> T:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(5.0)
+
+    def leave(self, timeout_s: float) -> None:
+        """Say goodbye and give the vote away."""
+        asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result(timeout_s)
+
+    def stop(self) -> None:
+        """End the tasks. The link and the server are the caller's."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def meet(self, members: Sequence[Member]) -> None:
+        """Peers to talk to, from a welcome or from the directory."""
+        self._call(lambda: self.machine.roster.meet(members, monotonic_s()))
+
+    def start(self, address: str, directory: tuple[str, ...]) -> None:
+        """Begin to tick. `address`: where the server listens; `directory`: addresses of our directory node."""
+        self.directory = directory
+        self._call(lambda: self._start(address))
+
+    def status(self) -> str:
+        """JSON, as `diloco status` prints it."""
+        return self._ask(self.on_status)
+
+    # ------------------------------------------------------------ the loop's thread from here on
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            logger.error("the exchange failed", exc_info=self._failure)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _start(self, address: str) -> None:
+        self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
+        self._spawn(self._tick_for_ever())
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            self._feed(m.Tick())
+            await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
+
+    async def _stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _leave(self) -> None:
+        effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
+        sends = [self._send(effect) for effect in effects if isinstance(effect, m.Send)]
+        await asyncio.gather(*sends)
+
+    def _offer(self, contribution: Contribution, leaving: bool, future: Future[Sequence[Closed] | Skip]) -> None:
+        if self._closed:
+            future.set_result(self._take_closed())
+            return
+        self._contribution = contribution
+        self._waiting = future
+        c = contribution
+        self._feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving)))
+
+    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld) -> None:
+        self._state, self._state_commit = state, commit
+        self._feed(event)
+
+    def _take_closed(self) -> Sequence[Closed]:
+        taken = tuple(self._closed)
+        self._closed.clear()
+        return taken
+
+    def _feed(self, event: m.Event) -> None:
+        for effect in self.machine.handle(event, monotonic_s()):
+            self._perform(effect)
+
+    def _perform(self, effect: m.Effect) -> None:
+        match effect:
+            case m.Send():
+                self._spawn(self._send(effect))
+            case m.BeginReduction(begin):
+                self._begin(begin)
+            case m.SendContribution():
+                self._spawn(self._send_contribution(effect))
+            case m.FoldPart(version, attempt, part):
+                self._spawn(self._fold((version, attempt), part))
+            case m.SendMean(version, attempt, part, to):
+                self._put_in_outlets((version, attempt), part, to)
+            case m.SealMean(version, attempt):
+                self._spawn(self._seal((version, attempt)))
+            case m.FetchMean(commit, sources):
+                self._spawn(self._fetch_mean(commit, sources))
+            case m.CatchUp(source, _):
+                self._spawn(self._catch_up(source))
+            case m.Close(commit):
+                self._close(commit)
+            case m.GiveUp(reason, exposed):
+                self._answer(Skip(reason, exposed))
+            case m.Note(reason):
+                self._on_reason(reason)
+
+    # ------------------------------------------------------------ sending
+
+    def _envelope(self, body: m.Body) -> m.Envelope:
+        rules = self.terms.rules
+        return m.Envelope(rules.run, rules.contract, self.machine.lineage, self.machine.me, body)
+
+    def _header(self, kind: Kind, key: tuple[int, int]) -> StreamHeader:
+        rules = self.terms.rules
+        return StreamHeader(rules.run, rules.contract, self.machine.lineage, self.machine.me, kind, *key)
+
+    async def _send(self, effect: m.Send) -> None:
+        try:
+            reply = await self.link.deliver(effect.to.address, self._envelope(effect.body))
+        except LinkDown:
+            self._feed(m.Unreachable(effect.to.peer))
+        except LinkSlow:
+            logger.debug("%s did not answer %s", effect.to.peer, type(effect.body).__name__)
+        except LinkRefused as error:
+            self._note_refusal(effect.to, error.reply)
+        else:
+            self._note_refusal(effect.to, reply)
+
+    def _note_refusal(self, by: Member, reply: m.Reply) -> None:
+        if reply is not m.Reply.OK and reply is not self.refused:
+            logger.warning("%s refuses: %s", by.peer, reply.name)
+        self.refused = reply
+
+    async def _stream(self, to: Member, kind: Kind, key: tuple[int, int], parts: AsyncIterator[Part]) -> None:
+        stall_s = self.terms.timing.stall_s
+        try:
+            reply = await self.link.send_parts(to.address, self._header(kind, key), parts, stall_s)
+        except LinkDown:
+            self._feed(m.Unreachable(to.peer))
+        except (LinkSlow, LinkRefused) as error:
+            logger.info("%s of %s to %s: %s", kind.name.lower(), key, to.peer, error)
+        else:
+            if reply is not m.Reply.OK:
+                logger.debug("%s of %s to %s: %s", kind.name.lower(), key, to.peer, reply.name)
+
+    async def _send_contribution(self, effect: m.SendContribution) -> None:
+        contribution = self._contribution
+        assert contribution is not None
+
+        async def parts() -> AsyncIterator[Part]:
+            for index in range(effect.span.start, effect.span.stop):
+                yield Part(index, contribution.parts[index])
+
+        await self._stream(effect.to, Kind.CONTRIBUTION, (effect.version, effect.attempt), parts())
+
+    # ------------------------------------------------------------ reducing
+
+    def _begin(self, begin: m.Begin) -> None:
+        fragment = self.terms.layout.fragments[self.machine.fragment]
+        work = self._work = Work(begin, self.machine.me, fragment, self.terms.codec)
+        if self._contribution is not None:
+            work.take_own(self.machine.me, self._contribution)
+        for receiver in begin.receivers:
+            if work.owned and receiver.peer != self.machine.me.peer:
+                work.outlets[receiver.peer] = asyncio.Queue()
+                self._spawn(self._stream(receiver, Kind.MEAN, work.key, work.outlet(receiver.peer)))
+        self._spawn(self._tell_moved())
+
+    def _put_in_outlets(self, key: tuple[int, int], part: int, to: Sequence[Member]) -> None:
+        work = self._work
+        if work is None or work.key != key:
+            return
+        payload = work.mean[part]
+        assert payload is not None
+        for member in to:
+            work.outlets[member.peer].put_nowait(Part(part, payload))
+
+    async def _fold(self, key: tuple[int, int], part: int) -> None:
+        work = self._work
+        if work is None or work.key != key:
+            return
+        try:
+            await self._loop.run_in_executor(self._pool, work.fold, part)
+        except BadContribution as error:
+            self._feed(m.ContributionRefused(*key, error.sender, str(error)))
+        else:
+            self._feed(m.PartFolded(*key, part))
+
+    async def _seal(self, key: tuple[int, int]) -> None:
+        work = self._work
+        if work is not None and work.key == key:
+            parts = work.sealed()
+            digest = await self._loop.run_in_executor(self._pool, mean_digest, parts)
+            self._keep_mean(digest, parts)
+            self._feed(m.MeanHeld(digest, *key))
+
+    def _keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+        self._means[digest] = parts
+        self._means.move_to_end(digest)
+        while len(self._means) > self.terms.backlog_versions + 2:
+            self._means.popitem(last=False)
+
+    async def _tell_moved(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+    # ------------------------------------------------------------ closing versions
+
+    def _close(self, commit: Commit) -> None:
+        closed = Closed(commit, self._means[commit.mean_digest] if commit.mean_digest else ())
+        self._backlog.append(closed)
+        self._work = None
+        self._contribution = None
+        with self._closed_changed:
+            self._closed.append(closed)
+            self._closed_changed.notify_all()
+        if self._waiting is not None:
+            self._answer(self._take_closed())
+        self._spawn(self._tell_moved())
+
+    def _answer(self, outcome: Sequence[Closed] | Skip) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.set_result(outcome)
+
+    async def _fetch_mean(self, commit: Commit, sources: Sequence[Member]) -> None:
+        for source in sources:
+            stall_s = self.terms.timing.stall_s
+            try:
+                parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
+            except (LinkDown, LinkSlow, LinkRefused):
+                continue
+            if self._good_mean(commit, parts):
+                self._keep_mean(commit.mean_digest, parts)
+                self._feed(m.MeanHeld(commit.mean_digest))
+                return
+
+    async def _catch_up(self, source: Member) -> None:
+        since = self.machine.version if self.machine.commit is not None else self.machine.version - 1
+        stall_s = self.terms.timing.stall_s
+        try:
+            missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
+        except (LinkDown, LinkSlow, LinkRefused) as error:
+            logger.info("no commits from %s: %s", source.peer, error)
+            return
+        if not missed:
+            self.behind = True
+            self._answer(Skip("too far behind to catch up by commits: the state must be copied"))
+        for closed in missed:
+            if not self._good_mean(closed.commit, closed.parts):
+                logger.warning("%s sent a mean that does not match its commit", source.peer)
+                return
+            self._keep_mean(closed.commit.mean_digest, closed.parts)
+            self._feed(m.Learned(closed.commit))
+
+    def _good_mean(self, commit: Commit, parts: Sequence[bytes]) -> bool:
+        if commit.fragment == -1:
+            return not parts
+        layout = self.terms.layout
+        if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
+            return False
+        return mean_digest(parts) == commit.mean_digest
+
+    # ------------------------------------------------------------ what others ask (Service)
+
+    def _admits(self, run: str, contract: str, lineage: str) -> m.Reply:
+        if run != self.terms.rules.run:
+            return m.Reply.OTHER_RUN
+        if contract != self.terms.rules.contract:
+            return m.Reply.OTHER_CONTRACT
+        if lineage != self.machine.lineage:
+            return m.Reply.OTHER_LINEAGE
+        return m.Reply.OK
+
+    async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
+        reply = self._admits(envelope.run, envelope.contract, envelope.lineage)
+        by_peer = not isinstance(envelope.body, m.Evict)
+        if reply is m.Reply.OK and by_peer and not self.machine.roster.heard(envelope.sender, monotonic_s()):
+            reply = m.Reply.FENCED
+        if reply is m.Reply.OK:
+            self._feed(m.Received(envelope.sender, envelope.body))
+        return reply
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        reply = self._admits(header.run, header.contract, header.lineage)
+        if reply is not m.Reply.OK:
+            return reply
+        key = (header.version, header.attempt)
+        work = await self._reach(key)
+        if work is None:
+            return m.Reply.STALE if (self.machine.reducing or (self.machine.making, -1)) > key else m.Reply.TOO_EARLY
+        async for part in parts:
+            if self._work is not work:
+                return m.Reply.STALE
+            reply = await self._take(work, header, part)
+            if reply is not m.Reply.OK:
+                return reply
+        return m.Reply.OK
+
+    async def _reach(self, key: tuple[int, int]) -> Work | None:
+        """Wait for our own `Begin` of that attempt: bytes may overtake it. Not reading holds the sender back."""
+        deadline_s = monotonic_s() + self.terms.timing.stall_s
+        async with self._moved:
+            while (self._work is None or self._work.key < key) and self.machine.making <= key[0]:
+                left_s = deadline_s - monotonic_s()
+                if left_s <= 0:
+                    break
+                try:
+                    await asyncio.wait_for(self._moved.wait(), left_s)
+                except TimeoutError:
+                    break
+        return self._work if self._work is not None and self._work.key == key else None
+
+    async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
+        sender, key = header.sender.peer, work.key
+        if not work.expects(header.kind, sender, part.index) or len(part.payload) > work.max_bytes(part.index):
+            return m.Reply.MALFORMED
+        if header.kind is Kind.CONTRIBUTION:
+            work.put_contribution(sender, part.index, part.payload)
+            self._feed(m.ContributionArrived(*key, sender, part.index))
+            return m.Reply.OK
+        try:
+            await self._loop.run_in_executor(self._pool, work.put_mean, part.index, part.payload)
+        except PayloadError as error:
+            self._feed(m.ContributionRefused(*key, sender, f"sent a mean that does not decode: {error}"))
+            return m.Reply.MALFORMED
+        self._feed(m.MeanArrived(*key, sender, part.index))
+        return m.Reply.OK
+
+    def on_hello(self) -> Welcome:
+        machine = self.machine
+        others = [member for member in machine.alive() if member != machine.me]
+        version = self._state.version if self._state else -1
+        return Welcome(
+            self.terms.contract_json,
+            machine.lineage,
+            version,
+            machine.commit is not None,
+            (machine.me, *others),
+            self.directory,
+        )
+
+    def on_fetch_commits(self, since: int) -> list[Closed]:
+        following = [closed for closed in self._backlog if closed.commit.version > since]
+        return following if following and following[0].commit.version == since + 1 else []
+
+    def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
+        return self._means.get(digest)
+
+    async def on_state_offer(self) -> StateOffer:
+        if self._state is None:
+            raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
+        state, commit = self._state, self._state_commit
+        manifest = await self._loop.run_in_executor(self._pool, state.manifest)
+        self._snapshots[state.digest] = (state, manifest)
+        self._snapshots.move_to_end(state.digest)
+        while len(self._snapshots) > SNAPSHOTS:
+            self._snapshots.popitem(last=False)
+        steps = tuple(fragment.steps for fragment in state.fragments)
+        return StateOffer(state.version, commit, state.digest, steps, tuple(chunk.sha256 for chunk in manifest))
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        state, manifest = self._snapshots.get(digest, (None, ()))
+        return state.chunk(manifest[chunk]) if state is not None and 0 <= chunk < len(manifest) else None
+
+    def on_status(self) -> str:
+        return status_json(self.machine, self._state, self.terms.total_tokens, self.directory, monotonic_s())
