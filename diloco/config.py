@@ -335,17 +335,19 @@ def load_site(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[
 
 def contract_from_json(text: str | bytes) -> Contract:
     """The contract that another peer sent (`Contract.to_json`). Raises ConfigError or IncompatibleError."""
+    where = "the contract received"
+    fix = "ask who runs the peer at that address; it should send what its own `diloco config show` prints"
     try:
         tree = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"the contract received is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {_shown(str(error))}", fix) from error
     if not isinstance(tree, dict):
-        raise ConfigError("the contract received is not a table")
-    _check_contract_version(tree, "the contract received")
+        raise ConfigError(f"{where} is not a table", fix)
+    _check_contract_version(tree, where)
     try:
         return Contract.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError(f"the contract received is not valid: {_first_problem(error)}") from error
+        raise ConfigError(f"{where} is not valid: {_first_problem(error)[1]}", fix) from error
 
 
 def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) -> Loaded[S]:
@@ -354,18 +356,22 @@ def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) ->
     origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
     for text in overrides:
         section, key, value = _parse_override(text)
-        tree.setdefault(section, {})[key] = value
-        origin[f"{section}.{key}"] = "--set"
-    _check_keys(tree, schema, where)
+        if isinstance(tree.setdefault(section, {}), dict):
+            tree[section][key] = value
+            origin[f"{section}.{key}"] = "--set"
     if schema is Contract:
         _check_contract_version(tree, where)
+    _check_keys(tree, schema, origin, where)
+    if schema is Contract:
         _apply_preset(tree, origin, where)
     try:
-        return Loaded(schema.model_validate_json(json.dumps(tree)), origin)
+        return Loaded(schema.model_validate_json(json.dumps(tree, default=str)), origin)  # str: TOML has dates, we none
     except ValidationError as error:
-        raise ConfigError(
-            f"{where}: {_first_problem(error)}", "see `diloco config show` for every key and its value"
-        ) from error
+        name, cause = _first_problem(error)
+        fix = (
+            f"add it to {where}" if cause.endswith("is missing") else "`diloco config show` prints every key and value"
+        )
+        raise ConfigError(f"{origin.get(name, where)}: {cause}", fix) from error
 
 
 def _keys(section: Any) -> Iterator[str]:
@@ -373,18 +379,25 @@ def _keys(section: Any) -> Iterator[str]:
 
 
 def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any]:
-    what = "contract" if schema is Contract else "site file"
+    what, folder = ("contract", "configs") if schema is Contract else ("site file", "peers")
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        fix = f"did you mean {path.parent / near[0]}?" if near else f"give the path of a {what} (TOML)"
+        known = {near.stem: near for near in (*Path(folder).glob("*.toml"), *path.parent.glob("*.toml"))}
+        close = difflib.get_close_matches(path.stem, known, n=1)
+        fix = f"did you mean {known[close[0]]}?" if close else f"give the path of a {what} (TOML)"
         raise ConfigError(f"{what} not found: {path}", fix) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {what} {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {what} {path}: {error.strerror}", f"give the path of a {what} (TOML)"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", f"give the path of a {what} (TOML)") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", 'write [section], then key = 1 or key = "text"'
+        ) from error
 
 
 def _parse_override(text: str) -> tuple[str, str, Any]:
@@ -401,11 +414,12 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
 
 
 def _check_contract_version(tree: Mapping[str, Any], where: str) -> None:
+    """Before anything else is judged: another version may have other keys."""
     run = tree.get("run")
     version = run.get("contract_version", CONTRACT_VERSION) if isinstance(run, dict) else CONTRACT_VERSION
     if version != CONTRACT_VERSION:
         raise IncompatibleError(
-            f"{where}: contract version {version}, this diloco reads version {CONTRACT_VERSION}",
+            f"{where}: contract version {_shown(version)}, this diloco reads version {CONTRACT_VERSION}",
             "use the diloco release that wrote it, or check its keys against CHANGELOG.md",
         )
 
@@ -413,39 +427,33 @@ def _check_contract_version(tree: Mapping[str, Any], where: str) -> None:
 def _apply_preset(tree: dict[str, Any], origin: dict[str, str], where: str) -> None:
     model = tree.get("model", {})
     name = model.get("preset")
-    if name is None:
+    if not isinstance(name, str):  # absent, or for the schema to refuse
         return
     if name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"{where}: model.preset {name!r} does not exist", f"{hint}known: {', '.join(PRESETS)}")
+        place = origin.get("model.preset", where)
+        raise ConfigError(f"{place}: model.preset {name!r} does not exist", f"{hint}known: {', '.join(PRESETS)}")
     for key, value in PRESETS[name].items():
         if key not in model:
             model[key] = value
             origin[f"model.{key}"] = f"preset {name}"
 
 
-def _check_keys(tree: Mapping[str, Any], schema: type[Contract] | type[Site], where: str) -> None:
+def _check_keys(
+    tree: Mapping[str, Any], schema: type[Contract] | type[Site], origin: Mapping[str, str], where: str
+) -> None:
     """Name the first unknown or misplaced key, with a suggestion."""
-    other: type[Section] = Site if schema is Contract else Contract
-    other_file = "the site file (peers/*.toml)" if schema is Contract else "the contract (configs/*.toml)"
-    known = _dotted(schema)
-    elsewhere = _dotted(other)
     for section, keys in tree.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{where}: {section!r} stands outside any section", _suggest(section, known))
+            raise ConfigError(f"{where}: {section!r} is not a section", _suggest("", section, schema))
+        names = [f"{section}.{key}" for key in keys]
         if section not in schema.model_fields:
-            in_other = f"[{section}] belongs in {other_file}" if section in other.model_fields else None
-            near = difflib.get_close_matches(section, schema.model_fields, n=1)
-            fix = in_other or (f"did you mean [{near[0]}]?" if near else f"known: {', '.join(schema.model_fields)}")
-            raise ConfigError(f"{where}: unknown section [{section}]", fix)
-        for key in keys:
-            name = f"{section}.{key}"
-            if name in known:
-                continue
-            if name in elsewhere:
-                raise ConfigError(f"{where}: {name} does not belong here", f"move it to {other_file}")
-            raise ConfigError(f"{where}: unknown key {name}", _suggest(key, known, section))
+            place = origin[names[0]] if names else where
+            raise ConfigError(f"{place}: unknown section [{section}]", _suggest_section(section, schema))
+        for key, name in zip(keys, names, strict=True):
+            if name not in _dotted(schema):
+                raise ConfigError(f"{origin[name]}: unknown key {name}", _suggest(section, key, schema))
 
 
 def _dotted(schema: type[Section]) -> list[str]:
@@ -458,19 +466,53 @@ def _dotted(schema: type[Section]) -> list[str]:
     return names
 
 
-def _suggest(key: str, known: Sequence[str], section: str = "") -> str:
-    near = difflib.get_close_matches(f"{section}.{key}" if section else key, known, n=1, cutoff=0.6)
-    same = [name for name in known if name.split(".")[1] == key]
-    best = (same or near)[:1]
-    if best:
-        return f"did you mean {best[0]}?"
-    in_section = [name.split(".")[1] for name in known if name.startswith(section + ".")]
-    return f"keys of [{section}]: {', '.join(in_section)}" if in_section else "write keys below a [section]"
+def _other(schema: type[Section]) -> tuple[type[Section], str]:
+    """The other schema and where its keys are written."""
+    return (Site, "the site file (peers/*.toml)") if schema is Contract else (Contract, "the contract (configs/*.toml)")
 
 
-def _first_problem(error: ValidationError) -> str:
+def _suggest_section(section: str, schema: type[Section]) -> str:
+    other, other_file = _other(schema)
+    if section in other.model_fields:
+        return f"[{section}] belongs in {other_file}"
+    near = difflib.get_close_matches(section, schema.model_fields, n=1)
+    return f"did you mean [{near[0]}]?" if near else f"known: {', '.join(schema.model_fields)}"
+
+
+def _suggest(section: str, key: str, schema: type[Section]) -> str:
+    """The likeliest meaning of a key: the same name elsewhere, else a similar one, else what the section has."""
+    known, (other, other_file) = _dotted(schema), _other(schema)
+    name = f"{section}.{key}" if section else key
+    if name in _dotted(other):
+        return f"move it to {other_file}"
+    if same := [full for full in known if full.split(".")[1] == key]:
+        return f"did you mean {_closest(name, same)}?"
+    if same := [full for full in _dotted(other) if full.split(".")[1] == key]:
+        return f"did you mean {_closest(name, same)} in {other_file}?"
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {near[0]}?"
+    keys = [full.removeprefix(f"{section}.") for full in known if full.startswith(f"{section}.")]
+    return f"keys of [{section}]: {', '.join(keys)}" if keys else "write keys below a [section]"
+
+
+def _closest(name: str, names: Sequence[str]) -> str:
+    return difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+
+
+def _first_problem(error: ValidationError) -> tuple[str, str]:
+    """The key of the first problem as `section.key`, and the problem in one line."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
+    safe = name if name.isprintable() and len(name) <= 80 else _shown(name)
+    key = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "missing":
+        return key, f"{safe} is missing"
     message = first["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-    return f"{name}: {message}{got}" if name else message
+    got = "" if isinstance(first["input"], dict) else f", got {_shown(first['input'])}"
+    return key, f"{safe}: {message}{got}" if name else message
+
+
+def _shown(value: Any) -> str:
+    """A value from outside in one short line, control characters escaped."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

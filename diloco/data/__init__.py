@@ -1,0 +1,45 @@
+"""What the model is trained on: sources of token blocks, who may read which, and in what order.
+
+    dataset.py    the seam: blocks of tokens by index, a fixed held-out part, a fingerprint
+    stdlib.py text.py shards.py hf.py    the sources
+    files.py documents.py tokenizer.py split.py pack.py    from paths to tokens, to training and held-out, to a shard
+    leases.py     which block positions belong to which peer (pure; travels in the commits)
+    order.py      from a position, counted over all epochs, to a block of the dataset
+    reader.py     one peer's place in its lease
+
+This module imports neither torch nor numpy, so that `leases` and `order` stay cheap to import.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco.config import DataSection
+    from diloco.data.dataset import Dataset
+
+
+def open_dataset(section: DataSection, root: Path) -> Dataset:
+    """Open the contract's data source; relative paths are taken inside `root`, the site's data folder.
+
+    Raises DataError (missing, empty or malformed data) and ConfigError (a path outside `root`, a key that the
+    source does not take, or a missing extra).
+    """
+    match section.source:
+        case "stdlib":
+            from diloco.data.stdlib import open_stdlib
+
+            return open_stdlib(section)
+        case "text":
+            from diloco.data.text import open_text
+
+            return open_text(section, root)
+        case "shards":
+            from diloco.data.shards import open_shards
+
+            return open_shards(section, root)
+        case "hf":
+            from diloco.data.hf import open_stream
+
+            return open_stream(section, root)

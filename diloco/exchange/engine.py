@@ -103,6 +103,11 @@ class Exchange:
 
     # ------------------------------------------------------------ for the training side (any thread)
 
+    @property
+    def in_view(self) -> bool:
+        """Whether this peer is a member of the run now."""
+        return self.machine.in_view
+
     def run(self, contribution: Contribution, leaving: bool, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
         """Contribute to the version being made; wait until it closes.
 
@@ -139,14 +144,25 @@ class Exchange:
         self.machine.progress = progress
 
     def copy_state(
-        self, sources: Sequence[str], timeout_s: float, progress: Callable[[int, int], None]
+        self, sources: Sequence[str], local: OuterState, timeout_s: float, progress: Callable[[int, int], None]
     ) -> tuple[OuterState, StateOffer]:
-        """Download the state from these addresses. Raises StateError."""
+        """The state that the members at these addresses hold; `local` itself when it is that already.
+
+        Raises StateError, and TimeoutError after `timeout_s`.
+        """
         terms = self.terms
-        task = download(self.link, sources, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
+        task = download(self.link, sources, local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
         result = asyncio.run_coroutine_threadsafe(task, self._loop).result(timeout_s)
         self.behind = False
         return result
+
+    def alive(self) -> list[Member]:
+        """Members of the view that are not suspected."""
+        return self._ask(self.machine.alive)
+
+    def said_goodbye(self) -> set[str]:
+        """Peers that left in good order."""
+        return self._ask(lambda: {entry.member.peer for entry in self.machine.roster if entry.left})
 
     def settle(self, timeout_s: float) -> None:
         """Wait until the others have the latest version too, so that it does not die with us."""

@@ -180,7 +180,8 @@ class Machine:
 
     def _on_state_held(self, event: m.StateHeld) -> None:
         self._state = event
-        if event.commit is not None and (self.commit is None or event.commit.version > self.commit.version):
+        refounding = self.founder and self.commit is None  # a new view takes over from this commit
+        if event.commit is not None and not refounding and event.commit.version >= self.version:
             self._adopt(event.commit)
         self._found_if_complete()
 

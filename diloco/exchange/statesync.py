@@ -34,6 +34,7 @@ STRIPE_CHUNKS = 4
 async def download(
     link: Link,
     sources: Sequence[str],
+    local: OuterState,
     layout: Layout,
     optimizer: OuterOptimizer,
     stall_s: float,
@@ -41,7 +42,8 @@ async def download(
 ) -> tuple[OuterState, StateOffer]:
     """The state that most of `sources` (addresses) offer. Raises StateError when none can be copied whole.
 
-    `progress` is told (bytes here, bytes in all).
+    Nothing is copied when `local` is that state already: peers that start a run together, from one seed and on like
+    machines, have it. `progress` is told (bytes here, bytes in all).
     """
     offers = await _offers(link, sources, stall_s)
     if not offers:
@@ -49,6 +51,8 @@ async def download(
     counts = Counter(offer.digest for offer in offers.values())
     newest = max(offers.values(), key=lambda offer: (counts[offer.digest], offer.version))
     holders = [address for address, offer in offers.items() if offer.digest == newest.digest]
+    if newest.digest == local.digest:
+        return OuterState(newest.version, local.fragments), newest
     manifest = _manifest(newest, layout, optimizer)
     buffers = await _Download(link, newest, manifest, stall_s, progress).run(holders)
     state = OuterState.assemble(newest.version, newest.steps, buffers, layout, optimizer)

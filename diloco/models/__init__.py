@@ -1,0 +1,60 @@
+"""Models: one transformer of our own, its presets, and Hugging Face's by the extra `hf`.
+
+Importing this package does not import torch: the configuration reads the presets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from diloco.config import ModelSection
+
+
+def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = Path(".")) -> nn.Module:
+    """The contract's model on the CPU in fp32: tokens int64 (batch, seq) -> logits (batch, seq, vocab).
+
+    The weights depend on `seed` alone; torch's random state stays as it was. `vocab_size` is the tokenizer's, which
+    `section.vocab_size` may exceed (multiples of 64 multiply faster) but not undercut. `root` is the site's
+    `data.root`.
+
+    Raises ConfigError for kind `external`, for a vocabulary that is too small and for a Hugging Face config that
+    cannot be used.
+    """
+    if section.kind == "external":
+        raise ConfigError(
+            "model.kind 'external' cannot be built from a contract",
+            "pass the model to the library call, or set model.kind = 'transformer'",
+        )
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would reseed the GPUs, too
+        if section.kind == "hf":
+            from diloco.models.hf import load_causal_lm
+
+            return load_causal_lm(section, vocab_size, root)
+        from diloco.models.transformer import Transformer
+
+        return Transformer(section, checked_vocab_size(section, vocab_size))
+
+
+def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:
+    """Rows of the embedding: the contract's, or as many as the tokenizer has. Raises ConfigError if too few."""
+    rows = section.vocab_size or vocab_size
+    if rows < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size {rows} is smaller than the tokenizer's {vocab_size}",
+            f"leave model.vocab_size out, or set it to at least {vocab_size}",
+        )
+    return rows
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Elements of all parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())

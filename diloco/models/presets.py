@@ -1,7 +1,9 @@
-"""Model sizes by name: small ones for a laptop and the sizes published with DiLoCo.
+"""Model sizes by name: small byte-level ones, and those published with DiLoCo.
 
-The parameter counts in the comments include a 256-token tied embedding for the byte-level presets and a
-32,768-token untied head for the published ones.
+The comment of each gives its number of parameters with all embeddings, the byte-level ones with 256 tokens. The
+published ones have 32,768 tokens; the names their papers gave them count the embedding once, which a tied head does
+too, except for `async-20m`, whose name fits an untied one only. Their feed-forward layers were not gated; ours are
+SwiGLU of 8/3 of `dim`, which has as many parameters.
 """
 
 from __future__ import annotations
@@ -9,6 +11,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+
+def _bytes(layers: int, dim: int, heads: int) -> dict[str, Any]:
+    return {"layers": layers, "dim": dim, "heads": heads, "tied": True, "qk_norm": True}
+
+
+def _published(layers: int, dim: int, heads: int, *, tied: bool = True, qk_norm: bool = False) -> dict[str, Any]:
+    sizes = {"layers": layers, "dim": dim, "heads": heads, "vocab_size": 32_768}
+    return sizes | {"tied": tied, "qk_norm": qk_norm}
+
+
+def _scaling(layers: int, heads: int) -> dict[str, Any]:
+    """One of the family of the streaming and scaling-law papers: heads of 64, QK-norm."""
+    return _published(layers, 64 * heads, heads, qk_norm=True)
+
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "nano": {"layers": 2, "dim": 96, "heads": 4},
+    # Byte-level: a laptop, or one GPU.
+    "0.3m": _bytes(2, 104, 4),  # 293,488
+    "1m": _bytes(4, 144, 3),  # 1,033,872
+    "3m": _bytes(6, 192, 4),  # 2,706,432
+    "10m": _bytes(8, 320, 5),  # 10,000,704
+    "30m": _bytes(10, 512, 8),  # 31,764,224
+    "85m": _bytes(12, 768, 12),  # 85,152,000
+    "150m": _bytes(12, 1024, 16),  # 152,070,656
+    # DiLoCo (arXiv 2311.08105). There the heads of the smaller two were 64 wide; here dim / heads is 56.
+    "diloco-60m": _published(3, 896, 16),  # 58,353,792
+    "diloco-150m": _published(12, 896, 16),  # 145,332,096
+    "diloco-400m": _published(12, 1536, 12),  # 390,108,672
+    # Asynchronous local SGD (arXiv 2401.09135).
+    "async-20m": _published(6, 256, 4, tied=False),  # 21,597,440
+    # Streaming DiLoCo (arXiv 2501.18512) and scaling laws for DiLoCo (arXiv 2503.09799).
+    "scaling-35m": _scaling(6, 8),  # 35,757,312
+    "scaling-90m": _scaling(9, 12),  # 88,882,560
+    "scaling-180m": _scaling(12, 16),  # 185,362,944
+    "scaling-335m": _scaling(15, 20),  # 337,511,040
+    "scaling-550m": _scaling(18, 24),  # 559,998,720
+    "scaling-1.3b": _scaling(24, 32),  # 1,276,744,704
+    "scaling-2.4b": _scaling(30, 40),  # 2,448,257,280
+    "scaling-4b": _scaling(36, 48),  # 4,177,755,648
+    "scaling-10b": _scaling(48, 64),  # 9,810,880,512
 }

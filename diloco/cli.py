@@ -1,0 +1,347 @@
+"""The command line: the only file that prints. Heavy imports happen inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from diloco.errors import DilocoError, UsageError
+
+if TYPE_CHECKING:
+    from diloco.telemetry import Event
+
+app = typer.Typer(
+    help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=True)
+data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+
+ContractPath = Annotated[Path, typer.Argument(help="The run contract (configs/*.toml): what is trained.")]
+SitePath = Annotated[
+    Path | None, typer.Option("--site", help="Local settings (peers/*.toml): device, network, folders.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value: beats the contract or site file. Repeatable.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Insecure = Annotated[
+    bool,
+    typer.Option("--insecure", help="Listen beyond loopback although traffic is neither encrypted nor authenticated."),
+]
+
+
+# ---------------------------------------------------------------- running
+
+
+@app.command(
+    epilog="Found a run:  diloco peer configs/demo.toml   |   join it:  diloco peer --join 127.0.0.1:4000/5f2c9a7e11aa"
+)
+def peer(
+    contract: Annotated[Path | None, typer.Argument(help="Found a run with this contract.")] = None,
+    join: Annotated[str | None, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST].")] = None,
+    site: SitePath = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
+    ] = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    name: Annotated[
+        str | None, typer.Option(help="This peer's name; the host's and a random suffix by default.")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where events and checkpoints go.")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+) -> None:
+    """Take part in a run: found it with a CONTRACT, join it with --join, or go on with --resume.
+
+    The founder prints the line that others run to join. The first Ctrl-C (or SIGTERM) leaves in good order: the work
+    done is counted if a version closes soon, or handed back. The second ends at once.
+    """
+    from diloco.launch import PeerOptions, run_peer
+
+    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
+    ending = run_peer(options, _signals(), _print_json_event if json_lines else _PeerLines())
+    if not json_lines:
+        loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
+        lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
+        print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")
+        print(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16]}")
+
+
+@app.command(epilog="Example:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try")
+def simulate(
+    contract: ContractPath,
+    peers: Annotated[int, typer.Option(min=1, max=64, help="Real peer processes on loopback.")] = 4,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also train: ddp (torch DistributedDataParallel), average (outer SGD at rate 1), alone. Repeatable."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results; runs/<run> by default.")] = None,
+    site: SitePath = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train with N real peer processes on this machine, through the code path of a real run, and compare."""
+    from diloco.sim.local import SimulateOptions, run_simulation
+
+    names = [part for text in compare or [] for part in text.split(",") if part]
+    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    options = SimulateOptions(contract, peers, tuple(names), out, site, contract_overrides, site_overrides)
+    live = sys.stdout.isatty() and not as_json
+    result = run_simulation(options, _signals(), sys.stderr if as_json else sys.stdout, live)
+    print(json.dumps(result.summary, indent=2) if as_json else result.text)
+    raise typer.Exit(result.exit_code)
+
+
+# ---------------------------------------------------------------- looking
+
+
+@app.command(epilog="Example:  diloco status 127.0.0.1:4000")
+def status(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of any live member.")], as_json: AsJson = False
+) -> None:
+    """Ask a member how the run is: version, digest, who is there and how far."""
+    from diloco.operate import ask_status
+    from diloco.screen import status_text
+
+    tree = ask_status(address)
+    print(json.dumps(tree, indent=2) if as_json else status_text(tree))
+
+
+@app.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")
+def evict(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of any live member.")],
+    peer_name: Annotated[str, typer.Argument(metavar="PEER", help="The peer that is dead for good.")],
+) -> None:
+    """Tell all live members that a peer is dead for good, so that its vote is not waited for.
+
+    Needed only when so many peers died that a majority of the view is gone. Unsafe while that peer lives elsewhere:
+    then two halves of the run could go on apart.
+    """
+    from diloco.operate import evict_peer
+
+    told = evict_peer(address, peer_name)
+    print(f"{peer_name} is declared dead; told {', '.join(told)}")
+
+
+@app.command(epilog="Example:  diloco report runs/demo")
+def report(
+    directory: Annotated[Path, typer.Argument(help="A simulate folder, or one peer's.")], as_json: AsJson = False
+) -> None:
+    """Write report.html: one page that opens offline."""
+    from diloco.report import write_plot, write_report
+
+    page, plot = write_report(directory), write_plot(directory)
+    print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
+
+
+@app.command(epilog="Example:  diloco export runs/demo/p0 exported && ls exported")
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a peer.")],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write the anchor as a plain model: safetensors and config.json, usable with transformers."""
+    from diloco.export import export as write_export
+
+    path = write_export(_checkpoints_of(checkpoint), output)
+    print(json.dumps({"exported": str(path)}) if as_json else f"exported to {path}")
+
+
+@app.command("eval", epilog="Example:  diloco eval runs/demo/p0 --json")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, the folder of a peer, or an exported model.")],
+    data_root: Annotated[Path, typer.Option(help="Folder that the contract's data.paths are relative to.")] = Path(),
+    sequences: Annotated[int | None, typer.Option(min=1, help="Held-out sequences; the contract's by default.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out loss of a checkpoint's anchor."""
+    from diloco.export import evaluate_checkpoint
+
+    result = evaluate_checkpoint(_checkpoints_of(checkpoint), data_root, sequences, threads)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print(
+            f"version {result['version']}, {result['tokens']:,} tokens: held-out loss {result['val_loss']:.4f} nats/token"
+        )
+
+
+@config_app.command("show", epilog="Example:  diloco config show configs/demo.toml --site peers/local.toml")
+def config_show(
+    contract: ContractPath, site: SitePath = None, overrides: Overrides = None, as_json: AsJson = False
+) -> None:
+    """Print every effective value and where it comes from."""
+    from diloco.config import load_contract, load_site
+
+    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    loaded, local = load_contract(contract, contract_overrides), load_site(site, site_overrides)
+    rows = [*loaded.rows(), *local.rows()]
+    if as_json:
+        values = {name: {"value": value, "from": origin} for name, value, origin in rows}
+        print(json.dumps({"digest": loaded.value.digest, "values": values}, indent=2))
+        return
+    width = max(len(name) for name, _, _ in rows)
+    shown = [(name, json.dumps(value), origin) for name, value, origin in rows]
+    middle = min(max(len(value) for _, value, _ in shown), 40)
+    for name, value, origin in shown:
+        print(f"{name:{width}}  {value:{middle}}  {origin}")
+    print(f"contract digest {loaded.value.digest}")
+
+
+@config_app.command("presets")
+def config_presets() -> None:
+    """List the model presets."""
+    from diloco.models.presets import PRESETS
+
+    for name, sizes in PRESETS.items():
+        print(f"{name:16} {', '.join(f'{key} {value}' for key, value in sizes.items())}")
+
+
+@data_app.command("pack", epilog="Example:  diloco data pack corpus/*.txt --output train.bin")
+def data_pack(
+    paths: Annotated[list[Path], typer.Argument(help="Text or JSONL files, or folders of them.")],
+    output: Annotated[Path, typer.Option(help="The shard to write (.bin).")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a local Hugging Face tokenizer folder.")] = "bytes",
+    text_field: Annotated[str, typer.Option(help="Field of a JSONL record that holds the text.")] = "text",
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a memory-mapped token shard (data.source = "shards")."""
+    from diloco.data.pack import pack
+    from diloco.data.tokenizer import open_tokenizer
+
+    result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, None if as_json else _print_progress)
+    if as_json:
+        print(
+            json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
+        )
+    else:
+        print(f"{output}: {result.tokens:,} tokens from {result.files:,} files, {result.bytes:,} bytes")
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:
+    """`--set` texts of the site and of the contract, by section (both have a `data` section: only `root` is local)."""
+    from diloco.config import Site
+
+    local = [
+        text
+        for text in texts
+        if text.split(".")[0] in set(Site.model_fields) - {"data"} or text.startswith("data.root")
+    ]
+    return local, [text for text in texts if text not in local]
+
+
+def _checkpoints_of(path: Path) -> Path:
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def _signals() -> Callable[[], bool]:
+    """Install handlers: the first SIGINT or SIGTERM asks to stop, the second ends the process at once."""
+    asked: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
+        sys.stderr.write("leaving in good order; once more to end at once\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return lambda: bool(asked)
+
+
+def _print_json_event(event: Event) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _print_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done:,} of {total:,} bytes")
+        sys.stderr.write("\n" if done >= total else "")
+
+
+class _PeerLines:
+    """One line for each event that a person wants to see."""
+
+    def __init__(self) -> None:
+        self._total_tokens = 0
+
+    def __call__(self, event: Event) -> None:
+        line = self._line(event)
+        if line:
+            print(line, flush=True)
+
+    def _line(self, event: Event) -> str:
+        kind = event["kind"]
+        if kind == "start":
+            self._total_tokens = event["total_tokens"]
+            size = f"{event['parameters']:,} parameters, from version {event['resumed_version']}"
+            return f"run {event['run']}, peer {event['peer']}: {size}"
+        if kind == "listening":
+            return f"listening on {event['address']}\njoin with:  diloco peer --join {event['ticket']}"
+        lines: dict[str, Callable[[Any], str]] = {
+            "version": self._version,
+            "skip": lambda e: f"round for version {e['version']} skipped: {e['reason']}",
+            "view": lambda e: f"v{e['version']}  view changed: {_changes(e)}",
+            "eval": lambda e: f"v{e['version']}  held-out loss {e['val_loss']:.4f}",
+            "state": lambda e: f"state of version {e['version']} is here",
+            "reason": lambda e: f"      {e['text']}",
+            "warning": lambda e: f"warning: {e['text']}",
+        }
+        return lines[kind](event) if kind in lines else ""
+
+    def _version(self, event: Any) -> str:
+        loss = f"loss {event['loss']:.4f}  " if event["loss"] is not None else ""
+        share = 100 * event["tokens"] / self._total_tokens if self._total_tokens else 0
+        mine = "" if event["own"] else "  (not ours)"
+        names = ", ".join(event["counted"])
+        speed = f"{event['tokens_per_s']:,.0f} tok/s"
+        counted = f"counted {names}{mine}"
+        return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{speed}  {counted}"
+
+
+def _changes(event: Any) -> str:
+    joined = [f"{name} joined" for name in event["joined"]]
+    return ", ".join([*joined, *(f"{name} {why}" for name, why in event["left"])])
+
+
+def main() -> NoReturn:
+    """Entry point: errors for people go to standard error in two lines, with the exit code of their class."""
+    logging.basicConfig(level=os.environ.get("DILOCO_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(standalone_mode=True)
+    except DilocoError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _fail(error: DilocoError) -> NoReturn:
+    sys.stderr.write(f"error: {error.cause}\n")
+    if error.fix:
+        sys.stderr.write(f"  fix: {error.fix}\n")
+    if isinstance(error, UsageError):
+        sys.stderr.write("  see: diloco --help\n")
+    sys.exit(error.exit_code)

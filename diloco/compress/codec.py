@@ -1,0 +1,73 @@
+"""What every codec does, and what a payload that is none of ours raises.
+
+Bytes come from peers and are hostile until decoded: sizes are compared with what the contract implies before
+anything of that size is allocated, and no value that is not finite gets through. Fields are little-endian, as the
+hosts are. No codec keeps state between calls, so threads may share one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class PayloadError(ValueError):
+    """Bytes that no codec of this contract wrote, or values that none can write. Weather: the sender is refused."""
+
+
+class Codec(Protocol):
+    """How the values of one part become bytes and come back."""
+
+    @property
+    def name(self) -> str:
+        """For people and for telemetry."""
+        ...
+
+    def encode(self, values: Tensor) -> bytes:
+        """Bytes for flat, contiguous fp32 host values; those beyond the codec's range saturate.
+
+        Raises PayloadError when one is not finite: a peer whose training diverged must not pass that on.
+        """
+        ...
+
+    def decode(self, payload: bytes, elements: int) -> Tensor:
+        """New flat fp32 tensor of that many finite values, the same bits on any CPU. Raises PayloadError."""
+        ...
+
+    def max_bytes(self, elements: int) -> int:
+        """The most bytes that `encode` makes of that many values; a longer payload need not be received."""
+        ...
+
+
+def check_size(payload: bytes, expected_bytes: int) -> None:
+    """Raises PayloadError unless `payload` has exactly that size."""
+    if len(payload) != expected_bytes:
+        raise PayloadError(f"payload of {len(payload)} bytes, expected {expected_bytes}")
+
+
+def magnitude(values: Tensor) -> float:
+    """The largest absolute value; inf or nan when one is there. A maximum is the same bits in any order."""
+    low, high = torch.aminmax(values)
+    return max(-low.item(), high.item())
+
+
+def saturated(values: Tensor, limit: float) -> Tensor:
+    """`values`, clamped if need be. Raises PayloadError when one is not finite."""
+    largest = magnitude(values)
+    if not math.isfinite(largest):
+        raise PayloadError("cannot encode values that are not finite")
+    return values.clamp(-limit, limit) if largest > limit else values
+
+
+def to_bytes(raw: Tensor) -> bytes:
+    """The memory of a contiguous host tensor."""
+    return raw.view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(payload: bytes) -> Tensor:
+    """A new flat uint8 tensor, writable and aligned, which `bytes` are not."""
+    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())

@@ -1,0 +1,145 @@
+"""The seam between data and training: blocks of tokens by index, and `ArrayDataset`, which holds them in arrays.
+
+A block is one training sequence and one token more, so that inputs are `block[:, :-1]` and targets `block[:, 1:]`.
+Consecutive blocks of a run of tokens advance by `sequence_length` tokens: they share one token, which is a
+target of the first and an input of the second.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diloco.errors import DataError
+
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+class Dataset(Protocol):
+    """A source of training blocks. The order in which they are trained on is `diloco.data.order`'s business."""
+
+    vocab_size: int
+    sequence_length: int
+    """L: tokens of one sequence."""
+    blocks_per_epoch: int | None
+    """Training blocks in all; None when nobody knows yet: a stream, which starts again at its end."""
+    fingerprint: str
+    """Hexadecimal; equal exactly when two peers read the same blocks."""
+
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Training blocks by index in source order: int64 of shape (len(blocks), L + 1).
+
+        Raises IndexError for a block beyond the epoch and DataError for damaged data.
+        """
+        ...
+
+    def heldout(self, sequences: int) -> torch.Tensor:
+        """The same blocks at each call, on every peer, and never in training: int64 of shape (n, L + 1).
+
+        n is `sequences`, or fewer (at least 1) where the held-out part has no more.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in a stream, as JSON values; empty where blocks are read in any order."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to the place that `state_dict` returned."""
+        ...
+
+
+class ArrayDataset:
+    """Blocks cut from arrays of tokens, in memory or memory-mapped; no block crosses from one array to the next."""
+
+    def __init__(
+        self,
+        training: Sequence[TokenArray],
+        heldout: Sequence[TokenArray],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        fingerprint: str,
+        where: str,
+    ) -> None:
+        """`where` names the data in errors. Raises DataError when either part has not even one block."""
+        self._training = _Blocks(training, sequence_length)
+        self._heldout = _Blocks(heldout, sequence_length)
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.blocks_per_epoch: int | None = self._training.total
+        self.fingerprint = fingerprint
+        self._where = where
+        if not (self._training.total and self._heldout.total):
+            tokens = sum(map(len, training)) + sum(map(len, heldout))
+            raise DataError(
+                f"{where}: {tokens} tokens do not make one training and one held-out block of {sequence_length} each",
+                "add text or lower data.sequence_length",
+            )
+
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        return self._checked(self._training.read(blocks))
+
+    def heldout(self, sequences: int) -> torch.Tensor:
+        # Spread over the whole held-out part: its first blocks alone would often be one file.
+        count = min(sequences, self._heldout.total)
+        return self._checked(self._heldout.read([i * self._heldout.total // count for i in range(count)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+    def _checked(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        # An index beyond the embedding is a crash far from its cause (on a GPU, an assertion on the device).
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab_size:
+            raise DataError(
+                f"{self._where}: holds token {rows.max()}, beyond its vocabulary of {self.vocab_size}",
+                "the file is damaged: pack or copy it again",
+            )
+        return torch.from_numpy(rows)
+
+
+class _Blocks:
+    """Blocks numbered through several arrays of tokens."""
+
+    def __init__(self, arrays: Sequence[TokenArray], sequence_length: int) -> None:
+        self._arrays = arrays
+        self._length = sequence_length
+        counts = (block_count(len(array), sequence_length) for array in arrays)
+        self._ends = list(itertools.accumulate(counts))
+        self.total = self._ends[-1] if self._ends else 0
+
+    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
+        rows = np.empty((len(blocks), self._length + 1), np.int64)
+        for row, block in zip(rows, blocks, strict=True):
+            if not 0 <= block < self.total:
+                raise IndexError(f"block {block} of {self.total}")
+            which = bisect.bisect_right(self._ends, block)
+            first = block - (self._ends[which - 1] if which else 0)
+            start = first * self._length
+            row[:] = self._arrays[which][start : start + self._length + 1]
+        return rows
+
+
+def block_count(tokens: int, sequence_length: int) -> int:
+    """Blocks in a run of `tokens` tokens; what is left at its end is not used."""
+    return max(0, (tokens - 1) // sequence_length)
+
+
+def fingerprint(*parts: str | int | float | bytes | TokenArray) -> str:
+    """SHA-256 over parts, each preceded by its length so that no two lists of parts look alike; hexadecimal."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.data if isinstance(part, np.ndarray) else memoryview(repr(part).encode())
+        digest.update(data.nbytes.to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,240 @@
+"""Hugging Face at the edge (extra `hf`): a streaming `datasets` source over local files, and local tokenizers.
+
+Nothing is downloaded and no code from a data folder is run. A stream has no random access: every peer runs through
+all documents and keeps the blocks that are its own. For large runs a packed shard costs much less.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diloco.config import DataSection
+from diloco.data.dataset import Dataset, TokenArray, fingerprint
+from diloco.data.documents import text_of
+from diloco.data.files import find, unreadable
+from diloco.data.tokenizer import Tokenizer, open_tokenizer, token_dtype
+from diloco.errors import ConfigError, DataError
+
+try:
+    import datasets
+    import transformers
+except ImportError as missing:
+    raise ConfigError(
+        f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}",
+        "pip install 'diloco[hf]'",
+    ) from missing
+
+# Else opening even a local file asks the hub to count it, and waits up to 3 s for the answer.
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+
+_BUILDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".txt": ("text", {"sample_by": "document"}),
+}
+"""The `datasets` builder and its options for the end of a file's name."""
+
+_BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.exceptions.DatasetsError)
+"""What the builders raise for a file that they cannot parse."""
+
+
+class HFTokenizer:
+    """A tokenizer that `transformers` reads from a local folder; its end-of-text token ends a document."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises DataError when `folder` holds no usable tokenizer."""
+        if not folder.is_dir():
+            raise DataError(
+                f"no tokenizer folder at {folder}",
+                "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded",
+            )
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except (ValueError, OSError, KeyError) as error:
+            raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
+        if self._tokenizer.eos_token_id is None:
+            raise DataError(f"the tokenizer in {folder} has no eos_token to end a document", "set its eos_token")
+        self.vocab_size: int = len(self._tokenizer)
+        self.separator: int = self._tokenizer.eos_token_id
+        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        self.fingerprint = fingerprint("hf", vocabulary, self.separator)
+
+    def encode(self, text: str) -> TokenArray:
+        tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array(tokens, token_dtype(self.vocab_size))
+
+    def decode(self, tokens: Sequence[int] | TokenArray) -> str:
+        return str(self._tokenizer.decode(np.asarray(tokens).tolist()))
+
+
+class StreamDataset:
+    """Blocks of a stream of documents, in order; the stream starts again at its end, without a break.
+
+    Reading a later block costs the tokenising of what lies between, an earlier one that of all before it. A document
+    is held out by the hash of its text.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], datasets.IterableDataset],
+        tokenizer: Tokenizer,
+        section: DataSection,
+        files_digest: str,
+        where: str,
+    ) -> None:
+        """`load` opens the stream at its beginning; `files_digest` is a digest of what it reads.
+
+        Raises DataError when there is not one block to train on, or not one to hold out.
+        """
+        self._load = load
+        self._tokenizer = tokenizer
+        self._text_field = section.text_field
+        self._held_below = int(section.holdout * 2**64)
+        self._where = where
+        self._heldout: dict[int, TokenArray] = {}
+        self.vocab_size = tokenizer.vocab_size
+        self.sequence_length = section.sequence_length
+        self.blocks_per_epoch: int | None = None
+        if next(self._documents(load(), held=False), None) is None:
+            raise DataError(f"{where}: no text to train on", "check data.paths and data.text_field")
+        self._start(None, 0, np.empty(0, token_dtype(self.vocab_size)))
+        self.fingerprint = fingerprint(
+            section.holdout, tokenizer.fingerprint, files_digest, self._row(0), self._collect(1)
+        )
+
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        rows = np.empty((len(blocks), self.sequence_length + 1), np.int64)
+        for row in np.argsort(blocks, stable=True):
+            rows[row] = self._row(blocks[row])
+        return torch.from_numpy(rows)
+
+    def heldout(self, sequences: int) -> torch.Tensor:
+        if sequences not in self._heldout:
+            self._heldout[sequences] = self._collect(sequences)
+        return torch.from_numpy(self._heldout[sequences])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"block": self._block, "pending": self._pending.tolist(), "stream": self._records.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._start(state["stream"], state["block"], np.array(state["pending"], token_dtype(self.vocab_size)))
+
+    def _start(self, stream: dict[str, Any] | None, block: int, pending: TokenArray) -> None:
+        """Stand at `block`, whose tokens are `pending` and what comes after `stream`, a state of the iterable."""
+        self._records = self._load()
+        if stream is not None:
+            self._records.load_state_dict(stream)
+        self._block = block
+        self._pending = pending
+        self._training = self._passes()
+
+    def _passes(self) -> Iterator[TokenArray]:
+        while True:
+            yield from self._documents(self._records, held=False)
+            # A fresh one: the same would go back to the state it was loaded with.
+            self._records = self._load()
+
+    def _row(self, block: int) -> TokenArray:
+        """The L + 1 tokens of `block`; the stream then stands at it."""
+        if block < self._block:
+            self._start(None, 0, self._pending[:0])
+        self._fill()
+        while self._block < block:
+            self._pending = self._pending[self.sequence_length :]
+            self._block += 1
+            self._fill()
+        return self._pending[: self.sequence_length + 1]
+
+    def _fill(self) -> None:
+        while len(self._pending) <= self.sequence_length:
+            self._pending = np.concatenate([self._pending, next(self._training)])
+
+    def _collect(self, sequences: int) -> TokenArray:
+        """The first held-out blocks, int64 of shape (at most `sequences`, L + 1). Raises DataError."""
+        tokens = np.empty(0, np.int64)
+        for document in self._documents(self._load(), held=True):
+            tokens = np.concatenate([tokens, document])
+            if len(tokens) > sequences * self.sequence_length:
+                break
+        if len(tokens) <= self.sequence_length:
+            raise DataError(f"{self._where}: no held-out block in {len(tokens)} held-out tokens", "raise data.holdout")
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, self.sequence_length + 1)
+        return windows[:: self.sequence_length][:sequences].copy()
+
+    def _documents(self, records: datasets.IterableDataset, held: bool) -> Iterator[TokenArray]:
+        """Tokens of one pass's held-out or training documents, each with the separator."""
+        separator = np.array([self._tokenizer.separator], token_dtype(self.vocab_size))
+        for text in self._texts(records):
+            if text and self._is_held(text) == held:
+                yield np.concatenate([self._tokenizer.encode(text), separator])
+
+    def _texts(self, records: datasets.IterableDataset) -> Iterator[str]:
+        try:
+            for record in records:
+                yield text_of(record, self._text_field, f"a record of {self._where}")
+        except _BAD_FILE as error:
+            raise DataError(f"{self._where}: cannot be read: {error}", "check the files") from error
+
+    def _is_held(self, text: str) -> bool:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self._held_below
+
+
+def open_stream(section: DataSection, root: Path) -> Dataset:
+    """JSON, JSONL, parquet or text files (one kind) as an endless stream of documents, in the order of their paths.
+
+    Raises DataError (missing, empty, malformed) and ConfigError (a path outside `root`, several kinds).
+    """
+    files = find(section.paths, root, tuple(_BUILDERS))
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1 or not kinds <= _BUILDERS.keys():
+        raise ConfigError(
+            f"data.paths lead to files that end in {', '.join(sorted(kinds))}", f"name one of {', '.join(_BUILDERS)}"
+        )
+    builder, options = _BUILDERS[kinds.pop()]
+    return StreamDataset(
+        functools.partial(_load, builder, files, options),
+        open_tokenizer(section.tokenizer, root),
+        section,
+        files_digest=fingerprint(builder, *(_sample(file) for file in files)),
+        where=f"{', '.join(section.paths)} in {root}",
+    )
+
+
+def _load(builder: str, files: Sequence[Path], options: Mapping[str, Any]) -> datasets.IterableDataset:
+    names = [glob.escape(str(file)) for file in files]
+    try:
+        return datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+    except StopIteration as error:  # how the JSON builder meets a first file without a record
+        raise DataError(f"{files[0]} is empty", "leave it out of data.paths") from error
+    except _BAD_FILE as error:
+        raise DataError(f"{files[0]} and what follows cannot be read: {error}", "check the files") from error
+
+
+def _sample(file: Path) -> str:
+    """Digest of a file's size and of up to 16 pieces of 64 KiB spread over it: whole, it may be too large to read."""
+    piece_bytes, pieces = 2**16, 16
+    try:
+        with file.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            step_bytes = max(piece_bytes, (size_bytes - piece_bytes) // (pieces - 1) + 1)
+            digest = hashlib.sha256(str(size_bytes).encode())
+            for start_bytes in range(0, size_bytes, step_bytes):
+                stream.seek(start_bytes)
+                digest.update(stream.read(piece_bytes))
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return digest.hexdigest()

@@ -1,0 +1,145 @@
+"""Memory-mapped token shards: `.bin` files with a header of our own (`diloco data pack`) and 1-D `.npy` arrays.
+
+A `.bin` shard is a header of 96 bytes and the tokens, all little-endian:
+
+    magic 8s | version u16 | bytes per token u16 (1, 2, 4) | vocabulary u32 | tokens u64
+    | SHA-256 of the token bytes 32s | fingerprint of the tokenizer 32s | CRC-32 of all before u32 | 4 zero bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from diloco.config import DataSection
+from diloco.data.dataset import ArrayDataset, Dataset, TokenArray, fingerprint
+from diloco.data.files import find, unreadable
+from diloco.data.split import tail
+from diloco.errors import DataError
+
+MAGIC = b"DILOCO\0T"
+VERSION = 1
+VERIFY_BYTES = 256 * 2**20
+"""Shards up to this size are read through and compared with their checksum when opened (about 0.2 s); of larger
+ones only header and size are, and a token beyond the vocabulary is found when it is read."""
+
+_LAYOUT = struct.Struct("<8sHHIQ32s32s")
+_CRC = struct.Struct("<I4x")
+HEADER_BYTES = _LAYOUT.size + _CRC.size
+_PACK_AGAIN = "pack or copy it again"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    token_bytes: int
+    """Bytes per token: 1, 2 or 4."""
+    vocab_size: int
+    tokens: int
+    checksum: bytes
+    """SHA-256 of the token bytes."""
+    tokenizer: bytes
+    """Fingerprint of the tokenizer."""
+
+    def to_bytes(self) -> bytes:
+        """`HEADER_BYTES` bytes."""
+        fields = (self.token_bytes, self.vocab_size, self.tokens, self.checksum, self.tokenizer)
+        data = _LAYOUT.pack(MAGIC, VERSION, *fields)
+        return data + _CRC.pack(zlib.crc32(data))
+
+    @staticmethod
+    def from_bytes(data: bytes, path: Path) -> ShardHeader:
+        """Raises DataError, naming `path`, on anything that `to_bytes` does not write."""
+        if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
+            raise DataError(f"{path} is not a token shard (no {MAGIC!r} header)", "make it with `diloco data pack`")
+        _, version, *fields = _LAYOUT.unpack_from(data)
+        if version != VERSION:
+            raise DataError(f"{path} is a shard of format {version}, expected {VERSION}", "pack it again")
+        header = ShardHeader(*fields)
+        if header.to_bytes() != data or header.token_bytes not in (1, 2, 4) or not header.tokens:
+            raise DataError(f"{path} has a damaged header", _PACK_AGAIN)
+        return header
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    tokens: TokenArray
+    vocab_size: int
+    checksum: bytes
+    tokenizer: bytes
+    """Empty when the file does not say."""
+
+
+def open_shards(section: DataSection, root: Path) -> Dataset:
+    """`.bin` and `.npy` files in the order of their paths; the last blocks of each are held out.
+
+    The vocabulary is the header's, and for `.npy` the largest token plus one. Raises DataError (missing, damaged,
+    truncated, not a 1-D array of whole numbers, made by different tokenizers) and ConfigError.
+    """
+    files = find(section.paths, root, (".bin", ".npy"))
+    shards = [_open_npy(file) if file.suffix == ".npy" else _open_bin(file) for file in files]
+    if len({shard.tokenizer for shard in shards} - {b""}) > 1:
+        raise DataError(f"the shards in {root} were made by different tokenizers", "pack them again with one")
+    parts = [tail(shard.tokens, section.holdout, section.sequence_length) for shard in shards]
+    vocab_size = max(shard.vocab_size for shard in shards)
+    checksums = (shard.checksum for shard in shards)
+    return ArrayDataset(
+        [training for training, _ in parts],
+        [heldout for _, heldout in parts],
+        sequence_length=section.sequence_length,
+        vocab_size=vocab_size,
+        fingerprint=fingerprint(section.sequence_length, section.holdout, vocab_size, *checksums),
+        where=f"{', '.join(section.paths)} in {root}",
+    )
+
+
+def _open_bin(path: Path) -> _Shard:
+    try:
+        with path.open("rb") as file:
+            header = ShardHeader.from_bytes(file.read(HEADER_BYTES), path)
+        actual_bytes = path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from error
+    expected_bytes = HEADER_BYTES + header.tokens * header.token_bytes
+    if actual_bytes != expected_bytes:
+        raise DataError(f"{path} has {actual_bytes} bytes where its header says {expected_bytes}", _PACK_AGAIN)
+    tokens = np.memmap(path, np.dtype(f"<u{header.token_bytes}"), "r", HEADER_BYTES, (header.tokens,))
+    if actual_bytes <= VERIFY_BYTES and hashlib.sha256(tokens.data).digest() != header.checksum:
+        raise DataError(f"{path} is damaged: its tokens do not match its checksum", _PACK_AGAIN)
+    return _Shard(tokens, header.vocab_size, header.checksum, header.tokenizer)
+
+
+def _open_npy(path: Path) -> _Shard:
+    """Reads the array through, for its checksum and its largest token: it carries neither."""
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is not a whole .npy array: {error}", "write it again with numpy.save") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+        raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, expected a 1-D array of whole numbers")
+    low, high, checksum = _examine(tokens)
+    if low < 0 or high >= 2**31:
+        raise DataError(f"{path} holds {low if low < 0 else high}, which is no token", "tokens are 0 to 2**31 - 1")
+    return _Shard(tokens, high + 1, checksum, b"")
+
+
+def _examine(tokens: TokenArray) -> tuple[int, int, bytes]:
+    """(smallest, largest, SHA-256 of the tokens as little-endian int64, whatever the file's own type is)."""
+    digest = hashlib.sha256()
+    low, high = int(tokens[0]), int(tokens[0])
+    for piece in _slices(tokens, 2**20):
+        low, high = min(low, int(piece.min())), max(high, int(piece.max()))
+        digest.update(np.ascontiguousarray(piece, "<i8").data)
+    return low, high, digest.digest()
+
+
+def _slices(tokens: TokenArray, size: int) -> Iterator[TokenArray]:
+    for start in range(0, len(tokens), size):
+        yield tokens[start : start + size]

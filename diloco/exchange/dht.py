@@ -1,0 +1,375 @@
+"""The run's peer directory: who is in the run and where, kept in a hivemind DHT by the peers themselves.
+
+Any member's directory address is enough to find the others, whoever started the run and whoever is gone. Nothing
+about correctness rests on it: records are hints from strangers, not authenticated, and whoever is reached at an
+address has to prove what it is.
+
+The node runs in a process of its own, forked at the start, with hivemind's p2pd (libp2p) as its child:
+
+    peer process --pipe--> directory process (hivemind.dht.DHTNode) --UNIX socket--> p2pd --TCP--> other peers' p2pd
+
+Both sit in a session of their own, so that Ctrl-C reaches only the peer, which leaves gracefully while its directory
+still works; both end when the peer does, however it ends. Only what `Directory.start` is told is listened on and
+dialled: no relay, no NAT probing, no port mapping, no multicast, no public bootstrap nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import multiprocessing as mp
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from typing import Any
+
+from diloco.errors import ResourceError, UnreachableError, UsageError
+from diloco.types import Member
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_EVERY_S = 60.0
+"""How often a peer should announce itself and look the others up: 0.2 kB/s sent per peer among four."""
+TTL_S = 300.0
+"""How long a record should last. Ends by the wall clock: machines' clocks may differ by TTL_S - ANNOUNCE_EVERY_S."""
+MAX_TTL_S = 3600.0
+"""A node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever."""
+MAX_RECORD_BYTES = 1024
+MAX_MEMBERS = 256
+"""A look-up returns no more: bounds what strangers can make us hold, and 256 records fit in a pipe."""
+
+_SHUTDOWN_S = 2.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[\w.:-]+/tcp/\d{1,5}/p2p/\w+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as PeerSection.name
+_HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
+
+
+class Directory:
+    """This peer's node of the run's directory. Methods block up to their timeouts; any thread may call them."""
+
+    def __init__(self, process: mp.process.BaseProcess, pipe: Connection) -> None:
+        self.addresses: tuple[str, ...] = ()
+        """Multiaddrs, `/ip4/HOST/tcp/PORT/p2p/ID`: what others give as `bootstrap`."""
+        self._process = process
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._answer_due = True  # the first says whether the node started
+
+    @classmethod
+    def start(
+        cls, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
+    ) -> Directory:
+        """Start a node that listens on `host` (an address of this machine) and `port` (0 takes a free one).
+
+        Forks: call it before anything starts threads (gRPC) and after `import torch`, which hivemind imports, too.
+        Raises UsageError (a bootstrap address makes no sense), ResourceError (host or port cannot be listened on,
+        p2pd does not run) and UnreachableError (no bootstrap address answers; known within 0.5 s when refused,
+        5 s when silent, `timeout_s` at the latest).
+        """
+        for address in bootstrap:
+            if not _ADDRESS.fullmatch(address):
+                raise UsageError(f"not a directory address: {address!r}", "write /ip4/HOST/tcp/PORT/p2p/ID")
+        settings = _Settings(run, tuple(bootstrap), _listen_address(host, port), timeout_s)
+        pipe, inner = mp.Pipe()
+        process = mp.get_context("fork").Process(
+            target=_run_node, args=(inner, os.getpid(), settings), name="diloco-directory", daemon=True
+        )
+        process.start()
+        inner.close()
+        directory = cls(process, pipe)
+        answer = directory._receive(time.monotonic() + timeout_s)
+        if isinstance(answer, tuple):
+            directory.addresses = answer
+            return directory
+        directory.close()
+        raise _start_error(bootstrap, answer or "no answer")
+
+    def announce(self, member: Member, version: int, ttl_s: float = TTL_S, timeout_s: float = 5.0) -> bool:
+        """Store where `member` is and how far, for `ttl_s` (at most MAX_TTL_S). False, and a log line, if that failed."""
+        record = json.dumps({**asdict(member), "version": version}, separators=(",", ":")).encode()
+        return self._store(member.peer, record, ttl_s, timeout_s)
+
+    def withdraw(self, peer: str, timeout_s: float = 5.0) -> bool:
+        """Take back what this directory announced of `peer`. False, and a log line, if that failed."""
+        return self._store(peer, b"", 0.0, timeout_s)
+
+    def lookup(self, timeout_s: float = 5.0) -> dict[str, Member]:
+        """All members with a valid record, by name. Empty when there is none or no answer in time."""
+        found = self._ask(("lookup",), timeout_s)
+        if found is None:
+            logger.warning("the directory did not answer a look-up")
+        return found or {}
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the node and its p2pd: gracefully, or by force after `timeout_s`."""
+        self._process.terminate()
+        self._process.join(timeout_s)
+        self._process.kill()
+        assert self._process.pid is not None
+        with suppress(ProcessLookupError):  # p2pd, had its parent no time to end it
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join(1.0)
+
+    def _store(self, peer: str, record: bytes, ttl_s: float, timeout_s: float) -> bool:
+        stored = bool(self._ask(("store", peer, record, ttl_s), timeout_s))
+        if not stored:
+            logger.warning("the directory did not store the record of %s", peer)
+        return stored
+
+    def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
+        """The node's answer; None if there is none in time or the node is gone."""
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            return None
+        try:
+            if self._answer_due:  # to a question that was given up
+                self._receive(deadline)
+            if self._answer_due:  # a frozen node gets no more questions: the pipe would fill and block
+                return None
+            self._pipe.send((timeout_s, *question))
+            self._answer_due = True
+            return self._receive(deadline)
+        except OSError:
+            return None
+        finally:
+            self._lock.release()
+
+    def _receive(self, deadline: float) -> Any:
+        with suppress(EOFError, OSError):  # the process is gone
+            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                answer = self._pipe.recv()
+                self._answer_due = False
+                return answer
+        return None
+
+
+def _listen_address(host: str, port: int) -> str:
+    """The multiaddr to listen on. Raises ResourceError if that is not possible.
+
+    Tried out here, because p2pd sets SO_REUSEPORT: two of them on one port would start and steal each other's calls.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ResourceError(
+            f"the peer directory cannot listen on {host} port {port}: {error.strerror}",
+            "set network.listen to an address of this machine and network.dht_port to a free port, or 0 for any",
+        ) from error
+    return f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{address[0]}/tcp/{port}"
+
+
+def _start_error(bootstrap: Sequence[str], cause: str) -> UnreachableError | ResourceError:
+    if bootstrap:
+        return UnreachableError(
+            f"no peer directory answers at {', '.join(bootstrap)}: {cause}",
+            "check that a peer of the run lives there and that its directory's port is open from here",
+        )
+    return ResourceError(f"the peer directory did not start: {cause}", "check that hivemind's p2pd runs here")
+
+
+# ---------------------------------------------------------------- the directory's process
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    run: str
+    bootstrap: tuple[str, ...]
+    listen: str
+    timeout_s: float
+
+
+def _run_node(pipe: Connection, parent: int, settings: _Settings) -> None:
+    """Serve until told to end or orphaned; leave no p2pd behind."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)  # the parent's, if it has an event loop: our signals would wake it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # p2pd inherits this
+    try:
+        with suppress(asyncio.CancelledError):
+            asyncio.run(_serve(pipe, parent, settings))
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+
+
+async def _serve(pipe: Connection, parent: int, settings: _Settings) -> None:
+    """Start a node, send its addresses (or, as text, why there is none), then answer questions until cancelled."""
+    _end_with(parent)
+    _import_hivemind()
+    from hivemind.p2p import P2PDaemonError
+
+    try:
+        node = await asyncio.wait_for(_start_node(settings), settings.timeout_s)
+    except (P2PDaemonError, RuntimeError, TimeoutError) as error:
+        pipe.send(str(error) or "no answer")
+        return
+    try:
+        pipe.send(tuple(str(address) for address in await node.get_visible_maddrs()))
+        await _answer_questions(pipe, _Records(node, settings.run))
+    finally:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
+
+
+def _end_with(parent: int) -> None:
+    """Cancel the current task at SIGTERM, and (Linux) at the death of the parent, SIGKILL included."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    # The kernel also sends it when only the thread that forked us ends: then the parent is still the parent.
+    loop.add_signal_handler(signal.SIGHUP, lambda: os.getppid() == parent or task.cancel())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    if os.getppid() != parent:  # it died before it was watched
+        task.cancel()
+
+
+def _import_hivemind() -> None:
+    """Here only, and not in the parent: the import changes torch's sharing strategy and the names of log levels."""
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")  # p2pd's, too
+    import hivemind  # noqa: F401
+
+    log = logging.getLogger("hivemind")
+    log.handlers.clear()
+    log.propagate = True
+
+
+async def _start_node(settings: _Settings) -> Any:
+    from hivemind.dht import DHTNode
+
+    return await DHTNode.create(
+        initial_peers=list(settings.bootstrap),
+        host_maddrs=[settings.listen],
+        record_validator=_Bounds(settings.run),
+        startup_timeout=settings.timeout_s,
+        strict=False,  # True refuses peers whose clock differs by 3 s
+        # Every look-up asks the others: caches would only add traffic and old answers.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        cache_refresh_before_expiry=0,
+        # Nothing leaves for anywhere but the bootstrap addresses and the peers found through them.
+        auto_nat=False,
+        nat_port_map=False,
+        use_relay=False,
+        use_auto_relay=False,
+        use_ipfs=False,
+    )
+
+
+async def _answer_questions(pipe: Connection, records: _Records) -> None:
+    """One question at a time, as they come. An answer is None when it took longer than the question allows."""
+    questions: asyncio.Queue[Any] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def receive() -> None:
+        try:
+            questions.put_nowait(pipe.recv())
+        except (EOFError, OSError):  # the parent is gone (where there is no PR_SET_PDEATHSIG)
+            loop.remove_reader(pipe.fileno())
+            task.cancel()
+
+    loop.add_reader(pipe.fileno(), receive)
+    while True:
+        timeout_s, *question = await questions.get()
+        try:
+            answer = await asyncio.wait_for(records.answer(*question), timeout_s)
+        except TimeoutError:
+            answer = None
+        pipe.send(answer)
+
+
+class _Records:
+    """The run's records: one dictionary in the DHT, from peer names to JSON; empty bytes for a peer that left."""
+
+    def __init__(self, node: Any, run: str) -> None:
+        self._node = node
+        self._key = _key(run)
+        self._expires_at: dict[str, float] = {}
+
+    async def answer(self, kind: str, *arguments: Any) -> Any:
+        return await (self.store(*arguments) if kind == "store" else self.lookup())
+
+    async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
+        # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws.
+        expires_at = max(time.time() + ttl_s, self._expires_at.get(peer, 0.0) + 0.001)
+        self._expires_at[peer] = expires_at
+        return bool(await self._node.store(self._key, record, expires_at, subkey=peer))
+
+    async def lookup(self) -> dict[str, Member]:
+        found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some
+        entries = found.value.items() if found else ()
+        members = (_parse_record(peer, entry.value) for peer, entry in entries)
+        return {member.peer: member for member in islice((m for m in members if m is not None), MAX_MEMBERS)}
+
+
+def _key(run: str) -> str:
+    return f"diloco/{run}/peers"
+
+
+def _parse_record(peer: Any, value: Any) -> Member | None:
+    """The member that a record of the DHT describes; None for a peer that left and for what is not a record."""
+    if value == b"":
+        return None
+    try:
+        tree = json.loads(value)
+        member = Member(tree["peer"], tree["incarnation"], tree["address"])
+        if type(member.peer) is not str or member.peer != peer or not _NAME.fullmatch(member.peer):
+            raise ValueError("name")
+        if type(member.incarnation) is not int or not 0 <= member.incarnation < 2**63:
+            raise ValueError("incarnation")
+        if type(member.address) is not str or not _HOST_AND_PORT.fullmatch(member.address):
+            raise ValueError("address")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.debug("ignored a bad record of the directory: %r", error)
+        return None
+    return member
+
+
+class _Bounds:
+    """hivemind's record validator: what this node stores for others, and believes when others return it.
+
+    Without it one value that is not msgpack would end every look-up, one plain value under the key would keep all
+    peers out, and one record that never expires would stand for ever.
+    """
+
+    def __init__(self, run: str) -> None:
+        from hivemind.dht import DHTID
+        from hivemind.utils import MSGPackSerializer
+
+        self._key = DHTID.generate(source=_key(run)).to_bytes()
+        self._pack = MSGPackSerializer.dumps
+
+    def validate(self, record: Any) -> bool:
+        return (
+            record.key == self._key
+            and record.subkey != self._pack(None)
+            and len(record.subkey) <= MAX_RECORD_BYTES
+            and len(record.value) <= MAX_RECORD_BYTES
+            # Exactly packed bytes, told without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
+            and record.value in (self._pack(record.value[2:]), self._pack(record.value[3:]))
+            and record.expiration_time <= time.time() + MAX_TTL_S
+        )
+
+    def sign_value(self, record: Any) -> bytes:
+        return bytes(record.value)
+
+    def strip_value(self, record: Any) -> bytes:
+        return bytes(record.value)

@@ -1,0 +1,64 @@
+"""The thread and event loop that the exchange lives on, its link and its server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from diloco.clock import monotonic_s
+from diloco.errors import IncompatibleError, UnreachableError
+from diloco.exchange.grpc_link import GrpcLink, Server, serve
+from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
+
+T = TypeVar("T")
+
+KNOCK_S = 10.0
+"""How long a joiner tries an address before it says that nobody is there."""
+
+
+class Runtime:
+    """An event loop on a daemon thread, with the gRPC link of this process."""
+
+    def __init__(self, rpc_s: float) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="exchange", daemon=True)
+        self._thread.start()
+        self._rpc_s = rpc_s
+        self._server: Server | None = None
+        self.link = self.run(self._open_link(), 10.0)
+
+    async def _open_link(self) -> GrpcLink:
+        return GrpcLink(self._rpc_s)
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run on the loop, wait for the result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def hello(self, address: str) -> Welcome:
+        """Ask who is there. Raises UnreachableError or IncompatibleError."""
+        deadline_s = monotonic_s() + KNOCK_S
+        while True:
+            try:
+                return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
+            except LinkRefused as error:
+                raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
+            except (LinkDown, LinkSlow) as error:
+                if monotonic_s() >= deadline_s:
+                    cause = f"nobody answers at {address} ({error or 'no connection'})"
+                    raise UnreachableError(cause, "check host and port; any live member of the run will do") from error
+                self.run(asyncio.sleep(0.25), 5.0)
+
+    def serve(self, service: Service, listen: str) -> str:
+        """Answer at `listen` (host:port, port 0 takes a free one). Returns the address. Raises ResourceError."""
+        self._server = self.run(serve(service, listen), 10.0)
+        return self._server.address
+
+    def close(self) -> None:
+        """Stop serving and end the thread."""
+        if self._server is not None:
+            self.run(self._server.stop(0.2), 5.0)
+        self.run(self.link.close(), 5.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)

@@ -1,0 +1,188 @@
+"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts.
+
+It depends on names and shapes only, so islands with different meshes, devices and dtypes agree on it. A
+*fragment* is synchronised on its own; a *part* of one has one owner in the reduction. (Streaming DiLoCo, arXiv
+2501.18512: layer i goes to fragment i mod P, "strided", which beats consecutive layers.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from diloco.errors import ConfigError
+
+PARTS_PER_FRAGMENT = 64
+"""Aimed at when no part size is given: enough for owners in proportion to bandwidth, each part a good message."""
+MIN_PART_ELEMENTS = 2**12
+MAX_PART_ELEMENTS = 2**20
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
+"""A name up to its first number, which is an index of a module list: `blocks.3` of `blocks.3.attention.q.weight`."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
+
+NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a fragment's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first element, in elements."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The parameters that are synchronised together, one behind the other in a flat buffer, in model order."""
+
+    index: int
+    entries: tuple[Entry, ...]
+    elements: int
+    part_elements: int
+
+    @property
+    def parts(self) -> int:
+        """How many parts; only the last one may be shorter than `part_elements`."""
+        return math.ceil(self.elements / self.part_elements)
+
+    def part_bounds(self, part: int) -> tuple[int, int]:
+        """First element of a part and the one behind its last."""
+        start = part * self.part_elements
+        return start, min(start + self.part_elements, self.elements)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All fragments of a model. Every element of every parameter is in exactly one of them."""
+
+    fragments: tuple[Fragment, ...]
+
+    @staticmethod
+    def of(
+        named_shapes: NamedShapes, fragments: int = 1, order: str = "strided", part_elements: int | None = None
+    ) -> Layout:
+        """Cut parameters, given as (name, shape) in model order with tied ones once.
+
+        A layer is a name up to its first module-list index (`blocks.<i>.`) and stays in one piece. `order` is
+        `strided` (layer i to fragment i mod P) or `sequential` (consecutive layers together). What is in no layer
+        (embeddings, final norm, head) goes, the largest first, to the fragment that is smallest so far.
+
+        `part_elements`: a power of two that makes about 64 parts of each fragment when not given.
+        Raises ConfigError when there are more fragments than layers, or nothing to cut.
+        """
+        _check(named_shapes, order, part_elements)
+        homes = _homes(named_shapes, fragments, order)
+        groups = [[pair for pair in named_shapes if homes[pair[0]] == index] for index in range(fragments)]
+        return Layout(tuple(_fragment(index, group, part_elements) for index, group in enumerate(groups)))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit."""
+        tree = [[f.part_elements, [[entry.name, entry.shape] for entry in f.entries]] for f in self.fragments]
+        return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
+    return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment) -> Tensor:
+    """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor."""
+    flat = torch.empty(fragment.elements, dtype=torch.float32)
+    for parameter, piece in _pieces(parameters, fragment, flat):
+        piece.copy_(parameter.detach())
+    return flat
+
+
+def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
+    """Copy a flat host tensor into a fragment's parameters, in place, rounding to their dtype."""
+    with torch.no_grad():
+        for parameter, piece in _pieces(parameters, fragment, flat):
+            parameter.copy_(piece)
+
+
+def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter beside its piece of `flat`, in the parameter's shape."""
+    assert flat.shape == (fragment.elements,)
+    for entry in fragment.entries:
+        parameter = parameters[entry.name]
+        assert parameter.shape == entry.shape, f"{entry.name}: {tuple(parameter.shape)} is not {entry.shape}"
+        yield parameter, flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
+
+
+def _check(named_shapes: NamedShapes, order: str, part_elements: int | None) -> None:
+    if not any(math.prod(shape) for _, shape in named_shapes):
+        raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
+    if order not in ("strided", "sequential"):
+        raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
+    if part_elements is not None and part_elements < 1:
+        raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
+
+
+def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
+    """The index of each parameter's fragment."""
+    layers = _layer_homes(named_shapes, fragments, order)
+    homes: dict[str, int] = {}
+    filled = [0] * fragments
+    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
+        layer = _layer(name)
+        home = filled.index(min(filled)) if layer is None else layers[layer]
+        filled[home] += math.prod(shape)
+        homes[name] = home
+    assert len(homes) == len(named_shapes), "two parameters have one name"
+    return homes
+
+
+def _layer_homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
+    """The index of each layer's fragment."""
+    layers = list(dict.fromkeys(layer for name, _ in named_shapes if (layer := _layer(name)) is not None))
+    if not 1 <= fragments <= max(len(layers), 1):
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but the model has {len(layers)} layers",
+            "a fragment holds at least one layer: use fewer fragments",
+        )
+    if order == "strided":
+        return {layer: i % fragments for i, layer in enumerate(layers)}
+    return {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
+
+
+def _layer(name: str) -> str | None:
+    match = _LAYER.match(name)
+    return match.group() if match else None
+
+
+def _fragment(index: int, named_shapes: NamedShapes, part_elements: int | None) -> Fragment:
+    entries = []
+    elements = 0
+    for name, shape in named_shapes:
+        entries.append(Entry(name, tuple(shape), elements))
+        elements += entries[-1].elements
+    return Fragment(index, tuple(entries), elements, part_elements or _fitting_part(elements))
+
+
+def _fitting_part(elements: int) -> int:
+    least = math.ceil(elements / PARTS_PER_FRAGMENT)
+    return min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

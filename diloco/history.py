@@ -1,0 +1,400 @@
+"""What happened in a run, put together from what its processes wrote.
+
+Reads the directory of a simulation (peers, baselines, `summary.json`, contract) or of a single peer (only its
+`events.jsonl`), also while it grows. What is missing stays empty. For `diloco.report` and `diloco.screen`.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from diloco.config import load_contract
+from diloco.errors import DilocoError
+from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
+
+NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone"}
+"""How the baselines are called, by their folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a curve is: loss (nats per token) and what it had cost until then."""
+
+    loss: float
+    tokens: float
+    wall_s: float
+    sent_bytes: float
+    """Per peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    key: str
+    """`diloco`, or the folder of the baseline."""
+    name: str
+    """For people."""
+    train: Sequence[Point]
+    held_out: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version over all peers that told about it."""
+
+    version: int
+    fragment: int
+    tokens: int
+    at_s: float
+    members: int
+    counted: int
+    loss: float | None
+    val_loss: float | None
+    seconds: Mapping[str, float]
+    """Per step of the line, mean over peers."""
+    tokens_per_s: float
+    """Sum over peers."""
+    sent_bytes: float
+    """Since the run began, of a peer that was counted all along."""
+    attempts: int
+    digests: frozenset[str]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A peer in the view, from and to (seconds of the run)."""
+
+    peer: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened to a peer: "joined", "left", "died" or "skipped"."""
+
+    peer: str
+    at_s: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as the report shows it."""
+
+    name: str
+    versions: Sequence[Version]
+    curves: Sequence[Curve]
+    stays: Sequence[Stay]
+    marks: Sequence[Mark]
+    resumed_s: Sequence[float]
+    """Where the run went on after all its processes had been gone; the gaps themselves are cut out."""
+    contract: Sequence[tuple[str, Any]]
+    summary: Mapping[str, Any]
+
+
+def read_run(directory: Path) -> Run:
+    """Everything the report needs of a directory, with nothing where there is nothing."""
+    folders = {path.parent.name: read_events(path) for path in sorted(directory.glob("*/events.jsonl"))}
+    in_order = [name for name in dict.fromkeys([*NAMES, *folders]) if name in folders]
+    baselines = {name: folders[name] for name in in_order if any(event["kind"] == "step" for event in folders[name])}
+    peers = [event for name, events in folders.items() if name not in baselines for event in events]
+    events = sorted(peers or read_events(directory / "events.jsonl"), key=lambda event: event["time"])
+    clock = _RunClock(events)
+    versions = _versions(events, clock)
+    attendance = _Attendance()
+    for event in events:
+        attendance.take(event, clock(event["time"]))
+    attendance.close(clock(events[-1]["time"]) if events else 0.0)
+    curves = [_curve(events, versions), *(_baseline(name, steps, len(versions)) for name, steps in baselines.items())]
+    contract = _contract(directory)
+    name = next((str(event["run"]) for event in events if event["kind"] == "start"), directory.resolve().name)
+    summary = _summary(directory, versions, curves, contract)
+    return Run(name, versions, curves, attendance.stays, attendance.marks, clock.resumed_s, contract, summary)
+
+
+class _RunClock:
+    """Unix seconds -> seconds of the run, without the gaps in which no process of it was alive.
+
+    The run's zero is its first event that is not a "start": starting processes is not the run.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        spans = _alive(events)
+        gaps = [later[0] - sooner[1] for sooner, later in pairwise(spans)]
+        zero: float = next((event["time"] for event in events if event["kind"] != "start"), 0.0)
+        self._began = [start for start, _ in spans]
+        self._lost = list(accumulate(gaps, initial=zero))
+        self.resumed_s = [self(start) for start in self._began[1:]]
+
+    def __call__(self, time: float) -> float:
+        span = max(0, bisect_right(self._began, time) - 1)
+        return max(0.0, time - self._lost[span])
+
+
+def _alive(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """When at least one process was alive (unix seconds): from a "start" to the last event before the peer's next."""
+    lives: list[list[float]] = []
+    latest: dict[str, list[float]] = {}
+    for event in events:
+        if event["kind"] == "start" or event["peer"] not in latest:
+            latest[event["peer"]] = [event["time"], event["time"]]
+            lives.append(latest[event["peer"]])
+        latest[event["peer"]][1] = event["time"]
+    spans: list[tuple[float, float]] = []
+    for start, stop in sorted((life[0], life[1]) for life in lives):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _versions(events: Sequence[Event], clock: _RunClock) -> list[Version]:
+    """One row per version. A version done again after a resume counts as its peers told of it last."""
+    reports: dict[int, dict[str, Event]] = defaultdict(dict)
+    losses: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "version":
+            reports[event["version"]][event["peer"]] = event
+        if event["kind"] in ("eval", "end") and event.get("val_loss") is not None:
+            losses.setdefault(event["version"], event["val_loss"])
+    notes = _notes(events)
+    sent = _sent_bytes(reports)
+    return [
+        _version(list(told.values()), clock, sent[version], losses.get(version), notes.get(version, []))
+        for version, told in sorted(reports.items())
+    ]
+
+
+def _version(
+    told: Sequence[Event], clock: _RunClock, sent: float, val_loss: float | None, notes: Sequence[str]
+) -> Version:
+    first = told[0]
+    losses = [event["loss"] for event in told if event.get("loss") is not None]
+    timings = [event["seconds"] for event in told if event.get("seconds")]
+    return Version(
+        version=first["version"],
+        fragment=first.get("fragment", 0),
+        tokens=first["tokens"],
+        at_s=min(clock(event["time"]) for event in told),
+        members=len(first.get("members") or told),
+        counted=len(first.get("counted") or ()),
+        loss=fmean(losses) if losses else None,
+        val_loss=val_loss,
+        seconds={step: fmean(timing.get(step, 0.0) for timing in timings) for step in STEPS} if timings else {},
+        tokens_per_s=sum(event.get("tokens_per_s") or 0.0 for event in told),
+        sent_bytes=sent,
+        attempts=max(event.get("attempts") or 1 for event in told),
+        digests=frozenset(event["state_digest"] for event in told if event.get("state_digest")),
+        notes=notes,
+    )
+
+
+def _sent_bytes(reports: Mapping[int, Mapping[str, Event]]) -> dict[int, float]:
+    """Per version, the bytes sent so far by a peer that was counted all along.
+
+    The mean increment of the peers that were counted, summed up: a late joiner does not pull the curve down, and a
+    counter that starts again with its process does not either.
+    """
+    total, before, sent = 0.0, dict[str, int](), {}
+    for version, told in sorted(reports.items()):
+        steps = []
+        for peer, event in told.items():
+            now, last = event.get("wire_bytes_sent") or 0, before.get(peer, 0)
+            before[peer] = now
+            if event.get("own", True):
+                steps.append(now - last if now >= last else now)
+        total += fmean(steps) if steps else 0.0
+        sent[version] = total
+    return sent
+
+
+def _notes(events: Iterable[Event]) -> dict[int, list[str]]:
+    """Per version, what else happened: joins, leaves, skips. Told once, however many peers tell it."""
+    notes: dict[int, list[str]] = defaultdict(list)
+    for event in events:
+        texts: list[str] = []
+        if event["kind"] == "view" and event.get("version"):
+            texts += [f"{readable_text(peer)} joined" for peer in event.get("joined") or ()]
+            texts += [_departure(peer, reason) for peer, reason in departures(event)]
+        if event["kind"] == "skip":
+            texts.append(f"{readable_text(event['peer'])} skipped: {readable_text(event.get('reason', ''), 120)}")
+        known = notes[event.get("version") or 0]
+        known += [text for text in texts if text not in known]
+    return notes
+
+
+def _departure(peer: str, reason: str) -> str:
+    if reason in GOODBYES:
+        return f"{readable_text(peer)} left"
+    return f"{readable_text(peer)} died" + (f": {readable_text(reason, 120)}" if reason else "")
+
+
+class _Attendance:
+    """Who was in the view when, from what any peer said about it first."""
+
+    def __init__(self) -> None:
+        self.stays: list[Stay] = []
+        self.marks: list[Mark] = []
+        self._since: dict[str, float] = {}
+
+    def take(self, event: Event, at_s: float) -> None:
+        match event["kind"]:
+            case "view":
+                for peer in event.get("joined") or ():
+                    self._join(peer, at_s, late=bool(event.get("version")))
+                for peer, reason in departures(event):
+                    self._leave(peer, at_s, "left" if reason in GOODBYES else "died")
+            case "version":  # a peer that joined a running run never heard of the first views
+                known = self._since.keys() | {stay.peer for stay in self.stays}
+                for peer in event.get("members") or ():
+                    if peer not in known:
+                        self._join(peer, at_s, late=False)
+            case "skip":
+                self.marks.append(Mark(event["peer"], at_s, "skipped"))
+            case "end":
+                self._leave(event["peer"], at_s, "left" if event.get("reason") == "left" else None)
+
+    def close(self, at_s: float) -> None:
+        """Those who never left were there to the end."""
+        for peer in list(self._since):
+            self._leave(peer, at_s, None)
+        self.stays.sort(key=lambda stay: (stay.start_s, stay.peer))
+
+    def _join(self, peer: str, at_s: float, late: bool) -> None:
+        if peer not in self._since:
+            self._since[peer] = at_s
+            self.marks.extend([Mark(peer, at_s, "joined")] if late else [])
+
+    def _leave(self, peer: str, at_s: float, kind: str | None) -> None:
+        if peer in self._since:
+            self.stays.append(Stay(peer, self._since.pop(peer), at_s))
+            self.marks.extend([Mark(peer, at_s, kind)] if kind else [])
+
+
+def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
+    def points(loss: Callable[[Version], float | None]) -> list[Point]:
+        known = ((loss(row), row) for row in versions)
+        return [Point(value, row.tokens, row.at_s, row.sent_bytes) for value, row in known if value is not None]
+
+    start = [event["val_loss"] for event in events if event["kind"] == "eval" and event.get("version") == 0][:1]
+    before = [Point(loss, 0.0, 0.0, 0.0) for loss in start if loss is not None]
+    return Curve("diloco", "DiLoCo", points(lambda row: row.loss), before + points(lambda row: row.val_loss))
+
+
+def _baseline(name: str, events: Sequence[Event], points: int) -> Curve:
+    """A baseline's curve; its steps are averaged to about as many points as the run has versions, to be comparable."""
+    steps = [event for event in events if event["kind"] == "step" and event.get("loss") is not None]
+    size = max(1, len(steps) // min(max(points, 20), 200))
+    groups = [steps[start : start + size] for start in range(0, len(steps), size)]
+    train = [_step_point(group[-1], fmean(step["loss"] for step in group)) for group in groups]
+    seen = [step["tokens"] for step in steps]
+    held_out = [
+        _step_point(steps[max(0, bisect_right(seen, event["tokens"]) - 1)], event["val_loss"])
+        for event in events
+        if steps and event["kind"] == "eval" and event.get("val_loss") is not None
+    ]
+    return Curve(name, NAMES.get(name, readable_text(name)), train, held_out)
+
+
+def _step_point(step: Event, loss: float) -> Point:
+    return Point(loss, step["tokens"], step.get("wall") or step["t"], step.get("wire_bytes_sent") or 0)
+
+
+def _contract(directory: Path) -> list[tuple[str, Any]]:
+    """(dotted key, effective value) of `contract.json` or `contract.toml`; none where there is none to read."""
+    as_json, as_toml = directory / "contract.json", directory / "contract.toml"
+    if as_json.is_file():
+        tree = json.loads(as_json.read_text())
+        return [(f"{section}.{key}", value) for section, keys in tree.items() for key, value in keys.items()]
+    if as_toml.is_file():
+        with suppress(DilocoError):  # written by another release: the rest of the report is worth having without it
+            return [(key, value) for key, value, _ in load_contract(as_toml).rows()]
+    return []
+
+
+def _summary(
+    directory: Path, versions: Sequence[Version], curves: Sequence[Curve], contract: Sequence[tuple[str, Any]]
+) -> dict[str, Any]:
+    """`summary.json`, with what the events themselves say for all that is not in it."""
+    path = directory / "summary.json"
+    written = json.loads(path.read_text()) if path.is_file() else {}
+    settings = dict(contract)
+    comparisons = {curve.key: _cost(curve) for curve in curves[1:]}
+    told = {
+        **_cost(curves[0]),
+        "versions": versions[-1].version if versions else 0,
+        "peers": max((row.members for row in versions), default=0),
+        "digest": min(versions[-1].digests, default="") if versions else "",
+        "digests_agree": all(len(row.digests) < 2 for row in versions) if versions else None,
+        "h": settings.get("inner.steps"),
+        "codec": settings.get("codec.name"),
+        "comparisons": comparisons,
+        "baseline": {"name": "ddp", **comparisons["ddp"]} if "ddp" in comparisons else None,
+    }
+    return {**told, **written}
+
+
+def _cost(curve: Curve) -> dict[str, float | None]:
+    """What a curve ended with."""
+    ends = [*curve.train[-1:], *curve.held_out[-1:]]
+    last = max(ends, key=lambda point: point.tokens, default=Point(0.0, 0.0, 0.0, 0.0))
+    cost = {"tokens": last.tokens, "wall_s": last.wall_s, "wire_bytes_sent_per_peer": last.sent_bytes}
+    return {"val_loss": curve.held_out[-1].loss if curve.held_out else None, **(cost if ends else {})}
+
+
+# ---------------------------------------------------------------- how methods compare
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one method ended, beside the baseline. None: not known."""
+
+    name: str
+    val_loss: float | None
+    worse: float | None
+    """(val_loss - baseline's) / baseline's; None for the baseline itself."""
+    wall_s: float | None
+    wire_bytes_sent: float | None
+    """Per peer, counted on the sockets."""
+    fewer: float | None
+    """The baseline's bytes / these; None for the baseline itself and where nothing was sent."""
+    tokens: int | None
+
+
+def outcomes(summary: Mapping[str, Any]) -> list[Outcome]:
+    """The methods of a `summary.json`: DiLoCo first, then its baseline, then the other comparisons."""
+    baseline = summary.get("baseline") or {}
+    base_name = str(baseline.get("name", "ddp"))
+    others: dict[str, Mapping[str, Any]] = dict(summary.get("comparisons") or {})
+    if baseline:
+        others = {base_name: {**others.pop(base_name, {}), **baseline}, **others}
+    rows = [_outcome("DiLoCo", summary, baseline)]
+    for name, entry in others.items():
+        same_tokens = {"tokens": summary.get("tokens"), **entry}
+        rows.append(_outcome(NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+    return rows
+
+
+def _outcome(name: str, entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> Outcome:
+    loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")
+    base_loss, base_sent = baseline.get("val_loss"), baseline.get("wire_bytes_sent_per_peer")
+    return Outcome(
+        name=name,
+        val_loss=loss,
+        worse=None if loss is None or not base_loss else (loss - base_loss) / base_loss,
+        wall_s=entry.get("wall_s"),
+        wire_bytes_sent=sent,
+        fewer=base_sent / sent if sent and base_sent else None,
+        tokens=entry.get("tokens"),
+    )

@@ -1,0 +1,255 @@
+"""The inner loop: what one peer does between two rounds, as any PyTorch training script would.
+
+A step takes a block of sequences through forward, backward, clipping and the inner optimizer. The learning rate
+follows the tokens of the whole run and not a count of steps, so it means the same whoever takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diloco.config import InnerSection
+from diloco.errors import StateError
+
+Forward = Callable[[Tensor], Tensor]
+Reduce = Callable[[list[nn.Parameter]], None]
+State = dict[str, Tensor | int | float]
+
+
+def learning_rate(section: InnerSection, total_tokens: int, tokens: int) -> float:
+    """Inner learning rate of the step that ends when the run has trained `tokens` of `total_tokens`.
+
+    Linear warm-up over the first `warmup` share of the run; then cosine to `final_lr` x `lr`; or constant; or, for
+    `wsd`, constant until a linear fall to `final_lr` x `lr` over the last `decay` share (arXiv 2404.06395, section 4).
+    """
+    position = min(tokens / total_tokens, 1.0)
+    rise = _ramp(position, 0.0, section.warmup)
+    if section.schedule == "cosine":
+        fall = (1 - math.cos(math.pi * _ramp(position, section.warmup, 1.0))) / 2
+    elif section.schedule == "wsd":
+        fall = _ramp(position, 1 - section.decay, 1.0)
+    else:
+        fall = 0.0
+    return section.lr * rise * (1 - (1 - section.final_lr) * fall)
+
+
+def _ramp(position: float, start: float, stop: float) -> float:
+    """0 up to `start`, 1 from `stop` on, linear between."""
+    return min(max((position - start) / (stop - start), 0.0), 1.0) if start < stop else float(position >= stop)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def next_token_loss(model: Forward, block: Tensor) -> Tensor:
+    """Mean cross-entropy (nats, fp32 scalar) of each token of `block`, int64 (n, L + 1), given those before it."""
+    logits = model(block[:, :-1])
+    # fp32 also under autocast: a sum over the vocabulary in bf16 would be good to 2 digits.
+    return F.cross_entropy(logits.flatten(0, -2).float(), block[:, 1:].flatten())
+
+
+class InnerLoop:
+    """Inner steps on one model: AdamW or plain SGD, accumulation, clipping, autocast."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: InnerSection,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        compile: bool = False,
+    ) -> None:
+        """`model` is moved to `device`. It may be wrapped in DistributedDataParallel; state names are the inner one's.
+
+        `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
+        """
+        self.model = model.to(device)
+        self.section = section
+        self.total_tokens = total_tokens
+        self.device = device
+        self.optimizer = make_optimizer(model, section)
+        self.steps = 0
+        self.nonfinite_steps = 0
+        """Steps without an update because the gradient was infinite or NaN."""
+        self.lr = 0.0
+        """Learning rate of the last step."""
+        self._forward: Forward = torch.compile(model) if compile else model
+        self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    def step(self, block: Tensor, tokens: int, reduce: Reduce | None = None) -> float:
+        """One inner step on `block`, int64 (batch_size x accumulation, L + 1). Returns the mean loss in nats per token.
+
+        `tokens`: how many the run has trained at the end of this step; sets the learning rate. `reduce` may average the
+        gradients over an island's ranks in place, after the last backward pass and before clipping.
+        """
+        self.lr = learning_rate(self.section, self.total_tokens, tokens)
+        loss = self._backward(block.to(self.device))
+        if reduce is not None:
+            reduce(self._parameters)
+        self._update()
+        self.steps += 1
+        return loss.item()
+
+    def _backward(self, block: Tensor) -> Tensor:
+        """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
+        total = torch.zeros((), device=self.device)
+        micro_batches = torch.split(block, self.section.batch_size)
+        for index, micro_batch in enumerate(micro_batches):
+            with self._gradient_sync(last=index == len(micro_batches) - 1):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
+                    loss = next_token_loss(self._forward, micro_batch) * (len(micro_batch) / len(block))
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """DistributedDataParallel averages gradients in every backward pass unless told that more are to come."""
+        no_sync = getattr(self.model, "no_sync", None)
+        return contextlib.nullcontext() if last or no_sync is None else no_sync()
+
+    def _update(self) -> None:
+        """Clip by the global norm and let the optimizer move the parameters."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if math.isfinite(norm.item()):
+            if self.section.clip:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self.section.clip, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
+            self.optimizer.step()
+        else:
+            # One bad batch would turn every parameter into NaN, and the next pseudo-gradient would poison the anchor
+            # of all peers.
+            self.nonfinite_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> State:
+        """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers."""
+        state: State = {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
+        for name, parameter in self._named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{name}/{key}"] = value.detach().to("cpu", copy=True)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor | int | float]) -> None:
+        """Take back what `state_dict` gave. Raises StateError when it belongs to another model or optimizer."""
+        steps, nonfinite_steps = state.get("steps"), state.get("nonfinite_steps")
+        if not (isinstance(steps, int) and isinstance(nonfinite_steps, int)):
+            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        named = dict(self._named_parameters())
+        _check_state(tensors, named, _state_keys(self.optimizer))
+        self.steps, self.nonfinite_steps = steps, nonfinite_steps
+        self.optimizer.state.clear()
+        for name, value in tensors.items():
+            parameter_name, _, key = name.rpartition("/")
+            parameter = named[parameter_name]
+            self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        prefix = "module." if wrapped else ""
+        return [(name.removeprefix(prefix), p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+
+def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
+    """The contract's inner optimizer over `parameter_groups`. SGD is plain: no momentum, so nothing to remember."""
+    groups = parameter_groups(model, section.weight_decay)
+    if section.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=section.lr)
+    # Fused is one pass over memory, on the CPU too.
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
+    return {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else set()
+
+
+def _check_state(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], keys: set[str]) -> None:
+    """Raise StateError unless each parameter has all of `keys`, or none of them, in its own shape."""
+    got: dict[str, set[str]] = {}
+    for entry, value in tensors.items():
+        name, _, key = entry.rpartition("/")
+        got.setdefault(name, set()).add(key)
+        parameter = named.get(name)
+        shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
+        if tuple(value.shape) != shape:
+            raise StateError(
+                f"inner optimizer state {entry}: shape {tuple(value.shape)}, this model expects {shape}",
+                "resume with the contract that wrote the checkpoint",
+            )
+    for name, found in got.items():
+        if found != keys:
+            raise StateError(
+                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(keys)}",
+                "resume with the contract that wrote the checkpoint",
+            )
+
+
+def evaluate(model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device) -> float:
+    """Mean loss in nats per token over `blocks`, int64 (n, L + 1), in fp32, `batch_size` sequences at a time.
+
+    Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            batches = torch.split(blocks, batch_size)
+            total = math.fsum(next_token_loss(model, rows.to(device)).item() * len(rows) for rows in batches)
+    finally:
+        for module, training in modes:
+            module.training = training
+    return total / len(blocks)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global random states of Python, NumPy and torch (CPU and GPUs)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_states() -> State:
+    """The global random states of Python, NumPy and torch (CPU and the current GPU), as tensors and plain numbers."""
+    _, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    states: State = {
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": numpy_state["state"]["pos"],
+        "numpy_has_gauss": numpy_state["has_gauss"],
+        "numpy_gauss": numpy_state["gauss"],
+        "torch": torch.get_rng_state(),
+    }
+    if gauss is not None:
+        states["python_gauss"] = gauss
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Put back what `random_states` gave; a GPU's state only where there is a GPU. Raises KeyError if one is absent."""
+    random.setstate((3, tuple(states["python"].tolist()), states.get("python_gauss")))
+    keys = states["numpy"].numpy().astype(np.uint32)
+    gauss = (states["numpy_position"], states["numpy_has_gauss"], states["numpy_gauss"])
+    np.random.set_state(("MT19937", keys, *gauss))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,140 @@
+"""A decoder-only transformer in one file: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+
+Shapes in comments: B sequences, T tokens of one sequence, D model width, H query heads, K key/value heads,
+E = D / H width of one head, F width of the SwiGLU layer, V vocabulary.
+
+Parameter names tell the layer: `embed.weight`, `blocks.<i>.…`, `norm.weight`, `head.weight` (untied only).
+There are no buffers: whatever is not a parameter is computed from shapes, so a model built on the meta device
+needs no care, and the parameters are all there is to exchange.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diloco.config import ModelSection
+
+NORM_EPS = 1e-5
+INIT_STD = 0.02
+FFN_MULTIPLE = 32
+
+
+def ffn_width(section: ModelSection) -> int:
+    """Width of the SwiGLU layer: as given, or 8/3 of `dim` (three matrices then cost what two of 4 x dim do)."""
+    return section.ffn_dim or math.ceil(8 * section.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
+
+
+def rotary_table(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by at each position: cosines and signed sines, fp32, each (length, 1, width).
+
+    The angles are position / theta^(2 i / width) for i < width / 2, used twice ("RoFormer", arXiv 2104.09864,
+    equation 15). Made anew in each forward pass: that takes 60 us, and a cache would have to know lengths, devices
+    and inference mode.
+    """
+    exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None, None] * (1.0 / theta**exponents)  # `outer` would be bf16 under autocast
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the heads of x (B, T, heads, E), fp32, by the angles of their positions.
+
+    Component i turns together with component i + E / 2, as in Hugging Face's Llama.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; H / K query heads share one key/value head (arXiv 2305.13245)."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.heads = section.heads
+        self.kv_heads = section.kv_heads or section.heads
+        self.head_dim = section.dim // section.heads
+        self.qkv = nn.Linear(section.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(section.dim, section.dim, bias=False)
+        # QK-norm keeps the attention logits bounded (arXiv 2302.05442, section 2).
+        self.q_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, E)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        # Norm and rotation in fp32 also under autocast: bf16 keeps only 8 bits of an angle.
+        q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H or K, T, E)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one matrix."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        width = ffn_width(section)
+        self.gate_up = nn.Linear(section.dim, 2 * width, bias=False)
+        self.down = nn.Linear(width, section.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each with a norm before it and a residual around it."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(section.dim, NORM_EPS)
+        self.attn = Attention(section)
+        self.ffn_norm = nn.RMSNorm(section.dim, NORM_EPS)
+        self.ffn = SwiGLU(section)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin)
+        return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state."""
+
+    def __init__(self, section: ModelSection, vocab_size: int) -> None:
+        super().__init__()
+        self.head_dim = section.dim // section.heads
+        self.rope_theta = section.rope_theta
+        self.embed = nn.Embedding(vocab_size, section.dim)
+        self.blocks = nn.ModuleList(Block(section) for _ in range(section.layers))
+        self.norm = nn.RMSNorm(section.dim, NORM_EPS)
+        self.head = None if section.tied else nn.Linear(section.dim, vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with deviation 0.02; the matrices that write to the residual stream get 0.02 / sqrt(2 layers).
+
+        As in GPT-2: the stream's variance then does not grow with depth.
+        """
+        residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                nn.init.ones_(parameter)
+            else:
+                writes_residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+                nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cos, sin = rotary_table(tokens.shape[1], self.head_dim, self.rope_theta, tokens.device)
+        x = self.embed(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)

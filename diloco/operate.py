@@ -1,0 +1,62 @@
+"""What an operator asks of a running peer from outside: status, eviction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from diloco.errors import UnreachableError, UsageError
+from diloco.exchange import messages as m
+from diloco.exchange.address import split_address
+from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow
+from diloco.exchange.runtime import Runtime
+from diloco.types import Member
+
+T = TypeVar("T")
+
+ANSWER_S = 5.0
+
+
+def ask_status(address: str) -> dict[str, Any]:
+    """The status of the member at `address` (HOST:PORT, a ticket will do). Raises UnreachableError."""
+    host_port = _address(address)
+    runtime = Runtime(ANSWER_S)
+    try:
+        tree: dict[str, Any] = json.loads(_ask(runtime, host_port, runtime.link.status(host_port, ANSWER_S)))
+        return tree
+    finally:
+        runtime.close()
+
+
+def evict_peer(address: str, peer: str) -> list[str]:
+    """Tell every live member that `peer` is dead for good. Returns who was told. Raises UsageError for a stranger."""
+    host_port = _address(address)
+    runtime = Runtime(ANSWER_S)
+    try:
+        tree = json.loads(_ask(runtime, host_port, runtime.link.status(host_port, ANSWER_S)))
+        known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
+        if peer not in known:
+            raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
+        operator = Member("operator", 0, "")
+        envelope = m.Envelope(tree["run"], tree["contract_digest"], tree["lineage"], operator, m.Evict(peer))
+        others = [entry for entry in known.values() if entry["alive"] and entry["peer"] != peer]
+        for entry in others:
+            _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
+        return [entry["peer"] for entry in others]
+    finally:
+        runtime.close()
+
+
+def _address(text: str) -> str:
+    address = text.partition("/")[0]
+    split_address(address)
+    return address
+
+
+def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
+    try:
+        return runtime.run(question, ANSWER_S + 5.0)
+    except (LinkDown, LinkSlow, LinkRefused) as error:
+        cause = f"nobody answers at {address} ({error or 'no connection'})"
+        raise UnreachableError(cause, "give HOST:PORT of a live member") from error

@@ -1,0 +1,256 @@
+"""The outer state and the outer optimizers.
+
+Every peer computes the outer step for itself and must get the same bits on any CPU: fp32 on the host, each
+operation rounded on its own, element by element. So no `add_(alpha=...)`, `addcmul` or `lerp` (fused multiply-add
+on some CPUs), no sum over elements, no `torch.sqrt` (MKL's, where torch has MKL: one bit off in 0.7 % of elements),
+and scalars from IEEE operations only (no `pow`, which differs between C libraries). `torch.set_flush_denormal` must
+be off, as it is by default.
+
+Buffers are never written after they were made: a step makes new ones. A snapshot for a joiner or a checkpoint is
+therefore a reference. It costs one fragment's anchor and slots twice, while the step runs and for as long as
+somebody reads the old ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import repeat
+from operator import mul
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco.config import OuterSection
+from diloco.errors import StateError
+from diloco.fragments import Layout
+
+STATE_CHUNK_BYTES = 4 * 2**20
+"""Piece of a buffer that is hashed, and sent to a joiner, on its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class FragmentState:
+    """One fragment: flat fp32 host tensors of the fragment's length."""
+
+    anchor: Tensor
+    slots: Mapping[str, Tensor]
+    """The outer optimizer's own buffers by name."""
+    steps: int
+    """Outer steps taken."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The anchor, then the slots by name."""
+        return {"anchor": self.anchor, **{name: self.slots[name] for name in sorted(self.slots)}}
+
+    @cached_property
+    def hashes(self) -> dict[str, list[str]]:
+        """SHA-256 of each chunk of each buffer. Kept here so that a version rehashes only the fragment it moved."""
+        return {name: _hashes(buffer) for name, buffer in self.buffers().items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """A line of the manifest."""
+
+    buffer: str
+    start_byte: int
+    stop_byte: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class OuterState:
+    """Anchor and outer optimizer state of the whole model at one version: all that a joiner must copy."""
+
+    version: int
+    fragments: tuple[FragmentState, ...]
+
+    def replace(self, index: int, state: FragmentState, version: int) -> OuterState:
+        """This state with one fragment exchanged; the others are shared."""
+        return OuterState(version, (*self.fragments[:index], state, *self.fragments[index + 1 :]))
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """All buffers by name ("0/anchor", "0/momentum", "1/anchor", ...) in canonical order."""
+        return [
+            (f"{index}/{name}", buffer)
+            for index, fragment in enumerate(self.fragments)
+            for name, buffer in fragment.buffers().items()
+        ]
+
+    def manifest(self) -> tuple[StateChunk, ...]:
+        """Every chunk of every buffer, in order, with its hash."""
+        hashes = [hashes for fragment in self.fragments for hashes in fragment.hashes.values()]
+        return tuple(
+            StateChunk(name, start, stop, sha256)
+            for (name, buffer), of_buffer in zip(self.buffers(), hashes, strict=True)
+            for (start, stop), sha256 in zip(chunk_bounds(buffer.nbytes), of_buffer, strict=True)
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """`manifest_digest` of this state (`Commit.state_digest`)."""
+        return manifest_digest(self.manifest(), [fragment.steps for fragment in self.fragments])
+
+    def chunk(self, entry: StateChunk) -> bytes:
+        """The bytes of one chunk. Raises ValueError when the state has no such chunk."""
+        buffer = dict(self.buffers()).get(entry.buffer)
+        if buffer is None or (entry.start_byte, entry.stop_byte) not in chunk_bounds(buffer.nbytes):
+            raise ValueError(f"no chunk {entry.start_byte}:{entry.stop_byte} of a buffer {entry.buffer!r}"[:200])
+        return bytes(_memory(buffer)[entry.start_byte : entry.stop_byte])
+
+    @staticmethod
+    def assemble(
+        version: int,
+        steps: Sequence[int],
+        buffers: Mapping[str, bytes | bytearray],
+        layout: Layout,
+        optimizer: OuterOptimizer,
+    ) -> OuterState:
+        """The state whose `buffers()` have these bytes. A bytearray is taken over, not copied.
+
+        `steps`: outer steps of each fragment. Raises StateError unless names and sizes are what layout and
+        optimizer call for; whether the content is right, `digest` tells.
+        """
+        expected = buffer_bytes(layout, optimizer)
+        got = {name: len(data) for name, data in buffers.items()}
+        if got != expected or len(steps) != len(layout.fragments) or min(steps) < 0:
+            raise StateError("the outer state received does not fit the model", "is it from a run of this contract?")
+        tensors = {name: _tensor(data) for name, data in buffers.items()}
+        return OuterState(
+            version,
+            tuple(
+                FragmentState(
+                    tensors[f"{index}/anchor"],
+                    {name: tensors[f"{index}/{name}"] for name in optimizer.slot_names},
+                    count,
+                )
+                for index, count in enumerate(steps)
+            ),
+        )
+
+
+def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
+    """Name and size in bytes of every buffer of an outer state, in canonical order."""
+    return {
+        f"{fragment.index}/{name}": fragment.elements * torch.float32.itemsize
+        for fragment in layout.fragments
+        for name in ("anchor", *sorted(optimizer.slot_names))
+    }
+
+
+def chunk_bounds(total_bytes: int) -> list[tuple[int, int]]:
+    """First byte of each chunk of a buffer, and the one behind its last."""
+    starts = range(0, total_bytes, STATE_CHUNK_BYTES)
+    return [(start, min(start + STATE_CHUNK_BYTES, total_bytes)) for start in starts]
+
+
+def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str:
+    """SHA-256, hexadecimal, of the steps and the manifest as text: a joiner checks a manifest before it downloads."""
+    lines = ["steps " + " ".join(map(str, steps))]
+    lines += [f"{chunk.buffer} {chunk.start_byte} {chunk.stop_byte} {chunk.sha256}" for chunk in manifest]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _memory(buffer: Tensor) -> memoryview:
+    return buffer.numpy().data.cast("B")
+
+
+def _hashes(buffer: Tensor) -> list[str]:
+    memory = _memory(buffer)
+    return [hashlib.sha256(memory[start:stop]).hexdigest() for start, stop in chunk_bounds(buffer.nbytes)]
+
+
+def _tensor(data: bytes | bytearray) -> Tensor:
+    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.float32)
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+class OuterOptimizer(ABC):
+    """A pure function from a fragment's state and a mean pseudo-gradient to its next state."""
+
+    slot_names: ClassVar[tuple[str, ...]]
+
+    def start(self, anchor: Tensor) -> FragmentState:
+        """The state before the first step: `anchor` (flat fp32, not to be written any more) and zero slots."""
+        return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0)
+
+    @abstractmethod
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        """The state after descending `mean`, the flat fp32 mean of pseudo-gradients; all its buffers are new."""
+
+
+@dataclass(frozen=True)
+class Sgd(OuterOptimizer):
+    """θ ← θ − η g. At η = 1 the new anchor is the mean of the local weights (FedAvg, local SGD)."""
+
+    slot_names = ()
+    lr: float
+
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        return FragmentState(state.anchor - mean * self.lr, {}, state.steps + 1)
+
+
+@dataclass(frozen=True)
+class Nesterov(OuterOptimizer):
+    """b ← μ b + g;  θ ← θ − η (g + μ b): `torch.optim.SGD(nesterov=True)`, DiLoCo's choice (arXiv 2311.08105)."""
+
+    slot_names = ("momentum",)
+    lr: float
+    momentum: float
+
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        momentum = state.slots["momentum"] * self.momentum + mean
+        update = (momentum * self.momentum).add_(mean).mul_(self.lr)
+        return FragmentState(state.anchor - update, {"momentum": momentum}, state.steps + 1)
+
+
+@dataclass(frozen=True)
+class Adam(OuterOptimizer):
+    """m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  θ ← θ − η m̂ / (√v̂ + ε), m̂ and v̂ bias-corrected.
+
+    `torch.optim.Adam`. DiLoCo found that ε must be large (0.1): a pseudo-gradient is no noisy gradient.
+    """
+
+    slot_names = ("first_moment", "second_moment")
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        steps = state.steps + 1
+        beta1, beta2 = self.betas
+        first = state.slots["first_moment"] * beta1 + mean * (1 - beta1)
+        second = state.slots["second_moment"] * beta2 + (mean * mean).mul_(1 - beta2)
+        scale = _sqrt(second).div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
+        update = (first / scale).mul_(self.lr / (1 - _power(beta1, steps)))
+        return FragmentState(state.anchor - update, {"first_moment": first, "second_moment": second}, steps)
+
+
+def open_outer(section: OuterSection) -> OuterOptimizer:
+    """The outer optimizer that a contract asks for."""
+    match section.optimizer:
+        case "sgd":
+            return Sgd(section.lr)
+        case "nesterov":
+            return Nesterov(section.lr, section.momentum)
+        case "adam":
+            return Adam(section.lr, section.betas, section.eps)
+
+
+def _sqrt(values: Tensor) -> Tensor:
+    """Correctly rounded square roots: numpy takes the CPU's instruction."""
+    return torch.from_numpy(np.sqrt(values.numpy()))
+
+
+def _power(base: float, exponent: int) -> float:
+    """base ** exponent by multiplication: the same bits whatever the C library's `pow` does."""
+    return reduce(mul, repeat(base, exponent), 1.0)

@@ -1,0 +1,13 @@
+"""The pseudo-gradient, defined here and nowhere else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def pseudo_gradient(anchor: Tensor, local: Tensor) -> Tensor:
+    """anchor - local: what the outer optimizer descends (DiLoCo, arXiv 2311.08105, algorithm 1).
+
+    Both are flat fp32 of one length; the result is new. Subtracting it from the anchor moves towards `local`.
+    """
+    return anchor - local

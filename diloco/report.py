@@ -1,0 +1,366 @@
+"""The report of a run: one HTML page that opens offline, and a picture of the loss.
+
+Figures are drawn twice, for a wide and for a narrow screen, and their colours are CSS variables, so that the page
+follows the reader's window and light or dark scheme. Names come from other machines: the template escapes everything,
+and no figure reads them as mathematics.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import matplotlib
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from diloco.history import Curve, Point, Run, Version, outcomes, read_run
+from diloco.telemetry import (
+    NOTHING,
+    STEPS,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_loss,
+    readable_percent,
+    readable_text,
+    readable_times,
+)
+
+COLORS = {
+    # name: (on light paper, on dark paper). Series are Okabe and Ito's, which stay apart for colour-blind readers.
+    "ink": ("#1d2430", "#e6e9ee"),
+    "muted": ("#5c6675", "#9aa5b4"),
+    "grid": ("#e3e7ec", "#2b323c"),
+    "paper": ("#ffffff", "#14181e"),
+    "diloco": ("#0072b2", "#5eb3ec"),
+    "ddp": ("#d55e00", "#f08a4b"),
+    "average": ("#009e73", "#3cc79b"),
+    "alone": ("#a0699b", "#d09bcb"),
+    "another": ("#7f7f7f", "#a8a8a8"),
+    "stay": ("#8fbcdb", "#2f6488"),
+    "died": ("#b3261e", "#ff8a80"),
+    "step-inner": ("#d3dae2", "#384250"),
+    "step-pseudo_gradient": ("#56b4e9", "#8fd0f5"),
+    "step-compress": ("#009e73", "#3cc79b"),
+    "step-exchange": ("#0072b2", "#3f8fcf"),
+    "step-average": ("#e6a000", "#f0bd4a"),
+    "step-outer": ("#a0699b", "#d09bcb"),
+    "step-merge": ("#d55e00", "#f08a4b"),
+    "step-other": ("#98a1ac", "#6f7a88"),
+}
+Ink = Mapping[str, str]
+"""Colour by name, as matplotlib takes it."""
+LIGHT: Ink = {name: light for name, (light, _) in COLORS.items()}
+MARKERS = {"joined": (">", "▶"), "left": ("s", "■"), "died": ("X", "✖"), "skipped": ("|", "|")}
+"""What happened to a peer: matplotlib's marker, and the sign in the legend."""
+SHOWN, FEW = 0.93, 30
+"""The steep beginning would flatten all the rest: the loss axis shows this share of the points, if they are not few."""
+WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
+"""Widths of figures and size of their text; one point is shown as about one CSS pixel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What the loss is drawn against."""
+
+    label: str
+    of: Callable[[Point], float]
+    text: Callable[[float], str]
+    log: bool = False
+
+
+AXES = (
+    Axis("tokens trained on", lambda point: point.tokens, readable_count),
+    Axis("wall time", lambda point: point.wall_s, readable_duration),
+    Axis("bytes sent per peer, logarithmic", lambda point: point.sent_bytes, readable_bytes, log=True),
+)
+
+
+def write_report(directory: Path) -> Path:
+    """Write `report.html` into the directory of a simulation or of one peer; its path."""
+    path = directory / "report.html"
+    path.write_text(_page(read_run(directory)), encoding="utf-8")
+    return path
+
+
+def write_plot(directory: Path) -> Path:
+    """Write `plot.png`, the loss against tokens, wall time and bytes sent per peer; its path."""
+    run = read_run(directory)
+    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained", facecolor=LIGHT["paper"])
+    for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
+        _draw_loss(axes, run.curves, axis, LIGHT)
+    figure.axes[0].set_ylabel("loss, nats per token", color=LIGHT["muted"])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.axes[0].legend(handles[::-1], labels[::-1], frameon=False, labelcolor=LIGHT["ink"])
+    path = directory / "plot.png"
+    figure.savefig(path)
+    return path
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> None:
+    """Training loss as a thin line, held-out loss as dots."""
+    _calm(axes, ink)
+    for curve in reversed(curves):  # ours on top
+        color = _color(curve.key, ink)
+        train, held_out = ([p for p in points if axis.of(p) > 0] for points in (curve.train, curve.held_out))
+        axes.plot(*_xy(train, axis), color=color, lw=1.5, alpha=0.75, solid_capstyle="round")
+        axes.plot(*_xy(held_out, axis), "o", ms=5.5, color=color, mec=ink["paper"], label=curve.name, zorder=3)
+    if axis.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=5))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 3, 5, 6, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(axis.text(value))))
+    axes.set_xlabel(axis.label, color=ink["muted"], fontsize=TEXT_PT)
+    losses = sorted(point.loss for curve in curves for point in (*curve.train, *curve.held_out))
+    if not losses:
+        _no_data(axes, ink)
+    elif len(losses) >= FEW:
+        spread = (top := losses[int(SHOWN * len(losses))]) - losses[0]
+        axes.set_ylim(losses[0] - 0.05 * spread, top + 0.05 * spread)
+
+
+def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
+    """A row per peer, in order of arrival: a bar while it was in the view, markers for what happened to it."""
+    _calm(axes, ink, grid="x")
+    peers = list(dict.fromkeys(stay.peer for stay in run.stays))
+    for stay in run.stays:
+        width_s = max(stay.stop_s - stay.start_s, 0.1)
+        axes.barh(peers.index(stay.peer), width_s, left=stay.start_s, height=0.5, color=ink["stay"], lw=0)
+    for mark in run.marks:
+        if mark.peer in peers:
+            color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
+            row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
+            axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
+    for at_s in run.resumed_s:
+        axes.axvline(at_s, color=ink["muted"], lw=1, ls=(0, (3, 3)))
+    axes.set_yticks(range(len(peers)), [readable_text(peer, 20) for peer in peers], parse_math=False)
+    axes.tick_params(axis="y", labelcolor=ink["ink"])
+    axes.set_ylim(len(peers) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 3, 5, 6, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable_duration(value))))
+
+
+def _draw_steps(axes: Axes, bars: Sequence[tuple[int, Mapping[str, float]]], steps: Sequence[str], ink: Ink) -> None:
+    """A stacked bar per version (or per few of them): seconds of each of `steps`."""
+    _calm(axes, ink)
+    bottoms = [0.0] * len(bars)
+    versions = [version for version, _ in bars]
+    width = 0.8 * min((later - sooner for sooner, later in pairwise(versions)), default=1)
+    for step in steps:
+        heights = [seconds[step] for _, seconds in bars]
+        axes.bar(versions, heights, width, bottoms, color=ink[f"step-{step}"], lw=0)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_xlim(versions[0] - 0.7 * width, versions[-1] + 0.7 * width)
+
+
+def _calm(axes: Axes, ink: Ink, grid: Literal["x", "y"] = "y") -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(ink["grid"])
+    axes.tick_params(length=0, labelcolor=ink["muted"], labelsize=TEXT_PT)
+    axes.grid(axis=grid, color=ink["grid"], lw=0.8)
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+
+
+def _no_data(axes: Axes, ink: Ink) -> None:
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, "no data yet", transform=axes.transAxes, ha="center", va="center", color=ink["muted"])
+
+
+def _xy(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[float]]:
+    return [axis.of(point) for point in points], [point.loss for point in points]
+
+
+def _color(key: str, ink: Ink) -> str:
+    return ink[_color_name(key)]
+
+
+def _color_name(key: str) -> str:
+    return key if key in ("diloco", "ddp", "average", "alone") else "another"
+
+
+def _tick(text: str) -> str:
+    """Without zeros that say nothing: 1.50 MB -> 1.5 MB, 10.0k -> 10k."""
+    return re.sub(r"\.?0+(?=\D*$)", "", text) if "." in text else text
+
+
+def _binned(versions: Sequence[Version], most: int) -> list[tuple[int, dict[str, float]]]:
+    """(first version, mean seconds per step) of at most `most` equal groups of versions that have timings."""
+    timed = [row for row in versions if row.seconds]
+    size = -(-len(timed) // most) or 1
+    groups = [timed[start : start + size] for start in range(0, len(timed), size)]
+    return [(rows[0].version, {step: fmean(row.seconds[step] for row in rows) for step in STEPS}) for rows in groups]
+
+
+# ---------------------------------------------------------------- figures of the page
+
+_STAND_IN = {name: f"#fe01{index:02x}" for index, name in enumerate(COLORS)}
+"""Colours drawn with, each to be replaced by the CSS variable of its name."""
+_SVG_SETTINGS = threading.Lock()
+"""How text is written to SVG is a process-wide setting of matplotlib."""
+
+
+def _loss_figures(run: Run) -> list[Markup]:
+    figures = []
+    for axis in AXES:
+        figure = _figure(PANEL_PT, 290)
+        _draw_loss(figure.subplots(), run.curves, axis, _STAND_IN)
+        figures.append(_svg(figure, "loss" + axis.label[0], f"loss against {axis.label}"))
+    return figures
+
+
+def _view_figure(run: Run, width_pt: int) -> Markup:
+    figure = _figure(width_pt, 40 + 30 * len({stay.peer for stay in run.stays}))
+    _draw_view(figure.subplots(), run, _STAND_IN)
+    return _svg(figure, f"view{width_pt}", "peers in the view over time")
+
+
+def _steps_figure(run: Run, width_pt: int) -> Markup:
+    """The whole round above, and below it all but the inner steps, which dwarf the rest."""
+    figure = _figure(width_pt, 380)
+    bars = _binned(run.versions, most=width_pt // 12)
+    whole, sync = figure.subplots(2, 1, sharex=True)
+    _draw_steps(whole, bars, STEPS, _STAND_IN)
+    _draw_steps(sync, bars, STEPS[1:], _STAND_IN)
+    for axes, title in ((whole, "Whole round, seconds"), (sync, "Without the inner steps, seconds")):
+        axes.set_title(title, loc="left", fontsize=TEXT_PT, color=_STAND_IN["ink"])
+    sync.set_xlabel("version", color=_STAND_IN["muted"], fontsize=TEXT_PT)
+    return _svg(figure, f"steps{width_pt}", "seconds per step of the line for each version")
+
+
+def _figure(width_pt: int, height_pt: int) -> Figure:
+    return Figure(figsize=(width_pt / 72, height_pt / 72), layout="constrained")
+
+
+def _svg(figure: Figure, name: str, title: str) -> Markup:
+    """The figure as an `<svg>` element that takes its font, colours and width from the page.
+
+    `name` keeps its ids apart from those of the other figures. Nothing in it refers to anything outside.
+    """
+    out = io.StringIO()
+    with _SVG_SETTINGS, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg ") :], flags=re.DOTALL)
+    size = re.search(r'viewBox="[^"]*"', svg)
+    assert size is not None
+    svg = f'<svg role="img" aria-label="{title}" {size[0]}>' + svg[svg.index(">") + 1 :]
+    svg = re.sub(r'\bid="', f'id="{name}-', svg.replace("xlink:href", "href"))
+    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    names = list(COLORS)
+    return Markup(re.sub(r"#fe01([0-9a-f]{2})", lambda found: f"var(--{names[int(found[1], 16)]})", svg))
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _page(run: Run) -> str:
+    folder = Path(__file__).parent
+    jinja = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    jinja.filters |= {
+        "bytes": readable_bytes,
+        "count": readable_count,
+        "duration": readable_duration,
+        "loss": readable_loss,
+        "percent": readable_percent,
+        "text": readable_text,
+        "times": readable_times,
+        "color": _color_name,
+    }
+    return jinja.get_template("report.html").render(
+        run=run,
+        cards=list(_cards(run)),
+        methods=outcomes(run.summary),
+        steps=_step_totals(run.versions),
+        fragments=any(row.fragment for row in run.versions),
+        colors=COLORS,
+        signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},
+        loss_figures=_loss_figures(run),
+        view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
+        step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.versions else [],
+        nothing=NOTHING,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A headline: what, the number, and a line to read it by."""
+
+    title: str
+    value: str
+    note: str
+
+
+def _cards(run: Run) -> Iterator[Card]:
+    facts = run.summary
+    ours, *others = outcomes(facts)
+    base = others[0] if facts.get("baseline") else None
+    if base and ours.worse is not None:
+        note = f"{readable_loss(ours.val_loss)} beside {readable_loss(base.val_loss)}"
+        yield Card(f"Held-out loss vs {base.name}", readable_percent(ours.worse), note)
+    else:
+        note = "no baseline to compare with" if ours.val_loss is not None else "no data yet"
+        yield Card("Held-out loss", readable_loss(ours.val_loss), note)
+    sent = readable_bytes(ours.wire_bytes_sent)
+    if base and ours.fewer is not None:
+        note = f"{sent} per peer beside {readable_bytes(base.wire_bytes_sent)}"
+        yield Card(f"Fewer bytes than {base.name}", readable_times(ours.fewer), note)
+    else:
+        yield Card("Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet")
+    steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
+    yield Card("Versions", str(facts["versions"]), steps)
+    yield _digest_card(run)
+    rate = ours.tokens / ours.wall_s if ours.tokens and ours.wall_s else None
+    note = f"{ours.tokens:,} tokens in {readable_duration(ours.wall_s)}" if ours.tokens else "no data yet"
+    yield Card("Tokens per second", readable_count(rate), note)
+
+
+def _digest_card(run: Run) -> Card:
+    agree, digest = run.summary.get("digests_agree"), str(run.summary.get("digest", ""))[:12]
+    if agree is None:
+        return Card("Digests", NOTHING, "no data yet")
+    if not agree:
+        return Card("Digests", "differ", "a defect: the peers' states are not the same")
+    return Card("Digests", "agree", f"{digest}, the same on all peers")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotal:
+    """One step of the line over the whole run, mean over peers."""
+
+    name: str
+    key: str
+    total_s: float
+    mean_s: float
+    share: float
+
+
+def _step_totals(versions: Sequence[Version]) -> list[StepTotal]:
+    timed = [row.seconds for row in versions if row.seconds]
+    totals = {step: sum(seconds[step] for seconds in timed) for step in STEPS}
+    whole = sum(totals.values()) or 1.0
+    return [
+        StepTotal(step.replace("_", "-"), step, total, total / max(1, len(timed)), total / whole)
+        for step, total in totals.items()
+        if timed
+    ]

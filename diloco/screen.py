@@ -1,0 +1,341 @@
+"""What `diloco simulate` shows while it runs, and the table at its end.
+
+On a terminal one live table, a row per peer; elsewhere plain lines, one per version and notable event. Both are fed
+with the peers' events (`diloco.telemetry`) by one thread. The screen keeps only what it shows; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from diloco.history import Outcome, outcomes
+from diloco.telemetry import (
+    GOODBYES,
+    NOTHING,
+    Event,
+    departures,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_loss,
+    readable_percent,
+    readable_text,
+    readable_times,
+)
+
+NOTES_SHOWN = 6
+REDRAW_S = 0.12
+"""Between two redraws of the live table: eight a second look smooth, more only burn the trainers' CPU."""
+STRAGGLER_S = 3.0
+"""How long a version's plain line waits for peers that have not told about it."""
+RATE_VERSIONS = 8
+"""The time left is estimated from this many versions back: long enough to be calm, short enough to see a change."""
+STYLES = {"training": "green", "syncing": "cyan", "lost": "red"}
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of one peer."""
+
+    phase: str = "starting"
+    version: int = 0
+    tokens: int = 0
+    """Tokens committed in all, as of the peer's version."""
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    wire_bytes_sent: int | None = None
+    last: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ("done", "left", "lost")
+
+
+class Screen:
+    """Use as a context manager; `feed` it events, and `tick` it a few times a second."""
+
+    def __init__(
+        self,
+        title: str,
+        peers: Sequence[str],
+        total_tokens: int,
+        live: bool,
+        out: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._title, self._total_tokens, self._out, self._clock = title, total_tokens, out, clock
+        self._rows = {peer: Row() for peer in peers}
+        self._history: deque[tuple[float, int]] = deque(maxlen=RATE_VERSIONS)
+        self._val_loss: tuple[int, float] | None = None
+        self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+        self._held_notes: list[str] = []
+        self._said: set[tuple[object, ...]] = set()
+        self._reports: dict[int, dict[str, Event]] = {}
+        self._first_report_s = 0.0
+        self._closed_version = 0
+        self._drawn_s = 0.0
+        self._live: Live | None = None
+        if live:
+            console = Console(file=out, highlight=False)
+            self._live = Live(self.render(), console=console, auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Self:
+        if self._live is None:
+            self._write(f"{self._title}: {len(self._rows)} peers, {self._total_tokens:,} tokens")
+        else:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_versions(before=None)
+        if self._live is not None:
+            self._live.update(self.render(), refresh=True)
+            self._live.stop()
+
+    def feed(self, event: Event) -> None:
+        """Take one event of one peer in."""
+        row = self._rows.setdefault(str(event["peer"]), Row())
+        _update(row, event)
+        for peer in event.get("joined") or ():
+            self._rows.setdefault(str(peer), Row()).phase = "training"
+        for peer, reason in departures(event):
+            gone = self._rows.setdefault(peer, Row())
+            gone.phase = gone.phase if gone.over else "left" if reason in GOODBYES else "lost"
+        if event["kind"] == "version":
+            self._take_version(event)
+        for key, note in _notable(event):
+            self._note(key, note)
+
+    def tick(self) -> None:
+        """Redraw what changed, if it is time to."""
+        now = self._clock()
+        if self._live is None:
+            if self._reports and now - self._first_report_s > STRAGGLER_S:
+                self._close_versions(before=None)
+        elif now - self._drawn_s >= REDRAW_S:
+            self._drawn_s = now
+            self._live.update(self.render(), refresh=True)
+
+    def render(self) -> RenderableType:
+        """The live picture: a header, a row per peer, the latest notable lines."""
+        notes = [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self._notes]
+        return Group(self._header(), Text(), self._table(), *([Text(), *notes] if notes else []))
+
+    # ------------------------------------------------------------ versions
+
+    def _take_version(self, event: Event) -> None:
+        version = int(event["version"])
+        if version <= self._closed_version:
+            return
+        self._close_versions(before=version)
+        if version not in self._reports:
+            self._first_report_s = self._clock()
+            self._history.append((self._first_report_s, int(event["tokens"])))
+        reports = self._reports.setdefault(version, {})
+        reports[str(event["peer"])] = event
+        if set(event.get("counted") or ()) <= reports.keys():
+            self._close_versions(before=version + 1)
+
+    def _close_versions(self, before: int | None) -> None:
+        """Say each version once, when everybody counted has reported it or nobody more is worth waiting for."""
+        for version in sorted(self._reports):
+            if before is None or version < before:
+                self._closed_version = version
+                self._write(_version_line(list(self._reports.pop(version).values()), self._total_tokens))
+        if not self._reports:
+            self._write_held_notes()
+
+    def _note(self, key: tuple[object, ...], note: str) -> None:
+        if key not in self._said:  # every peer tells about a join or a leave; one line is enough
+            self._said.add(key)
+            self._notes.append(note)
+            self._held_notes.append(f"      {note}")
+            if not self._reports:
+                self._write_held_notes()
+        if key[0] == "eval":
+            self._val_loss = (int(str(key[1])), float(str(key[2])))
+
+    def _write_held_notes(self) -> None:
+        """Plain notes follow the line of the version that was open when they came."""
+        for note in self._held_notes:
+            self._write(note)
+        self._held_notes.clear()
+
+    def _write(self, line: str) -> None:
+        if self._live is None:
+            self._out.write(line + "\n")
+            self._out.flush()
+
+    # ------------------------------------------------------------ the live picture
+
+    def _header(self) -> Text:
+        tokens = self._history[-1][1] if self._history else 0
+        share = min(tokens / self._total_tokens, 1.0)
+        header = Text(no_wrap=True, overflow="ellipsis")
+        header.append(self._title, style="bold")
+        header.append(f"   {tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
+        if share < 1:
+            header.append(f"   {self._left()} left")
+        if self._val_loss:
+            header.append(f"   held-out loss {readable_loss(self._val_loss[1])} at v{self._val_loss[0]}")
+        return header
+
+    def _left(self) -> str:
+        """Minutes and seconds to the end at the pace of the latest versions."""
+        if len(self._history) < 2:
+            return NOTHING
+        (first_s, first_tokens), (last_s, last_tokens) = self._history[0], self._history[-1]
+        pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
+        at_last_s = (self._total_tokens - last_tokens) * pace
+        minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
+        return f"{minutes}:{seconds:02d}"
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
+        table.add_column("peer", no_wrap=True, max_width=18)
+        table.add_column("", no_wrap=True, min_width=8)
+        table.add_column("progress", width=14)
+        for name in ("version", "loss", "tok/s", "sent"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+        for peer, row in self._rows.items():
+            table.add_row(*self._cells(peer, row), style="dim" if row.over else None)
+        return table
+
+    def _cells(self, peer: str, row: Row) -> Iterator[RenderableType]:
+        yield Text(readable_text(peer))
+        yield Text(row.phase, style=STYLES.get(row.phase, ""))
+        yield ProgressBar(total=self._total_tokens, completed=row.tokens, width=14)
+        yield f"v{row.version}"
+        yield readable_loss(row.loss)
+        yield readable_count(row.tokens_per_s)
+        yield readable_bytes(row.wire_bytes_sent)
+        yield Text(row.last, style="dim")
+
+
+def _update(row: Row, event: Event) -> None:
+    for name in ("phase", "version", "tokens", "loss", "tokens_per_s", "wire_bytes_sent"):
+        if event.get(name) is not None and not (name == "tokens" and event["kind"] == "progress"):
+            setattr(row, name, event[name])
+    match event["kind"]:
+        case "start":
+            row.phase = "joining"
+        case "version":
+            row.phase = "training"
+            row.last = "" if event.get("own", True) else f"not counted in v{event['version']}"
+        case "skip" | "reason":
+            row.last = readable_text(event.get("reason") or event.get("text") or "", 80)
+        case "end":
+            row.phase, row.last = ("left" if event.get("reason") == "left" else "done"), ""
+
+
+def _notable(event: Event) -> Iterator[tuple[tuple[object, ...], str]]:
+    """(what it is about, sentence) for everything in an event that deserves a line of its own."""
+    at = f"v{event.get('version', 0)}"
+    peer = readable_text(event["peer"])
+    match event["kind"]:
+        case "view":
+            if joined := [readable_text(name) for name in event.get("joined") or ()]:
+                yield ("joined", *joined, at), f"{', '.join(joined)} joined at {at}"
+            for name, reason in departures(event):
+                verb = "left" if reason in GOODBYES else "was lost"
+                yield ("left", name, at), f"{readable_text(name)} {verb} at {at}{_because(reason)}"
+        case "skip":
+            yield ("skip", peer, at, event.get("t")), f"{peer} skipped {at}{_because(event.get('reason'))}"
+        case "eval" if event.get("val_loss") is not None:
+            yield (
+                ("eval", event["version"], event["val_loss"]),
+                f"{at} held-out loss {readable_loss(event['val_loss'])}",
+            )
+        case "note":
+            yield ("note", peer, event.get("t"), event["text"]), f"{peer}: {readable_text(event['text'], 200)}"
+
+
+def _because(reason: object) -> str:
+    return f": {readable_text(reason, 200)}" if reason and reason not in GOODBYES else ""
+
+
+def _version_line(reports: Sequence[Event], total_tokens: int) -> str:
+    """One version over all the peers that told about it."""
+    first = reports[0]
+    losses = [event["loss"] for event in reports if event.get("loss") is not None]
+    syncs = [
+        sum(seconds.values()) - seconds.get("inner", 0.0) for event in reports if (seconds := event.get("seconds"))
+    ]
+    sent = [event["wire_bytes_sent"] for event in reports if event.get("wire_bytes_sent") is not None]
+    counted, members = len(first.get("counted") or ()), len(first.get("members") or ())
+    width = len(f"{total_tokens:,}")
+    fields = (
+        f"v{first['version']:<4}{first['tokens'] / total_tokens:>4.0%} {first['tokens']:>{width},} tok",
+        f"loss {readable_loss(fmean(losses) if losses else None)}",
+        f"{members} peers" if counted >= members else f"{counted} of {members} peers",
+        f"{readable_count(sum(event.get('tokens_per_s') or 0.0 for event in reports))} tok/s",
+        f"{readable_bytes(fmean(sent) if sent else None)} sent/peer",
+        f"{readable_duration(fmean(syncs) if syncs else None)} sync",
+    )
+    return "  ".join(fields)
+
+
+# ---------------------------------------------------------------- the table at the end
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """The end of a run for people: a row per method, then the conclusion in sentences. Lines end in a newline."""
+    methods = outcomes(summary)
+    baseline = str((summary.get("baseline") or {}).get("name", "baseline")).upper()
+    head = ("", "held-out loss", f"against {baseline}", "wall time", "sent per peer", "fewer bytes", "tokens")
+    lines = _aligned([head, *(_summary_row(method) for method in methods)])
+    return "\n".join([*lines, "", *_conclusion(summary, methods)]) + "\n"
+
+
+def _summary_row(method: Outcome) -> tuple[str, ...]:
+    return (
+        method.name,
+        readable_loss(method.val_loss),
+        readable_percent(method.worse),
+        readable_duration(method.wall_s),
+        readable_bytes(method.wire_bytes_sent),
+        readable_times(method.fewer),
+        NOTHING if method.tokens is None else f"{method.tokens:,}",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("   ".join(cells))
+    return lines
+
+
+def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Iterator[str]:
+    """One or two sentences: whether the peers agree, and what it cost beside the baseline."""
+    versions, digest = summary.get("versions", 0), str(summary.get("digest", ""))[:12]
+    if summary.get("digests_agree"):
+        yield f"All peers hold the same state, bit for bit, after {versions} versions (digest {digest})."
+    else:
+        yield f"The peers' states DIFFER after {versions} versions: a defect. Please report it."
+    ours = methods[0]
+    if ours.fewer is not None and ours.worse is not None:
+        fewer, apart = readable_times(ours.fewer).rstrip("×"), f"{100 * abs(ours.worse):.1f} %"
+        yield (
+            f"Against {methods[1].name}, DiLoCo sent {fewer} times fewer bytes per peer "
+            f"(H = {summary.get('h', NOTHING)} inner steps between syncs), "
+            f"and its held-out loss is {apart} {'higher' if ours.worse >= 0 else 'lower'}."
+        )

@@ -1,0 +1,206 @@
+"""What a run tells about itself: events as JSON lines, seconds per step, and numbers as people read them.
+
+Every peer appends to its own `events.jsonl`, one event per line:
+
+    {"t": seconds since this process's Events began (monotonic), "time": unix seconds, "peer": name, "kind": ..., ...}
+
+Nothing about correctness rests on these files. They may end in half a line after a `kill -9`, and a full disk ends
+the writing, not the training. `time` orders the files of one machine for a report; no decision ever reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ResourceError
+
+log = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+
+STEPS = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge", "other")
+"""Keys of a version's `seconds`: the seven steps of the line in order, and what is left of the round."""
+
+
+# ---------------------------------------------------------------- events
+
+
+class Events:
+    """One peer's event log: a file (or none) and listeners in this process."""
+
+    def __init__(self, path: Path | None, peer: str, listeners: Sequence[Callable[[Event], None]] = ()) -> None:
+        """Continues an existing file. Raises ResourceError where it cannot be opened.
+
+        `listeners` get every event in order, one at a time; they must not emit.
+        """
+        self._peer = peer
+        self._listeners = tuple(listeners)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._path = path
+        self._descriptor = None if path is None else _open_to_append(path)
+
+    def emit(self, kind: str, /, **fields: Any) -> None:
+        """Write one event (values: plain JSON; floats that are not finite become null). From any thread."""
+        with self._lock:
+            stamp = {"t": round(time.monotonic() - self._began, 6), "time": round(time.time(), 6)}
+            event: Event = _finite({**stamp, "peer": self._peer, "kind": kind, **fields})
+            self._write(json.dumps(event, separators=(",", ":")).encode() + b"\n")
+            for listener in self._listeners:
+                listener(event)
+
+    def close(self) -> None:
+        """Close the file. Later events reach the listeners only."""
+        with self._lock:
+            self._close()
+
+    def _write(self, line: bytes) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            written = os.write(self._descriptor, line)  # one call per line: no buffer to lose, no line torn by a crash
+            cause = "" if written == len(line) else "the disk took half a line"
+        except OSError as error:
+            cause = str(error)
+        if cause:
+            log.warning("no more events to %s: %s; training goes on", self._path, cause)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_events(path: Path) -> list[Event]:
+    """All whole events of a file, in order; none for a file that is not there."""
+    if not path.is_file():
+        return []
+    return [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
+
+
+GOODBYES = frozenset({"left", "leaving", "goodbye", "done"})
+"""Reasons of a "view" event for a peer that left of its own will; any other reason is a death."""
+
+
+def departures(event: Event) -> list[tuple[str, str]]:
+    """(peer, reason) for everyone a "view" event says has left.
+
+    `left` lists names, or `{"peer": name, "reason": text}`; a reason of the event itself holds for bare names.
+    """
+    common = {"reason": event.get("reason") or ""}
+    entries = [{**common, **(one if isinstance(one, dict) else {"peer": one})} for one in event.get("left") or ()]
+    return [(str(entry.get("peer")), str(entry["reason"])) for entry in entries]
+
+
+def _open_to_append(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():  # after a kill -9: a line begun would swallow the next one
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write events to {path}: {error.strerror}", "free the disk or choose another storage.directory"
+        ) from error
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+# ---------------------------------------------------------------- seconds
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the monotonic seconds spent inside to `seconds[name]`, also when the body raises."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
+
+
+# ---------------------------------------------------------------- numbers for people
+
+NOTHING = "–"
+"""Where a number would stand and there is none."""
+
+
+def readable_bytes(count: float | None) -> str:
+    """Decimal units with three digits: 1.93 MB."""
+    return NOTHING if count is None else _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def readable_count(count: float | None) -> str:
+    """Three digits and a letter: 10.2k."""
+    return NOTHING if count is None else _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
+
+
+def readable_duration(seconds: float | None) -> str:
+    """0.31 s, 44.0 s, 12:03 (minutes), 3:12:03 (hours)."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def readable_times(factor: float | None) -> str:
+    """212×, 3.9×."""
+    return NOTHING if factor is None else f"{_three_digits(factor)}×"
+
+
+def readable_loss(loss: float | None) -> str:
+    """2.312 (nats per token)."""
+    return NOTHING if loss is None else f"{loss:.3f}"
+
+
+def readable_percent(share: float | None) -> str:
+    """A signed difference: +1.2 %, −0.4 %."""
+    return NOTHING if share is None else f"{100 * share:+.1f} %".replace("-", "−")
+
+
+def readable_text(text: object, width: int = 32) -> str:
+    """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
+    plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])
+    return plain if len(plain) <= width and len(str(text)) <= width else plain[: width - 1] + "…"
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    scale = 0
+    while abs(count) >= 999.5 and scale < len(units) - 1:
+        count, scale = count / 1000, scale + 1
+    number = f"{count:.0f}" if scale == 0 else _three_digits(count)
+    return f"{number} {units[scale]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,354 @@
+"""`diloco peer` from its first line to its last: our data, our model, our inner loop, around `diloco.peer`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.checkpoint import Checkpoint
+from diloco.clock import monotonic_s
+from diloco.config import Contract, Site
+from diloco.data import open_dataset
+from diloco.data.reader import BlockReader
+from diloco.errors import ResourceError, StateError, UsageError
+from diloco.fragments import read_fragment, write_fragment
+from diloco.inner import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
+from diloco.island import Island
+from diloco.models import build_model, count_parameters
+from diloco.peer import Gate, Peer
+from diloco.telemetry import Events
+from diloco.types import Commit, Counted, Phase
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a peer's life ended."""
+
+    reason: str
+    """`done`: the run has its tokens; `left`: asked to leave."""
+    version: int
+    tokens: int
+    state_digest: str
+    chain_digest: str
+    val_loss: float | None
+    discarded_tokens: int
+
+
+def device_of(site: Site) -> torch.device:
+    """Raises ResourceError when the device asked for is not there."""
+    if site.device.threads is not None:
+        torch.set_num_threads(site.device.threads)
+    available = torch.cuda.is_available()
+    if site.device.kind == "cuda" and not available:
+        raise ResourceError(
+            "device.kind is 'cuda', but torch sees no GPU", "install a CUDA build of torch, or use 'cpu'"
+        )
+    return torch.device("cuda" if available and site.device.kind != "cpu" else "cpu")
+
+
+class Trainer:
+    """Inner loop, data and checkpoints of one peer; on every rank of its island."""
+
+    def __init__(
+        self,
+        name: str,
+        contract: Contract,
+        site: Site,
+        island: Island,
+        gate: Gate | None,
+        events: Events,
+        directory: Path,
+        stop: Callable[[], bool],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """`gate`: on rank 0 only. `stop`: asked before every inner step whether to leave."""
+        if contract.inner.batch_size % island.size:
+            cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {island.size} ranks"
+            raise UsageError(cause, "start torchrun with a number of ranks that divides it")
+        self.contract, self.site, self.island = contract, site, island
+        self.events, self.directory, self.stop = events, directory, stop
+        root = Path(site.data.root)
+        self.dataset = open_dataset(contract.data, root)
+        self.model = self._build(root)
+        seed_everything(contract.run.seed)
+        self.peer = Peer(name, contract, site, self.model, gate, events, checkpoint) if gate else None
+        wrapped = island.wrap(self.model.to(island.device))
+        total = contract.run.total_tokens
+        self.inner = InnerLoop(wrapped, self._inner_section(), total, island.device, compile=site.device.compile)
+        self.reader = BlockReader(self.dataset, contract.run.seed)
+        self._resumed_version = -1
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self._commit: Commit | None = None
+        self._trained = checkpoint.meta["tokens"] if checkpoint else 0
+        self._losses: list[float] = []
+        self._tokens_here = 0
+        self._started_s = self._reported_s = monotonic_s()
+
+    def _build(self, root: Path) -> nn.Module:
+        vocab_size = self.contract.model.vocab_size or self.dataset.vocab_size
+        return build_model(self.contract.model, vocab_size, self.contract.run.seed, root)
+
+    def _inner_section(self) -> Any:
+        """Each rank trains its share of the peer's micro-batch."""
+        share = self.contract.inner.batch_size // self.island.size
+        return self.contract.inner.model_copy(update={"batch_size": share})
+
+    # ------------------------------------------------------------ the life of a peer
+
+    def run(self) -> Ending:
+        """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
+        if self.peer is not None:
+            self.peer.open()
+            self._emit_start(self.peer)
+            self.peer.enter(lambda: not self.stop(), self._on_closed)
+        self._follow()
+        while not self._ended():
+            self._round()
+            self._follow()
+        return self._end()
+
+    def _round(self) -> None:
+        if self.peer is None:
+            self._inner_steps()
+            return
+        leave_s = self.site.timeouts.leave_s
+        deadline_s = self.contract.membership.round_deadline_s
+        asked_s: list[float] = []
+
+        def patience() -> bool:
+            asked_s.append(monotonic_s())
+            limit_s = min(leave_s, deadline_s) if self.stop() else deadline_s
+            return asked_s[-1] - asked_s[0] < limit_s
+
+        self.peer.round(self._inner_steps, self._on_closed, patience, self.stop)
+
+    def _ended(self) -> bool:
+        commit = self._commit
+        done = commit is not None and commit.tokens >= self.contract.run.total_tokens
+        return done or json.loads(self.island.share(json.dumps(self.stop())))
+
+    def _follow(self) -> None:
+        """The other ranks of the island take over what rank 0 stands at."""
+        if self.island.size == 1:
+            return
+        standing = {
+            "commit": self._commit.to_bytes().decode() if self._commit else "",
+            "trained": self._trained,
+            "reader": self.reader.state_dict(),
+        }
+        standing = json.loads(self.island.share(json.dumps(standing)))
+        self._commit = Commit.from_bytes(standing["commit"].encode()) if standing["commit"] else None
+        self._trained = standing["trained"]
+        self.reader.load_state_dict(standing["reader"])
+        self.island.broadcast(self.model.parameters())
+
+    # ------------------------------------------------------------ inner steps
+
+    def _inner_steps(self) -> None:
+        self._losses = []
+        inner = self.contract.inner
+        for _ in range(self.contract.steps_per_round):
+            if self._asked_to_stop():
+                return
+            block = self.reader.next(inner.sequences_per_step)
+            self._trained += self.contract.tokens_per_step
+            loss = self.inner.step(self._my_share(block), self._position())
+            self._losses.append(self.island.mean(loss))
+            self._tokens_here += self.contract.tokens_per_step
+            if self.peer is not None:
+                self.peer.line.trained.add(self.contract.tokens_per_step, inner.sequences_per_step)
+                self._report(self.peer)
+
+    def _asked_to_stop(self) -> bool:
+        return bool(json.loads(self.island.share(json.dumps(self.stop()))))
+
+    def _my_share(self, block: torch.Tensor) -> torch.Tensor:
+        micro_batches = torch.split(block, self.contract.inner.batch_size)
+        return torch.cat([self.island.my_share(micro_batch) for micro_batch in micro_batches])
+
+    def _position(self) -> int:
+        """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
+        commit = self._commit
+        return (commit.tokens if commit else 0) + self._trained * max(len(commit.view) if commit else 1, 1)
+
+    def _report(self, peer: Peer) -> None:
+        now = monotonic_s()
+        if now - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now
+            wire = peer.counter.sample()
+            peer.report(
+                inner_step=self.inner.steps,
+                tokens=self._tokens_here,
+                tokens_per_s=self._tokens_here / (now - self._started_s),
+                loss=self._losses[-1],
+                wire_bytes_sent=wire.sent if wire else 0,
+            )
+            self.events.emit("progress", inner_step=self.inner.steps, tokens=self._tokens_here, loss=self._losses[-1])
+
+    # ------------------------------------------------------------ versions
+
+    def _on_closed(
+        self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]
+    ) -> None:
+        assert self.peer is not None
+        self._commit = commit
+        self._lease(self.peer, commit, before, mine)
+        if before is None or commit.version == before.version:
+            self._started_s = monotonic_s()
+            return
+        self._emit_version(self.peer, commit, mine, seconds)
+        every = self.contract.eval.every_versions
+        if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
+            self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=self._evaluate(self.peer))
+        every = self.site.storage.checkpoint_every
+        if every and commit.version % every == 0:
+            self._save_or_warn()
+
+    def _lease(self, peer: Peer, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
+        """Read on in what we hold now. After a time outside the view it is all new, and nothing of it is used."""
+        self._trained -= mine.tokens if mine else 0
+        held = commit.leases.held.get(peer.name)
+        if held is None:
+            return
+        newly = before is None or peer.name not in before.leases.held
+        if newly and self._resumed_version != commit.version:
+            self.reader = BlockReader(self.dataset, self.contract.run.seed)
+            peer.line.trained.blocks = 0
+        self.reader.lease(held, mine.blocks if mine else 0)
+
+    def _emit_version(self, peer: Peer, commit: Commit, mine: Counted | None, seconds: dict[str, float]) -> None:
+        wire = peer.counter.sample()
+        self.events.emit(
+            "version",
+            version=commit.version,
+            fragment=commit.fragment,
+            tokens=commit.tokens,
+            members=[member.peer for member in commit.view],
+            counted=[counted.peer for counted in commit.counted],
+            own=mine is not None,
+            loss=sum(self._losses) / len(self._losses) if self._losses else None,
+            inner_tokens=mine.tokens if mine else 0,
+            tokens_per_s=self._tokens_here / max(monotonic_s() - self._started_s, 1e-9),
+            wire_bytes_sent=wire.sent if wire else None,
+            wire_bytes_received=wire.received if wire else None,
+            seconds={name: round(value, 6) for name, value in seconds.items()},
+            state_digest=peer.line.state.digest,
+            lr=self.inner.lr,
+            repeats=self.reader.repeats,
+        )
+
+    def _emit_start(self, peer: Peer) -> None:
+        self.events.emit(
+            "start",
+            run=self.contract.run.name,
+            contract_digest=self.contract.digest,
+            parameters=count_parameters(self.model),
+            resumed_version=peer.line.state.version,
+            blocks_per_epoch=self.dataset.blocks_per_epoch,
+            total_tokens=self.contract.run.total_tokens,
+        )
+
+    def _evaluate(self, peer: Peer) -> float:
+        """Held-out loss of the anchor (nats per token); local weights are put back afterwards."""
+        line = peer.line
+        local = [read_fragment(line.parameters, fragment) for fragment in line.layout.fragments]
+        try:
+            for fragment in line.layout.fragments:
+                write_fragment(line.parameters, fragment, line.state.fragments[fragment.index].anchor)
+            heldout = self.dataset.heldout(self.contract.eval.sequences)
+            return evaluate(self.model, heldout, self.contract.inner.batch_size, self.island.device)
+        finally:
+            for fragment, weights in zip(line.layout.fragments, local, strict=True):
+                write_fragment(line.parameters, fragment, weights)
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self) -> Ending:
+        peer = self.peer
+        commit = self._commit
+        if peer is None:
+            self.island.close()
+            return Ending("followed", 0, 0, "", "", None, 0)
+        done = peer.done
+        if done:
+            peer.report(phase=Phase.DONE)
+        else:
+            # What was not counted in time is discarded: a checkpoint of it would train its data twice.
+            peer.leave("left")
+        val_loss = self._evaluate(peer) if commit is not None else None
+        if done:
+            peer.leave("done")
+        ending = Ending(
+            "done" if done else "left",
+            commit.version if commit else 0,
+            commit.tokens if commit else 0,
+            peer.line.state.digest,
+            commit.digest if commit else "",
+            val_loss,
+            peer.discarded_tokens,
+        )
+        wire = peer.counter.sample()
+        self.events.emit(
+            "end",
+            **{name: getattr(ending, name) for name in Ending.__dataclass_fields__},
+            wire_bytes_sent=wire.sent if wire else None,
+            wall_s=monotonic_s() - self._started_s,
+        )
+        self.save()
+        peer.close()
+        self.island.close()
+        return ending
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self) -> Path:
+        """Write a checkpoint of this peer. Raises ResourceError."""
+        assert self.peer is not None
+        started_s = monotonic_s()
+        inner = self.inner.state_dict()
+        randomness = random_states()
+        groups = {
+            "inner": {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)},
+            "random": {name: value for name, value in randomness.items() if isinstance(value, torch.Tensor)},
+        }
+        meta = {
+            "vocab_size": self.contract.model.vocab_size or self.dataset.vocab_size,
+            "inner": {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)},
+            "random": {name: value for name, value in randomness.items() if not isinstance(value, torch.Tensor)},
+            "reader": self.reader.state_dict(),
+        }
+        path = self.peer.save(self.directory / "checkpoints", groups, meta, self.site.storage.keep)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        version = self.peer.line.state.version
+        self.events.emit("checkpoint", version=version, seconds=monotonic_s() - started_s, bytes=size)
+        return path
+
+    def _save_or_warn(self) -> None:
+        """A full disk must not end a run: the next version tries again, and the last checkpoint is still there."""
+        try:
+            self.save()
+        except ResourceError as error:
+            logger.warning("no checkpoint of version %d: %s", self._commit.version if self._commit else 0, error)
+            self.events.emit("warning", text=f"no checkpoint: {error.cause}")
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        meta, groups = checkpoint.meta, checkpoint.groups
+        try:
+            self.inner.load_state_dict({**groups.get("inner", {}), **meta["inner"]})
+            restore_random_states({**groups.get("random", {}), **meta["random"]})
+            self.reader.load_state_dict(meta["reader"])
+        except KeyError as error:
+            raise StateError(f"{checkpoint.path} lacks {error}", "it was not written by `diloco peer`") from error
+        self._resumed_version = checkpoint.version

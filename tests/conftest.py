@@ -1,0 +1,15 @@
+"""Settings that all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+
+# Several peers share a machine's cores in many tests; one thread each keeps them from fighting. Read when torch loads,
+# and inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
+hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("diloco")

@@ -1,0 +1,248 @@
+"""The peer directory: real hivemind nodes on loopback, killed, frozen and lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.errors import ResourceError, UnreachableError, UsageError
+from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, Directory, _parse_record
+from diloco.exchange.sockets import _socket_inodes
+from diloco.types import Member
+
+NOBODY = "12D3KooWRewQaQbxfswwda6yHi83rGL497ErE691b7UYGoAmfTj5"
+
+
+def member(name: str, port: int = 4000) -> Member:
+    return Member(name, incarnation=7, address=f"127.0.0.1:{port}")
+
+
+def becomes(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def session(leader: int) -> list[int]:
+    """Processes of the session that `leader` leads, zombies left out: the directory's process and its p2pd."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _parent, _group, owner, *_ = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(owner) == leader and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def leader_of(directory: Directory) -> int:
+    pid = directory._process.pid
+    assert pid is not None
+    return pid
+
+
+# ---------------------------------------------------------------- records from strangers
+
+
+def test_parses_what_is_announced() -> None:
+    record = json.dumps({"peer": "a", "incarnation": 7, "address": "127.0.0.1:4000", "version": 3})
+    assert _parse_record("a", record.encode()) == member("a")
+
+
+GOOD: dict[str, Any] = {"peer": "a", "incarnation": 7, "address": "127.0.0.1:4000", "version": 3}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * MAX_RECORD_BYTES,
+        b"null",
+        b"[]",
+        b'"a"',
+        b"{}",
+        17,
+        None,
+        *(json.dumps(GOOD | change).encode() for change in (
+            {"peer": "b"},
+            {"peer": ["a"]},
+            {"peer": None},
+            {"incarnation": True},
+            {"incarnation": -1},
+            {"incarnation": 2**63},
+            {"incarnation": "7"},
+            {"address": "127.0.0.1"},
+            {"address": "127.0.0.1:4000\n"},
+            {"address": "x" * 300 + ":1"},
+            {"address": {"host": "x"}},
+        )),
+    ],
+)  # fmt: skip
+def test_ignores_what_is_no_record(value: object) -> None:
+    assert _parse_record("a", value) is None
+
+
+@pytest.mark.parametrize("name", ["", "../a", "a b", "x" * 65, "a\n", b"a", 1, None])
+def test_ignores_a_record_whose_name_is_none(name: object) -> None:
+    named = name.decode() if isinstance(name, bytes) else name
+    assert _parse_record(name, json.dumps(GOOD | {"peer": named}).encode()) is None
+
+
+def test_importing_it_is_cheap() -> None:
+    code = "import sys, diloco.exchange.dht; assert not {'hivemind', 'torch', 'grpc'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+
+
+# ---------------------------------------------------------------- starting
+
+
+@pytest.mark.parametrize("address", ["", "hello", "127.0.0.1:4000", "/ip4/127.0.0.1/tcp/1", f"/ip4/::1,/tcp/1/p2p/{NOBODY}"])
+def test_refuses_an_address_that_makes_no_sense(address: str) -> None:
+    with pytest.raises(UsageError, match="not a directory address"):
+        Directory.start("run", [address])
+
+
+def test_says_that_a_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"127.0.0.1 port {port}"):
+            Directory.start("run", port=port)
+
+
+def test_says_that_a_host_is_not_of_this_machine() -> None:
+    with pytest.raises(ResourceError, match=r"192\.0\.2\.77"):
+        Directory.start("run", host="192.0.2.77")
+
+
+@pytest.mark.slow
+def test_says_that_nobody_answers() -> None:
+    with pytest.raises(UnreachableError, match="/tcp/1/"):
+        Directory.start("run", [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
+
+
+@pytest.mark.slow
+def test_gives_up_on_a_silent_address_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody ever answers
+        silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{NOBODY}"
+        started = time.monotonic()
+        with pytest.raises(UnreachableError):
+            Directory.start("run", [silent], timeout_s=2.0)
+        assert time.monotonic() - started < 6.0
+
+
+# ---------------------------------------------------------------- finding each other
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Directory]]:
+    """Each joined through the one before, so the third never heard of the first."""
+    directories: list[Directory] = []
+    try:
+        for _ in range(3):
+            directories.append(Directory.start("run", directories[-1].addresses if directories else ()))
+        yield directories
+    finally:
+        for directory in directories:
+            directory.close()
+
+
+@pytest.mark.slow
+def test_all_find_all_and_a_leaver_is_gone(three: list[Directory]) -> None:
+    members = {name: member(name, port) for name, port in (("a", 1), ("b", 2), ("c", 3))}
+    for directory, announced in zip(three, members.values(), strict=True):
+        assert directory.announce(announced, version=0)
+    assert [directory.lookup() for directory in three] == [members] * 3
+    assert three[1].withdraw("b")
+    assert [set(directory.lookup()) for directory in three] == [{"a", "c"}] * 3
+    assert three[1].announce(members["b"], version=1)
+    assert set(three[2].lookup()) == {"a", "b", "c"}
+
+
+@pytest.mark.slow
+def test_the_last_word_counts(three: list[Directory]) -> None:
+    assert three[0].announce(member("moves", 1), version=0)
+    assert three[0].announce(member("moves", 2), version=1)
+    assert [directory.lookup()["moves"].address for directory in three] == ["127.0.0.1:2"] * 3
+
+
+@pytest.mark.slow
+def test_a_record_expires(three: list[Directory]) -> None:
+    assert three[0].announce(member("brief"), version=0, ttl_s=1.5)
+    assert "brief" in three[2].lookup()
+    assert becomes(lambda: not any("brief" in directory.lookup() for directory in three))
+
+
+@pytest.mark.slow
+def test_listens_on_loopback_only(three: list[Directory]) -> None:
+    inodes = _socket_inodes(iter(session(leader_of(three[0]))))
+    tables = {name: Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6", "udp", "udp6")}
+    rows = {name: [row.split() for row in table if int(row.split()[9]) in inodes] for name, table in tables.items()}
+    assert rows["tcp"]
+    assert all(row[1].startswith("0100007F:") for row in rows["tcp"])  # 127.0.0.1
+    assert not rows["tcp6"] + rows["udp"] + rows["udp6"]
+
+
+@pytest.mark.slow
+def test_others_go_on_when_the_first_is_killed() -> None:
+    first = Directory.start("run")
+    second = Directory.start("run", first.addresses)
+    third = Directory.start("run", second.addresses)
+    with closing(first), closing(second), closing(third):
+        for name, directory in (("a", first), ("b", second), ("c", third)):
+            assert directory.announce(member(name), version=0)
+        os.killpg(leader_of(first), signal.SIGKILL)
+        assert becomes(lambda: not session(leader_of(first)))
+        assert {"b", "c"} <= set(second.lookup())
+        assert {"b", "c"} <= set(third.lookup())
+        with closing(Directory.start("run", [*first.addresses, *third.addresses])) as late:
+            assert late.announce(member("d"), version=1)
+            assert {"b", "c", "d"} <= set(late.lookup())
+            assert "d" in second.lookup()
+        assert first.lookup(timeout_s=1.0) == {}
+        assert not first.announce(member("a"), version=1, timeout_s=1.0)
+
+
+async def lie(bootstrap: tuple[str, ...], truth: Directory) -> list[Any]:
+    """Join as a raw node without our checks, store garbage in the run's key, and see what the others find."""
+    from hivemind.dht import DHTNode
+
+    node = await DHTNode.create(initial_peers=list(bootstrap), use_relay=False, auto_nat=False, nat_port_map=False)
+    try:
+        now = time.time()
+        lies: list[tuple[str | None, object, float]] = [
+            ("int", 5, now + 60),
+            ("list", [[[]]], now + 60),
+            ("text", "not bytes", now + 60),
+            ("large", bytes(MAX_RECORD_BYTES), now + 60),
+            ("wrong", json.dumps(GOOD | {"peer": "other"}).encode(), now + 60),
+            ("b", json.dumps(GOOD | {"peer": "b", "address": "6.6.6.6:6"}).encode(), now + 2 * MAX_TTL_S),
+            (None, b"a plain value that bars subkeys", now + 2 * MAX_TTL_S),
+        ]
+        for subkey, value, expires_at in lies:
+            await node.store("diloco/run/peers", value, expires_at, subkey=subkey)
+        raw = node.protocol.serializer
+        assert raw.dumps(b"") != b"\xc1"
+        for peer in node.protocol.routing_table.uid_to_peer_id.values():  # bytes that are no msgpack at all
+            key = node.protocol.storage.data.keys()
+            await node.protocol.call_store(peer, list(key), [b"\xc1"] * len(key), now + 60, ["broken"] * len(key))
+        return [await asyncio.to_thread(truth.lookup)]
+    finally:
+        await node.shutdown()
