@@ -24,6 +24,9 @@ from diloco.models.presets import PRESETS
 
 CONTRACT_VERSION = 1
 
+LEASE_ROUNDS = 3
+"""Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -222,6 +225,11 @@ class Contract(Section):
         """Data blocks one peer trains on between two rounds."""
         return self.inner.sequences_per_step * self.steps_per_round
 
+    @property
+    def lease_blocks(self) -> int:
+        """Data blocks that every member holds at least at the start of a round."""
+        return LEASE_ROUNDS * self.blocks_per_round
+
     def to_json(self) -> str:
         """Canonical text: all effective values, keys sorted. This is what travels and what is hashed."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
@@ -368,9 +376,7 @@ def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) ->
         return Loaded(schema.model_validate_json(json.dumps(tree, default=str)), origin)  # str: TOML has dates, we none
     except ValidationError as error:
         name, cause = _first_problem(error)
-        fix = (
-            f"add it to {where}" if cause.endswith("is missing") else "`diloco config show` prints every key and value"
-        )
+        fix = "see `diloco config show` for every key and its value"
         raise ConfigError(f"{origin.get(name, where)}: {cause}", fix) from error
 
 
@@ -380,24 +386,21 @@ def _keys(section: Any) -> Iterator[str]:
 
 def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any]:
     what, folder = ("contract", "configs") if schema is Contract else ("site file", "peers")
+    fix = f"give the path of a {what} (TOML)"
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
         known = {near.stem: near for near in (*Path(folder).glob("*.toml"), *path.parent.glob("*.toml"))}
         close = difflib.get_close_matches(path.stem, known, n=1)
-        fix = f"did you mean {known[close[0]]}?" if close else f"give the path of a {what} (TOML)"
-        raise ConfigError(f"{what} not found: {path}", fix) from error
+        raise ConfigError(f"{what} not found: {path}", f"did you mean {known[close[0]]}?" if close else fix) from error
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {what} {path}: {error.strerror}", f"give the path of a {what} (TOML)"
-        ) from error
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}", fix) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", f"give the path of a {what} (TOML)") from error
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", fix) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path} is not valid TOML: {error}", 'write [section], then key = 1 or key = "text"'
-        ) from error
+        fix = 'mend that line: [section], then key = 1 or key = "text" or key = true'
+        raise ConfigError(f"{path} is not valid TOML: {error}", fix) from error
 
 
 def _parse_override(text: str) -> tuple[str, str, Any]:
@@ -430,7 +433,7 @@ def _apply_preset(tree: dict[str, Any], origin: dict[str, str], where: str) -> N
     if not isinstance(name, str):  # absent, or for the schema to refuse
         return
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         place = origin.get("model.preset", where)
         raise ConfigError(f"{place}: model.preset {name!r} does not exist", f"{hint}known: {', '.join(PRESETS)}")
@@ -446,7 +449,9 @@ def _check_keys(
     """Name the first unknown or misplaced key, with a suggestion."""
     for section, keys in tree.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{where}: {section!r} is not a section", _suggest("", section, schema))
+            is_section = section in schema.model_fields
+            fix = f"write [{section}] on its own line, keys below" if is_section else _suggest("", section, schema)
+            raise ConfigError(f"{where}: {section!r} is not a section", fix)
         names = [f"{section}.{key}" for key in keys]
         if section not in schema.model_fields:
             place = origin[names[0]] if names else where

@@ -54,6 +54,8 @@ class Version:
     fragment: int
     tokens: int
     at_s: float
+    told: int
+    """How many peers told about it."""
     members: int
     counted: int
     loss: float | None
@@ -187,6 +189,7 @@ def _version(
         fragment=first.get("fragment", 0),
         tokens=first["tokens"],
         at_s=min(clock(event["time"]) for event in told),
+        told=len(told),
         members=len(first.get("members") or told),
         counted=len(first.get("counted") or ()),
         loss=fmean(losses) if losses else None,
@@ -330,13 +333,14 @@ def _summary(
     path = directory / "summary.json"
     written = json.loads(path.read_text()) if path.is_file() else {}
     settings = dict(contract)
+    compared = [row for row in versions if row.told > 1]
     comparisons = {curve.key: _cost(curve) for curve in curves[1:]}
     told = {
         **_cost(curves[0]),
         "versions": versions[-1].version if versions else 0,
         "peers": max((row.members for row in versions), default=0),
         "digest": min(versions[-1].digests, default="") if versions else "",
-        "digests_agree": all(len(row.digests) < 2 for row in versions) if versions else None,
+        "digests_agree": all(len(row.digests) < 2 for row in compared) if compared else None,
         "h": settings.get("inner.steps"),
         "codec": settings.get("codec.name"),
         "comparisons": comparisons,

@@ -44,7 +44,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     gate = Gate(site) if island.leads else None
     try:
         contract = _contract(options, island, gate, contract, checkpoint)
-        name = _name(site, checkpoint)
+        name = peer_name(site, checkpoint)
         directory = _directory(options, site, contract, name, checkpoint, island)
         events = Events(directory / "events.jsonl" if island.leads else None, name, [_card(directory), listener])
         trainer = Trainer(name, contract, site, island, gate, events, directory, stop, checkpoint)
@@ -99,7 +99,7 @@ def _contract(
     return contract
 
 
-def _name(site: Site, checkpoint: Checkpoint | None) -> str:
+def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
     """A peer that comes back keeps its name."""
     if checkpoint is not None:
         return str(checkpoint.meta["peer"])

@@ -43,10 +43,6 @@ from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
 
-LEASE_ROUNDS = 3
-"""Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
-
-
 class Gate:
     """The way out of this process: made before anything else, because the directory's process is forked from it."""
 
@@ -275,7 +271,7 @@ class Peer:
         new = {member.peer for member in after.view}
         if old != new:
             handed_back = self.exchange.said_goodbye()
-            left = [[peer, "left" if peer in handed_back else "lost"] for peer in sorted(old - new)]
+            left = [{"peer": peer, "reason": "left" if peer in handed_back else "lost"} for peer in sorted(old - new)]
             self.events.emit("view", version=after.version, joined=sorted(new - old), left=left)
 
     def report(self, **changes: str | int | float) -> None:
@@ -299,9 +295,8 @@ class Peer:
             self._presence.end()
 
     def close(self) -> None:
-        """End threads and sockets, goodbye or not."""
+        """End the exchange, goodbye or not. The gate is the caller's."""
         self.exchange.stop()
-        self.gate.close()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -340,7 +335,7 @@ class Peer:
             contract=contract.digest,
             parts=tuple(fragment.parts for fragment in layout.fragments),
             start_peers=contract.membership.start_peers,
-            lease_blocks=LEASE_ROUNDS * contract.blocks_per_round,
+            lease_blocks=contract.lease_blocks,
             match_deadline_s=contract.membership.match_deadline_s,
         )
         return Terms(

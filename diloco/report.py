@@ -8,6 +8,7 @@ and no figure reads them as mathematics.
 from __future__ import annotations
 
 import io
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from diloco.history import Curve, Point, Run, Version, outcomes, read_run
 from diloco.telemetry import (
@@ -64,8 +65,11 @@ Ink = Mapping[str, str]
 LIGHT: Ink = {name: light for name, (light, _) in COLORS.items()}
 MARKERS = {"joined": (">", "▶"), "left": ("s", "■"), "died": ("X", "✖"), "skipped": ("|", "|")}
 """What happened to a peer: matplotlib's marker, and the sign in the legend."""
-SHOWN, FEW = 0.93, 30
-"""The steep beginning would flatten all the rest: the loss axis shows this share of the points, if they are not few."""
+SHOWN = 0.95
+"""Share of the points that the loss axis shows, if they are not few."""
+FEW = 30
+NICE_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
+"""Distances of ticks on a time axis, in seconds."""
 WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
 """Widths of figures and size of their text; one point is shown as about one CSS pixel."""
 
@@ -78,11 +82,12 @@ class Axis:
     of: Callable[[Point], float]
     text: Callable[[float], str]
     log: bool = False
+    time: bool = False
 
 
 AXES = (
     Axis("tokens trained on", lambda point: point.tokens, readable_count),
-    Axis("wall time", lambda point: point.wall_s, readable_duration),
+    Axis("wall time", lambda point: point.wall_s, readable_duration, time=True),
     Axis("bytes sent per peer, logarithmic", lambda point: point.sent_bytes, readable_bytes, log=True),
 )
 
@@ -114,26 +119,34 @@ def write_plot(directory: Path) -> Path:
 def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> None:
     """Training loss as a thin line, held-out loss as dots."""
     _calm(axes, ink)
+    axes.set_xlabel(axis.label, color=ink["muted"], fontsize=TEXT_PT)
+    if not any(_at(axis, [*curve.train, *curve.held_out])[0] for curve in curves):
+        axes.set(xticks=[], yticks=[])
+        style = {"ha": "center", "color": ink["muted"], "fontsize": TEXT_PT}
+        axes.text(0.5, 0.5, "no data yet", style, transform=axes.transAxes)
+        return
     for curve in reversed(curves):  # ours on top
-        color = _color(curve.key, ink)
-        train, held_out = ([p for p in points if axis.of(p) > 0] for points in (curve.train, curve.held_out))
-        axes.plot(*_xy(train, axis), color=color, lw=1.5, alpha=0.75, solid_capstyle="round")
-        axes.plot(*_xy(held_out, axis), "o", ms=5.5, color=color, mec=ink["paper"], label=curve.name, zorder=3)
+        color = ink[_color_name(curve.key)]
+        axes.plot(*_at(axis, curve.train), color=color, lw=1.5, alpha=0.75, solid_capstyle="round")
+        size, edge = (5.5, 1.0) if len(curve.held_out) <= FEW else (3.5, 0.0)
+        (dots,) = axes.plot(*_at(axis, curve.held_out), "o", ms=size, mew=edge, color=color, mec=ink["paper"], zorder=3)
+        dots.set_label(curve.name)
+    _cut_the_beginning(axes, [point.loss for curve in curves for point in (*curve.train, *curve.held_out)])
     if axis.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(numticks=5))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 3, 5, 6, 10]))
+        axes.xaxis.set_major_locator(_seconds_ticks(axes, 4) if axis.time else MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(axis.text(value))))
-    axes.set_xlabel(axis.label, color=ink["muted"], fontsize=TEXT_PT)
-    losses = sorted(point.loss for curve in curves for point in (*curve.train, *curve.held_out))
-    if not losses:
-        _no_data(axes, ink)
-    elif len(losses) >= FEW:
-        spread = (top := losses[int(SHOWN * len(losses))]) - losses[0]
-        axes.set_ylim(losses[0] - 0.05 * spread, top + 0.05 * spread)
+
+
+def _cut_the_beginning(axes: Axes, losses: Sequence[float]) -> None:
+    """Where the loss still falls steeply it would flatten all the rest, so the axis leaves the highest few out."""
+    low, top = min(losses), sorted(losses)[int(SHOWN * len(losses))]
+    if len(losses) >= FEW:
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
 
 
 def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
@@ -151,26 +164,27 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
     for at_s in run.resumed_s:
         axes.axvline(at_s, color=ink["muted"], lw=1, ls=(0, (3, 3)))
     axes.set_yticks(range(len(peers)), [readable_text(peer, 20) for peer in peers], parse_math=False)
-    axes.tick_params(axis="y", labelcolor=ink["ink"])
+    axes.tick_params(axis="y", labelcolor=ink["ink"], pad=8)
     axes.set_ylim(len(peers) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 3, 5, 6, 10]))
+    axes.xaxis.set_major_locator(_seconds_ticks(axes, 6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable_duration(value))))
 
 
 def _draw_steps(axes: Axes, bars: Sequence[tuple[int, Mapping[str, float]]], steps: Sequence[str], ink: Ink) -> None:
     """A stacked bar per version (or per few of them): seconds of each of `steps`."""
     _calm(axes, ink)
-    bottoms = [0.0] * len(bars)
     versions = [version for version, _ in bars]
-    width = 0.8 * min((later - sooner for sooner, later in pairwise(versions)), default=1)
+    gap = min((later - sooner for sooner, later in pairwise(versions)), default=1)
+    bottoms = [0.0] * len(bars)
     for step in steps:
         heights = [seconds[step] for _, seconds in bars]
-        axes.bar(versions, heights, width, bottoms, color=ink[f"step-{step}"], lw=0)
+        axes.bar(versions, heights, 0.8 * gap, bottoms, color=ink[f"step-{step}"], lw=0)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+    margin = max(0.6 * gap, (8 * gap - (versions[-1] - versions[0])) / 2)  # a few bars stay slim
+    axes.set_xlim(versions[0] - margin, versions[-1] + margin)
+    axes.xaxis.set_major_locator(FixedLocator(versions) if len(versions) <= 12 else MaxNLocator(10, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_xlim(versions[0] - 0.7 * width, versions[-1] + 0.7 * width)
 
 
 def _calm(axes: Axes, ink: Ink, grid: Literal["x", "y"] = "y") -> None:
@@ -182,17 +196,17 @@ def _calm(axes: Axes, ink: Ink, grid: Literal["x", "y"] = "y") -> None:
     axes.set_facecolor("none")
 
 
-def _no_data(axes: Axes, ink: Ink) -> None:
-    axes.set(xticks=[], yticks=[])
-    axes.text(0.5, 0.5, "no data yet", transform=axes.transAxes, ha="center", va="center", color=ink["muted"])
+def _seconds_ticks(axes: Axes, most: int) -> MultipleLocator:
+    """Ticks at round seconds, minutes, hours or days: about `most` at most."""
+    left, right = axes.get_xlim()
+    fitting = (step for step in NICE_S if (right - left) / step <= most + 1)
+    return MultipleLocator(next(fitting, NICE_S[-1] * math.ceil((right - left) / NICE_S[-1] / most)))
 
 
-def _xy(points: Sequence[Point], axis: Axis) -> tuple[list[float], list[float]]:
-    return [axis.of(point) for point in points], [point.loss for point in points]
-
-
-def _color(key: str, ink: Ink) -> str:
-    return ink[_color_name(key)]
+def _at(axis: Axis, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Where the points that cost anything lie, and their losses."""
+    costly = [point for point in points if axis.of(point) > 0]
+    return [axis.of(point) for point in costly], [point.loss for point in costly]
 
 
 def _color_name(key: str) -> str:
@@ -287,17 +301,18 @@ def _page(run: Run) -> str:
         "times": readable_times,
         "color": _color_name,
     }
+    steps = _step_totals(run.versions)
     return jinja.get_template("report.html").render(
         run=run,
         cards=list(_cards(run)),
         methods=outcomes(run.summary),
-        steps=_step_totals(run.versions),
+        steps=steps,
         fragments=any(row.fragment for row in run.versions),
         colors=COLORS,
         signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},
         loss_figures=_loss_figures(run),
         view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
-        step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.versions else [],
+        step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if steps else [],
         nothing=NOTHING,
     )
 
@@ -330,15 +345,23 @@ def _cards(run: Run) -> Iterator[Card]:
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
     yield Card("Versions", str(facts["versions"]), steps)
     yield _digest_card(run)
-    rate = ours.tokens / ours.wall_s if ours.tokens and ours.wall_s else None
-    note = f"{ours.tokens:,} tokens in {readable_duration(ours.wall_s)}" if ours.tokens else "no data yet"
-    yield Card("Tokens per second", readable_count(rate), note)
+    note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
+    yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
+
+
+def _tokens_per_s(versions: Sequence[Version]) -> float | None:
+    """Committed tokens per second, since the run began or since what is known of it begins."""
+    if not versions:
+        return None
+    first, last = versions[0], versions[-1]
+    tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
+    return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
 
 
 def _digest_card(run: Run) -> Card:
     agree, digest = run.summary.get("digests_agree"), str(run.summary.get("digest", ""))[:12]
     if agree is None:
-        return Card("Digests", NOTHING, "no data yet")
+        return Card("Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet")
     if not agree:
         return Card("Digests", "differ", "a defect: the peers' states are not the same")
     return Card("Digests", "agree", f"{digest}, the same on all peers")

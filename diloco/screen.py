@@ -191,7 +191,7 @@ class Screen:
         if share < 1:
             header.append(f"   {self._left()} left")
         if self._val_loss:
-            header.append(f"   held-out loss {readable_loss(self._val_loss[1])} at v{self._val_loss[0]}")
+            header.append(f"   held-out {readable_loss(self._val_loss[1])} at v{self._val_loss[0]}")
         return header
 
     def _left(self) -> str:
@@ -219,7 +219,7 @@ class Screen:
     def _cells(self, peer: str, row: Row) -> Iterator[RenderableType]:
         yield Text(readable_text(peer))
         yield Text(row.phase, style=STYLES.get(row.phase, ""))
-        yield ProgressBar(total=self._total_tokens, completed=row.tokens, width=14)
+        yield ProgressBar(total=self._total_tokens, completed=row.tokens, width=14, complete_style="blue")
         yield f"v{row.version}"
         yield readable_loss(row.loss)
         yield readable_count(row.tokens_per_s)
@@ -296,40 +296,34 @@ def _version_line(reports: Sequence[Event], total_tokens: int) -> str:
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The end of a run for people: a row per method, then the conclusion in sentences. Lines end in a newline."""
     methods = outcomes(summary)
-    baseline = str((summary.get("baseline") or {}).get("name", "baseline")).upper()
-    head = ("", "held-out loss", f"against {baseline}", "wall time", "sent per peer", "fewer bytes", "tokens")
-    lines = _aligned([head, *(_summary_row(method) for method in methods)])
-    return "\n".join([*lines, "", *_conclusion(summary, methods)]) + "\n"
+    columns = [
+        ["", *(method.name for method in methods)],
+        ["held-out loss", *(readable_loss(method.val_loss) for method in methods)],
+        ["wall time", *(readable_duration(method.wall_s) for method in methods)],
+        ["sent per peer", *(readable_bytes(method.wire_bytes_sent) for method in methods)],
+        ["tokens", *(NOTHING if method.tokens is None else f"{method.tokens:,}" for method in methods)],
+    ]
+    if summary.get("baseline"):
+        columns.insert(2, [f"against {methods[1].name}", *(readable_percent(method.worse) for method in methods)])
+        columns.insert(5, ["fewer bytes", *(readable_times(method.fewer) for method in methods)])
+    return "\n".join([*_aligned(columns), "", *_conclusion(summary, methods)]) + "\n"
 
 
-def _summary_row(method: Outcome) -> tuple[str, ...]:
-    return (
-        method.name,
-        readable_loss(method.val_loss),
-        readable_percent(method.worse),
-        readable_duration(method.wall_s),
-        readable_bytes(method.wire_bytes_sent),
-        readable_times(method.fewer),
-        NOTHING if method.tokens is None else f"{method.tokens:,}",
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))]
-        lines.append("   ".join(cells))
-    return lines
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as their widest cell: the first to the left, the others to the right."""
+    first, *others = columns
+    names = [cell.ljust(max(map(len, first))) for cell in first]
+    numbers = [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
+    return ["   ".join(row) for row in zip(names, *numbers, strict=True)]
 
 
 def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Iterator[str]:
     """One or two sentences: whether the peers agree, and what it cost beside the baseline."""
     versions, digest = summary.get("versions", 0), str(summary.get("digest", ""))[:12]
-    if summary.get("digests_agree"):
+    agree = summary.get("digests_agree")
+    if agree:
         yield f"All peers hold the same state, bit for bit, after {versions} versions (digest {digest})."
-    else:
+    elif agree is not None:
         yield f"The peers' states DIFFER after {versions} versions: a defect. Please report it."
     ours = methods[0]
     if ours.fewer is not None and ours.worse is not None:

@@ -117,6 +117,13 @@ def test_fixed_bytes_of_int8() -> None:
     assert Int8Codec(4).decode(payload, 9).tolist() == [127.0, -64.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, -254.0]
 
 
+def test_int8_block_below_the_smallest_scale_is_zero() -> None:
+    """190 of the smallest fp32: a scale of 1 or 2 of them would ask for codes that an int8 has not."""
+    block = torch.full((4,), 190 * 2.0**-149)
+    kept = torch.full((4,), -127 * 2.0**-126)
+    assert there_and_back(Int8Codec(4), torch.cat([block, kept])).tolist() == [0.0] * 4 + kept.tolist()
+
+
 def test_splitting_floats_into_planes_pays() -> None:
     """Exponents side by side: 16 % smaller on gaussian values, where whole floats become 8 % smaller."""
     values = gaussian(2**18)
@@ -252,6 +259,7 @@ BOMBS = {
     "state 1 GiB, hold 256 KiB": zeros_frame(stating(2**30), 2**18),
     "state 2**64 - 3 bytes": zeros_frame(stating(2**64 - 3), 2**18),
     "state nothing, hold 1 GiB": zeros_frame(b"\x00\x88", 2**30),
+    "state and hold 1 GiB, window of 1 KiB": zeros_frame(b"\xc0\x00" + struct.pack("<Q", 2**30), 2**30),
     "state 256 KiB, window of 2 GiB": zeros_frame(b"\xc0\xa8" + struct.pack("<Q", 2**18), 2**18),
 }
 

@@ -114,7 +114,9 @@ def test_importing_it_is_cheap() -> None:
 # ---------------------------------------------------------------- starting
 
 
-@pytest.mark.parametrize("address", ["", "hello", "127.0.0.1:4000", "/ip4/127.0.0.1/tcp/1", f"/ip4/::1,/tcp/1/p2p/{NOBODY}"])
+@pytest.mark.parametrize(
+    "address", ["", "hello", "127.0.0.1:4000", "/ip4/127.0.0.1/tcp/1", f"/ip4/::1,/tcp/1/p2p/{NOBODY}"]
+)
 def test_refuses_an_address_that_makes_no_sense(address: str) -> None:
     with pytest.raises(UsageError, match="not a directory address"):
         Directory.start("run", [address])
@@ -132,28 +134,14 @@ def test_says_that_a_host_is_not_of_this_machine() -> None:
         Directory.start("run", host="192.0.2.77")
 
 
-@pytest.mark.slow
-def test_says_that_nobody_answers() -> None:
-    with pytest.raises(UnreachableError, match="/tcp/1/"):
-        Directory.start("run", [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
-
-
-@pytest.mark.slow
-def test_gives_up_on_a_silent_address_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody ever answers
-        silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{NOBODY}"
-        started = time.monotonic()
-        with pytest.raises(UnreachableError):
-            Directory.start("run", [silent], timeout_s=2.0)
-        assert time.monotonic() - started < 6.0
-
-
 # ---------------------------------------------------------------- finding each other
 
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[list[Directory]]:
     """Each joined through the one before, so the third never heard of the first."""
+    import hivemind  # noqa: F401  # shared by all that is forked from here on: 1 to 2 s less for each
+
     directories: list[Directory] = []
     try:
         for _ in range(3):
@@ -220,29 +208,161 @@ def test_others_go_on_when_the_first_is_killed() -> None:
         assert not first.announce(member("a"), version=1, timeout_s=1.0)
 
 
-async def lie(bootstrap: tuple[str, ...], truth: Directory) -> list[Any]:
-    """Join as a raw node without our checks, store garbage in the run's key, and see what the others find."""
-    from hivemind.dht import DHTNode
+@pytest.mark.slow
+def test_says_that_nobody_answers() -> None:
+    with pytest.raises(UnreachableError, match="/tcp/1/"):
+        Directory.start("run", [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
+
+
+@pytest.mark.slow
+def test_gives_up_on_a_silent_address_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody ever answers
+        silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{NOBODY}"
+        started = time.monotonic()
+        with pytest.raises(UnreachableError):
+            Directory.start("run", [silent], timeout_s=2.0)
+        assert time.monotonic() - started < 6.0
+
+
+# ---------------------------------------------------------------- hostile and broken surroundings
+
+SOON, TOO_LATE = 60.0, 2 * MAX_TTL_S
+LIES: dict[str, list[tuple[str | None, object, float]]] = {
+    "values": [
+        ("number", 5, SOON),
+        ("list", [[[]]], SOON),
+        ("text", "not bytes", SOON),
+        ("large", bytes(MAX_RECORD_BYTES), SOON),
+        ("other", json.dumps(GOOD | {"peer": "b"}).encode(), SOON),
+    ],
+    "a record that outlasts the true one": [
+        ("b", json.dumps(GOOD | {"peer": "b", "address": "6.6.6.6:6"}).encode(), TOO_LATE)
+    ],
+    "a plain value that bars records": [(None, b"plain", SOON), (None, b"plain", TOO_LATE)],
+}
+
+
+async def lie(
+    bootstrap: tuple[str, ...], lies: list[tuple[str | None, object, float]], then: Callable[[], None]
+) -> None:
+    """Join as a node without our checks, store `lies` under the run's key, here and elsewhere, and run `then`."""
+    from hivemind.dht import DHTID, DHTNode
 
     node = await DHTNode.create(initial_peers=list(bootstrap), use_relay=False, auto_nat=False, nat_port_map=False)
     try:
-        now = time.time()
-        lies: list[tuple[str | None, object, float]] = [
-            ("int", 5, now + 60),
-            ("list", [[[]]], now + 60),
-            ("text", "not bytes", now + 60),
-            ("large", bytes(MAX_RECORD_BYTES), now + 60),
-            ("wrong", json.dumps(GOOD | {"peer": "other"}).encode(), now + 60),
-            ("b", json.dumps(GOOD | {"peer": "b", "address": "6.6.6.6:6"}).encode(), now + 2 * MAX_TTL_S),
-            (None, b"a plain value that bars subkeys", now + 2 * MAX_TTL_S),
-        ]
-        for subkey, value, expires_at in lies:
-            await node.store("diloco/run/peers", value, expires_at, subkey=subkey)
-        raw = node.protocol.serializer
-        assert raw.dumps(b"") != b"\xc1"
-        for peer in node.protocol.routing_table.uid_to_peer_id.values():  # bytes that are no msgpack at all
-            key = node.protocol.storage.data.keys()
-            await node.protocol.call_store(peer, list(key), [b"\xc1"] * len(key), now + 60, ["broken"] * len(key))
-        return [await asyncio.to_thread(truth.lookup)]
+        for subkey, value, last_s in lies:
+            await node.store("diloco/run/peers", value, time.time() + last_s, subkey=subkey)
+        key = DHTID.generate("diloco/run/peers")
+        for peer in list(node.protocol.routing_table.uid_to_peer_id.values()):
+            await node.protocol.call_store(peer, [key], [b"\xc1"], [time.time() + SOON], ["no msgpack"])
+        await asyncio.to_thread(then)
     finally:
         await node.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LIES)
+def test_lies_are_ignored(three: list[Directory], kind: str) -> None:
+    names = set(three[0].lookup())
+
+    def others_find_each_other() -> None:
+        assert three[1].announce(member("b", 2), version=1)
+        for directory in three:
+            found = directory.lookup()
+            assert set(found) == names | {"b"}
+            assert found["b"] == member("b", 2)
+
+    asyncio.run(lie(three[0].addresses, LIES[kind], others_find_each_other))
+    others_find_each_other()
+
+
+@pytest.mark.slow
+def test_a_frozen_node_costs_no_more_than_the_timeout() -> None:
+    directory = Directory.start("run")
+    os.killpg(leader_of(directory), signal.SIGSTOP)
+    started = time.monotonic()
+    assert not directory.announce(member("a"), version=0, timeout_s=0.2)
+    assert not any(directory.lookup(timeout_s=0.001) for _ in range(500))  # more than a pipe holds
+    directory.close(timeout_s=0.2)
+    assert time.monotonic() - started < 10.0
+    assert not session(leader_of(directory))
+
+
+@pytest.mark.slow
+def test_a_late_answer_is_not_taken_for_the_next() -> None:
+    with closing(Directory.start("run")) as directory:
+        assert directory.announce(member("a"), version=0)
+        os.kill(leader_of(directory), signal.SIGSTOP)
+        assert not directory.announce(member("b"), version=0, timeout_s=0.1)
+        os.kill(leader_of(directory), signal.SIGCONT)
+        assert set(directory.lookup()) <= {"a", "b"}
+
+
+@pytest.mark.slow
+def test_close_leaves_nothing_behind() -> None:
+    directory = Directory.start("run")
+    assert len(session(leader_of(directory))) == 2
+    directory.close()
+    assert becomes(lambda: not session(leader_of(directory)), timeout_s=1.0)
+    directory.close()
+
+
+@pytest.mark.slow
+def test_outlives_the_thread_that_started_it() -> None:
+    started: list[Directory] = []
+    thread = threading.Thread(target=lambda: started.append(Directory.start("run")))
+    thread.start()
+    thread.join()
+    with closing(started[0]) as directory:  # the kernel's death signal comes per thread, not per process
+        assert directory.announce(member("a"), version=0)
+        assert set(directory.lookup()) == {"a"}
+
+
+OWNER = """
+import os, signal, time
+from diloco.exchange.dht import Directory
+from diloco.types import Member
+directory = Directory.start("run")
+if os.fork() == 0:  # as a data loader's worker: holds our end of the directory's pipe open
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    time.sleep(60)
+    os._exit(0)
+try:
+    print(directory._process.pid, flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    assert directory.announce(Member("a", 1, "127.0.0.1:1"), version=0)
+    assert directory.withdraw("a")
+    directory.close()
+    print("left", flush=True)
+"""
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that owns a directory, in a process group of its own, and the pid of the directory's process."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        node = int(process.stdout.readline())
+        yield process, node
+        os.killpg(process.pid, signal.SIGKILL)
+    assert becomes(lambda: not session(node))
+
+
+@pytest.mark.slow
+def test_ends_with_an_owner_that_is_killed(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, node = owner
+    assert len(session(node)) == 2
+    process.kill()
+    assert becomes(lambda: not session(node))
+
+
+@pytest.mark.slow
+def test_works_on_after_ctrl_c(owner: tuple[subprocess.Popen[str], int]) -> None:
+    process, node = owner
+    for pid in session(node):
+        os.kill(pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "left\n"
+    assert process.wait(10) == 0

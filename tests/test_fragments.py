@@ -55,10 +55,11 @@ def test_a_layer_stays_in_one_piece(model: tuple[list[tuple[str, tuple[int, ...]
 
 
 def test_what_is_in_no_layer_balances_the_fragments() -> None:
-    named = [("embedding", (30,)), ("blocks.0.w", (10,)), ("blocks.1.w", (12,)), ("norm", (4,)), ("head", (22,))]
+    """The largest first: 30 to the smaller fragment, then 22, then 4. Inside a fragment the model's order stays."""
+    named = [("norm", (4,)), ("blocks.0.w", (10,)), ("blocks.1.w", (12,)), ("embedding", (30,)), ("head", (22,))]
     first, second = Layout.of(named, 2).fragments
-    assert [entry.name for entry in first.entries] == ["embedding", "blocks.0.w"]
-    assert [entry.name for entry in second.entries] == ["blocks.1.w", "norm", "head"]
+    assert [entry.name for entry in first.entries] == ["blocks.0.w", "embedding"]
+    assert [entry.name for entry in second.entries] == ["norm", "blocks.1.w", "head"]
     assert (first.elements, second.elements) == (40, 38)
 
 

@@ -59,21 +59,40 @@ _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 class Directory:
     """This peer's node of the run's directory. Methods block up to their timeouts; any thread may call them."""
 
-    def __init__(self, process: mp.process.BaseProcess, pipe: Connection) -> None:
+    def __init__(self) -> None:
+        """Fork the directory's process, which then waits for `open`.
+
+        Do it before anything starts threads (gRPC) and after `import torch`, which hivemind imports, too.
+        """
         self.addresses: tuple[str, ...] = ()
         """Multiaddrs, `/ip4/HOST/tcp/PORT/p2p/ID`: what others give as `bootstrap`."""
-        self._process = process
-        self._pipe = pipe
+        self._pipe, inner = mp.Pipe()
         self._lock = threading.Lock()
         self._answer_due = True  # the first says whether the node started
+        self._process = mp.get_context("fork").Process(
+            target=_run_node, args=(inner, os.getpid()), name="diloco-directory", daemon=True
+        )
+        self._process.start()
+        inner.close()
 
     @classmethod
     def start(
         cls, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
     ) -> Directory:
-        """Start a node that listens on `host` (an address of this machine) and `port` (0 takes a free one).
+        """A directory that is open. Raises as `open` does."""
+        directory = cls()
+        try:
+            directory.open(run, bootstrap, host, port, timeout_s)
+        except BaseException:
+            directory.close()
+            raise
+        return directory
 
-        Forks: call it before anything starts threads (gRPC) and after `import torch`, which hivemind imports, too.
+    def open(
+        self, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
+    ) -> None:
+        """Start the node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
+
         Raises UsageError (a bootstrap address makes no sense), ResourceError (host or port cannot be listened on,
         p2pd does not run) and UnreachableError (no bootstrap address answers; known within 0.5 s when refused,
         5 s when silent, `timeout_s` at the latest).
@@ -82,27 +101,21 @@ class Directory:
             if not _ADDRESS.fullmatch(address):
                 raise UsageError(f"not a directory address: {address!r}", "write /ip4/HOST/tcp/PORT/p2p/ID")
         settings = _Settings(run, tuple(bootstrap), _listen_address(host, port), timeout_s)
-        pipe, inner = mp.Pipe()
-        process = mp.get_context("fork").Process(
-            target=_run_node, args=(inner, os.getpid(), settings), name="diloco-directory", daemon=True
-        )
-        process.start()
-        inner.close()
-        directory = cls(process, pipe)
-        answer = directory._receive(time.monotonic() + timeout_s)
-        if isinstance(answer, tuple):
-            directory.addresses = answer
-            return directory
-        directory.close()
-        raise _start_error(bootstrap, answer or "no answer")
+        with suppress(OSError):  # it died: the answer says so
+            self._pipe.send(settings)
+        answer = self._receive(time.monotonic() + timeout_s)
+        if not isinstance(answer, tuple):
+            raise _start_error(bootstrap, answer or "no answer")
+        self.addresses = answer
 
     def announce(self, member: Member, version: int, ttl_s: float = TTL_S, timeout_s: float = 5.0) -> bool:
-        """Store where `member` is and how far, for `ttl_s` (at most MAX_TTL_S). False, and a log line, if that failed."""
+        """Tell for `ttl_s` where `member` is and how far. False, and a log line, if not done within `timeout_s`."""
+        assert ttl_s <= MAX_TTL_S, f"nodes refuse records that last {ttl_s} s"
         record = json.dumps({**asdict(member), "version": version}, separators=(",", ":")).encode()
         return self._store(member.peer, record, ttl_s, timeout_s)
 
     def withdraw(self, peer: str, timeout_s: float = 5.0) -> bool:
-        """Take back what this directory announced of `peer`. False, and a log line, if that failed."""
+        """Take back what this directory announced of `peer`. False, and a log line, as `announce`."""
         return self._store(peer, b"", 0.0, timeout_s)
 
     def lookup(self, timeout_s: float = 5.0) -> dict[str, Member]:
@@ -125,7 +138,7 @@ class Directory:
     def _store(self, peer: str, record: bytes, ttl_s: float, timeout_s: float) -> bool:
         stored = bool(self._ask(("store", peer, record, ttl_s), timeout_s))
         if not stored:
-            logger.warning("the directory did not store the record of %s", peer)
+            logger.warning("the directory did not take the record of %s", peer)
         return stored
 
     def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
@@ -193,23 +206,24 @@ class _Settings:
     timeout_s: float
 
 
-def _run_node(pipe: Connection, parent: int, settings: _Settings) -> None:
+def _run_node(pipe: Connection, parent: int) -> None:
     """Serve until told to end or orphaned; leave no p2pd behind."""
     os.setsid()
     signal.set_wakeup_fd(-1)  # the parent's, if it has an event loop: our signals would wake it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # p2pd inherits this
     try:
         with suppress(asyncio.CancelledError):
-            asyncio.run(_serve(pipe, parent, settings))
+            asyncio.run(_serve(pipe, parent))
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
 
 
-async def _serve(pipe: Connection, parent: int, settings: _Settings) -> None:
+async def _serve(pipe: Connection, parent: int) -> None:
     """Start a node, send its addresses (or, as text, why there is none), then answer questions until cancelled."""
     _end_with(parent)
-    _import_hivemind()
+    _import_hivemind()  # 0.4 s, which the peer has other uses for
+    settings = await _receive_settings(pipe)
     from hivemind.p2p import P2PDaemonError
 
     try:
@@ -223,6 +237,20 @@ async def _serve(pipe: Connection, parent: int, settings: _Settings) -> None:
     finally:
         with suppress(TimeoutError):
             await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
+
+
+async def _receive_settings(pipe: Connection) -> _Settings:
+    """What `Directory.open` is told; the wait ends with the process, or when the parent's end closes."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(pipe.fileno(), readable.set)
+    await readable.wait()
+    loop.remove_reader(pipe.fileno())
+    try:
+        settings: _Settings = pipe.recv()
+    except EOFError:
+        raise asyncio.CancelledError from None
+    return settings
 
 
 def _end_with(parent: int) -> None:
@@ -241,7 +269,8 @@ def _end_with(parent: int) -> None:
 
 def _import_hivemind() -> None:
     """Here only, and not in the parent: the import changes torch's sharing strategy and the names of log levels."""
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")  # p2pd's, too
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")  # p2pd's: it calls its own end, and every lost peer, an error
     import hivemind  # noqa: F401
 
     log = logging.getLogger("hivemind")
@@ -311,7 +340,9 @@ class _Records:
         # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws.
         expires_at = max(time.time() + ttl_s, self._expires_at.get(peer, 0.0) + 0.001)
         self._expires_at[peer] = expires_at
-        return bool(await self._node.store(self._key, record, expires_at, subkey=peer))
+        # Its result is the word of whichever node answered last, who may be a liar.
+        await self._node.store(self._key, record, expires_at, subkey=peer)
+        return True
 
     async def lookup(self) -> dict[str, Member]:
         found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some

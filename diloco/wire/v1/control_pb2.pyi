@@ -42,8 +42,8 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
     """What a peer answers to an envelope or a stream of parts that it could read. What it cannot read, or does not have,
-    it refuses with the gRPC status FAILED_PRECONDITION, the reason in the details and the number of the Reply in the
-    trailing metadata "diloco-reply".
+    it refuses with the gRPC status FAILED_PRECONDITION: the reason in the details, and in the trailing metadata
+    "diloco-reply" the name of one of these without its prefix.
     """
 
 REPLY_UNSPECIFIED: Reply.ValueType  # 0
@@ -608,32 +608,35 @@ class Goodbye(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    GIVES_VOTE_FIELD_NUMBER: _builtins.int
+    HEIR_FIELD_NUMBER: _builtins.int
+    VOTES_FIELD_NUMBER: _builtins.int
     ACCEPTED_ATTEMPT_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
-    VOTES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     attempt: _builtins.int
-    gives_vote: _builtins.bool
+    heir: _builtins.str
+    """who votes for the sender from now on; empty: nobody"""
     accepted_attempt: _builtins.int
     """-1: none"""
     accepted: _builtins.bytes
-    """canonical JSON"""
+    """canonical JSON; binds the heir"""
     @_builtins.property
-    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """peers that had given the sender their vote; they go to the same heir"""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        gives_vote: _builtins.bool = ...,
+        heir: _builtins.str = ...,
+        votes: _abc.Iterable[_builtins.str] | None = ...,
         accepted_attempt: _builtins.int = ...,
         accepted: _builtins.bytes | None = ...,
-        votes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "accepted_attempt", b"accepted_attempt", "attempt", b"attempt", "gives_vote", b"gives_vote", "version", b"version", "votes", b"votes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "accepted_attempt", b"accepted_attempt", "attempt", b"attempt", "heir", b"heir", "version", b"version", "votes", b"votes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted: _TypeAlias = _typing.Literal["accepted"]  # noqa: Y015
     _WhichOneofArgType__accepted: _TypeAlias = _typing.Literal["_accepted", b"_accepted"]  # noqa: Y015

@@ -1,0 +1,6 @@
+"""`python -m diloco`: the same as the command `diloco`."""
+
+from diloco.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""The exchange's seam over gRPC: `GrpcLink` asks other peers, `serve` answers them.
+
+Both live on one asyncio loop and thread. Nothing that arrives is trusted: addresses are checked before they are
+dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress: a stopped process
+keeps its sockets open, so every wait for the other side has a deadline here, and none is left to TCP.
+"""
+# ruff: noqa: N802  (the proto file names the methods)
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; a lost peer is weather: no line on stderr for it
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from diloco.errors import ResourceError, UsageError
+from diloco.exchange.address import join_address, split_address
+from diloco.exchange.link import (
+    Link,
+    LinkDown,
+    LinkRefused,
+    LinkSlow,
+    Part,
+    Service,
+    StateOffer,
+    StreamHeader,
+    Welcome,
+)  # fmt: skip
+from diloco.exchange.messages import Envelope, Reply
+from diloco.exchange.outbox import Outbox
+from diloco.types import Closed
+from diloco.wire import convert
+from diloco.wire.chunks import MAX_PARTS, MESSAGE_BYTES, Joiner, cut
+from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
+from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
+
+if TYPE_CHECKING:
+    from diloco.wire.v1.peer_pb2_grpc import PeerAsyncStub
+
+MAX_COMMITS: Final = 4096
+"""Most commits taken from one answer."""
+
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]
+_REPLY_KEY = "diloco-reply"
+_MAX_DETAIL = 1000
+
+T = TypeVar("T")
+M = TypeVar("M")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+# ---------------------------------------------------------------- asking
+
+
+class GrpcLink(Link):
+    """Asks other peers; one connection per address, opened at the first call and mended when it breaks.
+
+    Args:
+        rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
+    """
+
+    def __init__(self, rpc_s: float) -> None:
+        _keep_freed_memory()
+        self._rpc_s = rpc_s
+        self._channels: dict[str, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+
+    async def deliver(self, address: str, envelope: Envelope) -> Reply:
+        request = convert.envelope_to_wire(envelope)
+        with _weather(address):
+            answer = await self._peer(address).Deliver(request, timeout=self._rpc_s)
+        return _parsed(convert.reply_from_wire, answer)
+
+    async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
+        first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
+        with _weather(address):
+            call = self._peer(address).SendParts()  # type: ignore[call-arg]
+            outbox = Outbox(parts)
+            call.add_done_callback(lambda _: outbox.close())
+            try:
+                await _write_all(call, first, outbox, stall_s)
+                async with _progress(stall_s):
+                    answer = await call
+            finally:
+                outbox.close()
+                call.cancel()
+        return _parsed(convert.reply_from_wire, answer)
+
+    async def hello(self, address: str, timeout_s: float) -> Welcome:
+        request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
+        with _weather(address):
+            answer = await self._peer(address).Hello(request, timeout=timeout_s)
+        return _parsed(convert.welcome_from_wire, answer)
+
+    async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
+        request = parts_pb2.FetchCommitsRequest(since=since)
+        found: list[Closed] = []
+        with _weather(address):
+            async with aclosing(_replies(self._peer(address).FetchCommits(request), stall_s)) as replies:
+                async for reply in replies:
+                    if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
+                        raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
+                    commit = _parsed(convert.commit_from_wire, reply.header.commit)
+                    found.append(Closed(commit, await _read_mean(replies, reply.header.parts, max_part_bytes)))
+        return found
+
+    async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
+        request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
+        with _weather(address):
+            async with aclosing(_replies(self._peer(address).FetchMean(request), stall_s)) as replies:
+                first = await anext(replies, None)
+                if first is None or first.WhichOneof("content") != "parts":
+                    raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
+                return await _read_mean(replies, first.parts, max_part_bytes)
+
+    async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer:
+        with _weather(address):
+            request = peer_pb2.FetchStateOfferRequest()
+            answer = await self._peer(address).FetchStateOffer(request, timeout=timeout_s)
+        return _parsed(convert.state_offer_from_wire, answer)
+
+    async def fetch_state(
+        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
+        joiner = Joiner(max_chunk_bytes)
+        wanted = iter(chunks)
+        with _weather(address):
+            async with aclosing(_replies(self._peer(address).FetchState(request), stall_s)) as replies:
+                async for reply in replies:
+                    for part in _parsed(joiner.join, reply.chunks):
+                        if part.index != next(wanted, None):
+                            raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
+                        yield part.index, part.payload
+        if next(wanted, None) is not None:
+            raise LinkRefused(Reply.MALFORMED, "the stream ended before the last chunk of the state")
+
+    async def status(self, address: str, timeout_s: float) -> str:
+        with _weather(address):
+            answer = await self._peer(address).Status(peer_pb2.StatusRequest(), timeout=timeout_s)
+        return answer.json
+
+    async def close(self) -> None:
+        """Close all connections; calls that are under way are cancelled."""
+        channels = [channel for channel, _ in self._channels.values()]
+        self._channels.clear()
+        for channel in channels:
+            await channel.close(grace=None)
+
+    def _peer(self, address: str) -> PeerAsyncStub:
+        if address not in self._channels:
+            channel = self._open(address)
+            self._channels[address] = channel, PeerStub(channel)
+        return self._channels[address][1]
+
+    def _open(self, address: str) -> grpc.aio.Channel:
+        try:
+            target = join_address(*split_address(address))
+        except UsageError as error:
+            raise LinkDown(error.cause) from error
+        rpc_ms = int(self._rpc_s * 1000)
+        options = {
+            "grpc.use_local_subchannel_pool": 1,  # connections and their back-off are this link's own
+            "grpc.enable_http_proxy": 0,  # a proxy variable set for downloads must not catch peers
+            "grpc.enable_retries": 0,  # what is tried again, and when, is the protocol's decision
+            "grpc.initial_reconnect_backoff_ms": 100,
+            "grpc.max_reconnect_backoff_ms": 1000,  # a peer that is back is found within a second
+            "grpc.min_reconnect_backoff_ms": 2 * rpc_ms,  # despite its name: how long one attempt to connect may take
+            # After a partition TCP may wait minutes with its next try; a connection that answers no ping is replaced.
+            # Far longer than the deadlines of calls, so that a frozen peer is seen as slow, and not as gone.
+            "grpc.keepalive_time_ms": 2 * rpc_ms,
+            "grpc.keepalive_timeout_ms": 4 * rpc_ms,
+            "grpc.http2.ping_timeout_ms": 4 * rpc_ms,
+        }
+        return grpc.aio.insecure_channel(f"dns:///{target}", options=list(options.items()))
+
+
+async def _write_all(
+    call: grpc.aio.StreamUnaryCall[parts_pb2.SendPartsRequest, control_pb2.DeliverReply],
+    first: parts_pb2.SendPartsRequest,
+    outbox: Outbox,
+    stall_s: float,
+) -> None:
+    """Write until `outbox` is empty or the other side has ended the call, of which `await call` tells the reason."""
+    try:
+        await _write(call, first, stall_s)
+        while parts := await outbox.take(MESSAGE_BYTES):
+            for message in cut(parts, parts_pb2.SendPartsRequest):
+                await _write(call, message, stall_s)
+        await call.done_writing()
+    except _Ended:
+        return
+
+
+class _Ended(Exception):
+    """The other side ended the call before we did."""
+
+
+async def _write(call: Any, message: Message, stall_s: float) -> None:
+    try:
+        async with _progress(stall_s):
+            await call.write(message)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the latter when it ended earlier
+        raise _Ended from error
+
+
+async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> AsyncGenerator[M, None]:
+    stream = aiter(call)
+    try:
+        while True:
+            async with _progress(stall_s):
+                reply = await anext(stream, None)
+            if reply is None:
+                return
+            yield reply
+    finally:
+        call.cancel()
+
+
+async def _read_mean(replies: AsyncIterator[Any], count: int, max_part_bytes: int) -> list[bytes]:
+    if count > MAX_PARTS:
+        raise LinkRefused(Reply.MALFORMED, f"a mean of {count} parts")
+    joiner = Joiner(max_part_bytes)
+    payloads: list[bytes] = []
+    while len(payloads) < count:
+        reply = await anext(replies, None)
+        if reply is None or reply.WhichOneof("content") != "chunks":
+            raise LinkRefused(Reply.MALFORMED, f"a mean ends after {len(payloads)} of {count} parts")
+        for part in _parsed(joiner.join, reply.chunks):
+            if part.index != len(payloads):
+                raise LinkRefused(Reply.MALFORMED, f"part {part.index} of a mean where {len(payloads)} should be")
+            payloads.append(part.payload)
+    return payloads
+
+
+@contextmanager
+def _weather(address: str) -> Iterator[None]:
+    """gRPC's errors as the link's."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _as_link_error(address, error) from None
+    except DecodeError as error:
+        raise LinkRefused(Reply.MALFORMED, f"{address} sent what is no message") from error
+
+
+def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
+    detail = f"{address}: {error.details()}"
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return LinkDown(detail)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return LinkSlow(detail)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return LinkRefused(_refusal(error), detail)
+        case code:
+            return LinkRefused(Reply.MALFORMED, f"{detail} ({code.name})")
+
+
+def _refusal(error: grpc.aio.AioRpcError) -> Reply:
+    metadata: Any = error.trailing_metadata() or ()
+    name = dict(metadata).get(_REPLY_KEY, "")
+    return Reply.__members__.get(str(name), Reply.MALFORMED)
+
+
+# ---------------------------------------------------------------- answering
+
+
+class Server:
+    """A listening service."""
+
+    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+        self._server = server
+        self.address = address
+        """`host:port` that it listens on, with the real port."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls, and cancel those that are not done after `grace_s`."""
+        await self._server.stop(grace_s)
+
+
+async def serve(service: Service, listen: str, idle_s: float = 60.0) -> Server:
+    """Answer other peers at `listen` (`host:port`; port 0 takes a free one).
+
+    A stream whose other end neither sends nor takes anything for `idle_s` is ended: longer than any honest pause, as
+    that of a peer that waits for contributions before it has a mean to send.
+
+    Raises ResourceError when the port is taken, UsageError when `listen` is no address.
+    """
+    _keep_freed_memory()
+    host, port = split_address(listen)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # or a second peer on the same port would silently get half of the calls
+            ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+            ("grpc.http2.max_ping_strikes", 0),  # the pings of GrpcLink are no abuse
+        ]
+    )
+    add_PeerServicer_to_server(_Peer(service, idle_s), server)
+    try:
+        bound = server.add_insecure_port(join_address(host, port))
+    except RuntimeError as error:
+        raise ResourceError(
+            f"cannot listen on {listen}: the port is taken, or the address is not this machine's",
+            "stop what listens there (`ss -ltnp` shows it), or set network.listen to another port or to port 0",
+        ) from error
+    await server.start()
+    return Server(server, join_address(host, bound))
+
+
+class _Peer(PeerServicer):
+    """Turns messages into calls of the service."""
+
+    def __init__(self, service: Service, idle_s: float) -> None:
+        self._service = service
+        self._idle_s = idle_s
+
+    async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.Welcome:
+        async with _refusing(context):
+            _parsed(convert.check_version, request.wire_version)
+            return convert.welcome_to_wire(self._service.on_hello())
+
+    async def Deliver(self, request: control_pb2.Envelope, context: Context) -> control_pb2.DeliverReply:
+        async with _refusing(context):
+            envelope = _parsed(convert.envelope_from_wire, request)
+            return convert.reply_to_wire(await self._service.on_envelope(envelope))
+
+    async def SendParts(self, request_iterator: Any, context: Context) -> control_pb2.DeliverReply:
+        async with _refusing(context):
+            first = await self._read(context)
+            if first is None or first.WhichOneof("content") != "header":
+                raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
+            header = _parsed(convert.header_from_wire, first.header)
+            async with aclosing(self._parts(context)) as parts:
+                return convert.reply_to_wire(await self._service.on_parts(header, parts))
+
+    async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
+        async with _refusing(context):
+            for closed in self._service.on_fetch_commits(request.since):
+                header = parts_pb2.CommitHeader(commit=closed.commit.to_bytes(), parts=len(closed.parts))
+                await self._write(context, parts_pb2.FetchCommitsReply(header=header))
+                await self._write_parts(context, closed.parts, parts_pb2.FetchCommitsReply)
+
+    async def FetchMean(self, request: parts_pb2.FetchMeanRequest, context: Context) -> None:  # type: ignore[override]
+        async with _refusing(context):
+            payloads = self._service.on_fetch_mean(request.mean_digest)
+            if payloads is None:
+                raise LinkRefused(Reply.STALE, "that mean is not here")
+            await self._write(context, parts_pb2.FetchMeanReply(parts=len(payloads)))
+            await self._write_parts(context, payloads, parts_pb2.FetchMeanReply)
+
+    async def FetchStateOffer(self, request: peer_pb2.FetchStateOfferRequest, context: Context) -> peer_pb2.StateOffer:
+        async with _refusing(context):
+            return convert.state_offer_to_wire(await self._service.on_state_offer())
+
+    async def FetchState(self, request: parts_pb2.FetchStateRequest, context: Context) -> None:  # type: ignore[override]
+        async with _refusing(context):
+            for index in request.chunks:
+                payload = await self._service.on_state_chunk(request.digest, index)
+                if payload is None:
+                    raise LinkRefused(Reply.STALE, f"chunk {index} of that state is not here")
+                for message in cut([Part(index, payload)], parts_pb2.FetchStateReply):
+                    await self._write(context, message)
+
+    async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
+        return peer_pb2.StatusReply(json=self._service.on_status())
+
+    async def _parts(self, context: Context) -> AsyncGenerator[Part, None]:
+        joiner = Joiner(self._service.max_part_bytes)
+        while (request := await self._read(context)) is not None:
+            if request.WhichOneof("content") != "chunks":
+                raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
+            for part in _parsed(joiner.join, request.chunks):
+                yield part
+        _parsed(Joiner.finish, joiner)
+
+    async def _read(self, context: Context) -> Any | None:
+        """The next message of a stream; None at its end."""
+        try:
+            async with _progress(self._idle_s):
+                request = await context.read()
+        except DecodeError as error:
+            raise LinkRefused(Reply.MALFORMED, "no message") from error
+        return None if request is _EOF else request
+
+    async def _write(self, context: Context, message: Message) -> None:
+        async with _progress(self._idle_s):
+            await context.write(message)
+
+    async def _write_parts(self, context: Context, payloads: Sequence[bytes], message: type[Any]) -> None:
+        parts = (Part(index, payload) for index, payload in enumerate(payloads))
+        for reply in cut(parts, message):
+            await self._write(context, reply)
+
+
+@asynccontextmanager
+async def _refusing(context: Context) -> AsyncIterator[None]:
+    """A refusal goes back as a gRPC status with its reply beside it."""
+    try:
+        yield
+    except LinkRefused as error:
+        detail = str(error).removeprefix(f"{error.reply.name.lower()}: ")[:_MAX_DETAIL]
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail, ((_REPLY_KEY, error.reply.name),))
+    except LinkSlow as error:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+
+
+# ---------------------------------------------------------------- both
+
+
+@asynccontextmanager
+async def _progress(within_s: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(within_s):
+            yield
+    except TimeoutError:
+        raise LinkSlow(f"no progress for {within_s:g} s") from None
+
+
+def _parsed(convert_: Callable[[M], T], message: M) -> T:
+    try:
+        return convert_(message)
+    except ValueError as error:
+        raise LinkRefused(Reply.MALFORMED, str(error)) from error
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed blocks of up to 16 MiB instead of giving their pages back to the kernel.
+
+    It raises its thresholds (mallopt(3), M_MMAP_THRESHOLD) to the largest block ever freed. Before that, the pages of
+    every message are faulted in anew: 1.5 instead of 0.6 CPU-s per GB sent.
+    """
+    bytes(16 << 20)

@@ -1,0 +1,60 @@
+"""Parts on their way out: collected from whoever makes them, a little ahead of whoever sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from diloco.exchange.link import Part
+
+AHEAD_PARTS = 64
+"""Parts taken before the earlier ones are sent; of 16 KB each they fill four messages."""
+
+
+class Outbox:
+    """Takes from `parts` in a task of its own, so that small ones that are ready at once can share a message, and
+    those that are not yet ready hold up no others.
+    """
+
+    def __init__(self, parts: AsyncIterator[Part]) -> None:
+        self._ready: deque[Part] = deque()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._closed = False
+        self._task = asyncio.create_task(self._fill(parts))
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    async def take(self, most_bytes: int) -> list[Part]:
+        """What is ready, at least one part and otherwise at most about `most_bytes`; waits for the first.
+
+        Empty at the end or once closed. Raises what `parts` raised.
+        """
+        while not self._ready and not self._task.done() and not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        if self._closed:
+            return []
+        taken: list[Part] = []
+        taken_bytes = 0
+        while self._ready and taken_bytes < most_bytes:
+            taken.append(self._ready.popleft())
+            taken_bytes += len(taken[-1].payload)
+        self._room.set()
+        if not taken:
+            self._task.result()
+        return taken
+
+    def close(self) -> None:
+        """Nobody wants the rest."""
+        self._closed = True
+        self._task.cancel()
+        self._news.set()
+
+    async def _fill(self, parts: AsyncIterator[Part]) -> None:
+        async for part in parts:
+            self._ready.append(part)
+            self._news.set()
+            while len(self._ready) >= AHEAD_PARTS:
+                self._room.clear()
+                await self._room.wait()

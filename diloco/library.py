@@ -1,0 +1,182 @@
+"""DiLoCo around your own loop: join a run, call one function where the sync happens, leave.
+
+    with diloco.join("10.0.0.5:4000", model) as run:
+        for inputs, targets in batches:
+            train_step(model, optimizer, inputs, targets)
+            run.step(tokens=inputs.numel())  # every H-th call is a round: the sync happens here
+
+The model is any `torch.nn.Module` and stays yours: its trainable parameters are read and written in place. The
+optimizer, the data and the learning rates are yours, too; a contract for such a run says `model.kind = "external"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from diloco.clock import monotonic_s
+from diloco.config import Contract, Site, load_contract, load_site
+from diloco.launch import peer_name
+from diloco.peer import Gate, Peer
+from diloco.telemetry import Events
+from diloco.types import Closed, Commit, Counted, Skip
+
+
+class Run:
+    """This process's part in a run. Made by `found` or `join`; use it as a context manager."""
+
+    def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
+        name = peer_name(site, None)
+        directory = Path(site.storage.directory) if site.storage.directory else None
+        self.contract = contract
+        self._events = Events(directory / "events.jsonl" if directory else None, name)
+        self._peer = Peer(name, contract, site, model, gate, self._events)
+        self._inner_steps = 0
+        self._due_at_step = contract.steps_per_round
+        self._leaving = False
+        self._gate = gate
+        try:
+            self._peer.open()
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------ what a caller may ask
+
+    @property
+    def name(self) -> str:
+        """This peer's name in the run."""
+        return self._peer.name
+
+    @property
+    def address(self) -> str:
+        """What others give to `diloco.join` or `diloco peer --join`."""
+        return self._peer.ticket
+
+    @property
+    def version(self) -> int:
+        """Versions of the anchor agreed so far."""
+        return self._peer.line.state.version
+
+    @property
+    def tokens(self) -> int:
+        """Tokens committed by all peers since the run began."""
+        commit = self._peer.line.commit
+        return commit.tokens if commit else 0
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Who is in the run now."""
+        commit = self._peer.line.commit
+        return tuple(member.peer for member in commit.view) if commit else ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of anchor and outer state: equal on all peers that are at this version."""
+        return self._peer.line.state.digest
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has all its tokens."""
+        return self._peer.done
+
+    # ------------------------------------------------------------ taking part
+
+    def wait(self, timeout_s: float = 3600.0) -> bool:
+        """Wait until this peer is in the view: until `membership.start_peers` are there, or the next version closes.
+
+        Returns False after `timeout_s`. `step` waits by itself; call this to look at the data only then.
+        """
+        deadline_s = monotonic_s() + timeout_s
+        return self._peer.enter(lambda: monotonic_s() < deadline_s, _nothing)
+
+    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
+        """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
+
+        Returns None between syncs; after one the versions that closed, or the reason why the round was skipped
+        (nothing is lost then: the progress counts next time). The model's weights have moved to the new anchor.
+        """
+        self._peer.line.trained.add(tokens, 0)
+        self._inner_steps += 1
+        if self._inner_steps < self._due_at_step:
+            return None
+        return self.sync()
+
+    def sync(self) -> Sequence[Closed] | Skip:
+        """One round, now: pseudo-gradient, compress, exchange, average, outer step, merge."""
+        self._due_at_step = self._inner_steps + self.contract.steps_per_round
+        self.wait()
+        started_s = monotonic_s()
+
+        def patience() -> bool:
+            limit_s = self._peer.site.timeouts.leave_s if self._leaving else self.contract.membership.round_deadline_s
+            return monotonic_s() - started_s < limit_s
+
+        outcome = self._peer.round(_no_steps, _nothing, patience, lambda: self._leaving)
+        if not isinstance(outcome, Skip):
+            self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
+        return outcome
+
+    def leave(self) -> None:
+        """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything."""
+        if self._peer.line.trained.tokens and not self.done and self._peer.exchange.in_view:
+            self._leaving = True
+            self.sync()
+        self._peer.leave("left")
+        self.close()
+
+    def close(self) -> None:
+        """Free everything without a goodbye: to the others this peer has died."""
+        self._peer.close()
+        self._gate.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        self.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.close()
+
+
+def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | Site | None = None) -> Run:
+    """Begin a run; `Run.address` is what the others join.
+
+    `contract`: a path (configs/*.toml) or a `Contract`; `site`: a path (peers/*.toml), a `Site`, or the defaults.
+    Raises DilocoError: the contract is wrong, a port is in use, ...
+    """
+    local = site if isinstance(site, Site) else load_site(site).value
+    agreed = contract if isinstance(contract, Contract) else load_contract(contract).value
+    return Run(agreed, local, model, Gate(local))
+
+
+def join(address: str, model: nn.Module, site: str | Path | Site | None = None) -> Run:
+    """Join the run of the member at `address` (`HOST:PORT[/DIGEST]`), with a model of the same parameters.
+
+    Raises UnreachableError, TicketError, IncompatibleError, StateError.
+    """
+    local = site if isinstance(site, Site) else load_site(site).value
+    gate = Gate(local)
+    try:
+        contract = gate.knock(address)
+    except BaseException:
+        gate.close()
+        raise
+    return Run(contract, local, model, gate)
+
+
+def _no_steps() -> None:
+    """The caller has done them."""
+
+
+def _nothing(commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]) -> None:
+    """Nothing else hangs on a version."""

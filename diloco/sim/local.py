@@ -1,0 +1,331 @@
+"""`diloco simulate`: N real peers as processes on loopback, through the code path of a real run, and baselines.
+
+Each peer is a `diloco peer` of its own: the first founds, the others join by its ticket. What they write is merged
+into one folder, from which the report is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from diloco.clock import monotonic_s
+from diloco.config import Contract, load_contract, load_site
+from diloco.errors import DilocoError, ResourceError, UsageError
+from diloco.report import write_plot, write_report
+from diloco.screen import Screen, summary_table
+from diloco.sim.processes import Child, end_all
+from diloco.telemetry import Event, read_events
+
+START_S = 120.0
+"""How long a founder may take to listen: it imports torch and builds the model, on a machine that may be busy."""
+OURS = frozenset({"contract.json", "summary.json", "events.jsonl", "report.html", "plot.png"})
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What the command line says."""
+
+    contract: Path
+    peers: int
+    compare: tuple[str, ...] = ()
+    out: Path | None = None
+    site: Path | None = None
+    contract_overrides: Sequence[str] = ()
+    site_overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a simulation leaves behind."""
+
+    summary: dict[str, Any]
+    text: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One training run on this machine: which contract, how many peers, where."""
+
+    contract_path: Path
+    contract: Contract
+    overrides: tuple[str, ...]
+    site: Path | None
+    site_overrides: tuple[str, ...]
+    data_root: Path
+    peers: int
+    directory: Path
+    title: str
+
+    @property
+    def threads(self) -> int:
+        return max(1, (os.cpu_count() or 1) // self.peers)
+
+
+COMPARISONS = ("ddp", "average", "alone")
+
+
+def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: TextIO, live: bool) -> Result:
+    """Train, compare, write summary.json, events.jsonl, plot.png and report.html. Raises DilocoError."""
+    unknown = set(options.compare) - set(COMPARISONS)
+    if unknown:
+        raise UsageError(f"cannot compare with {', '.join(sorted(unknown))}", f"known: {', '.join(COMPARISONS)}")
+    plan = _plan(options)
+    _prepare(plan.directory)
+    (plan.directory / "contract.json").write_text(plan.contract.to_json())
+    ends = _train_peers(plan, stop, out, live)
+    summary = _summary(plan, ends)
+    for name in options.compare:
+        if not stop():
+            summary["comparisons"][name] = _compare(name, plan, stop, out, live)
+    if "ddp" in summary["comparisons"]:
+        summary["baseline"] = {"name": "ddp", **summary["comparisons"]["ddp"]}
+    _write_json(plan.directory / "summary.json", summary)
+    write_plot(plan.directory)
+    page = write_report(plan.directory)
+    text = f"\n{summary_table(summary)}\nreport: {page}"
+    return Result(summary, text, 0 if summary["digests_agree"] else 1)
+
+
+# ---------------------------------------------------------------- preparing
+
+
+def _plan(options: SimulateOptions) -> Plan:
+    overrides = (*options.contract_overrides, f"membership.start_peers={options.peers}")
+    contract = load_contract(options.contract, overrides).value
+    site = load_site(options.site, options.site_overrides).value
+    directory = options.out or Path("runs") / contract.run.name
+    root = Path(site.data.root)
+    return Plan(
+        options.contract, contract, overrides, options.site, tuple(options.site_overrides), root, options.peers,
+        directory, contract.run.name,
+    )  # fmt: skip
+
+
+def _prepare(directory: Path) -> None:
+    """Make room; an earlier simulation's files are replaced, anybody else's are not touched."""
+    if directory.exists() and any(directory.iterdir()):
+        if not (directory / "contract.json").is_file():
+            cause = f"{directory} is not empty, and not from an earlier simulation"
+            raise UsageError(cause, "choose another --out")
+        for entry in directory.iterdir():
+            if entry.name in OURS:
+                entry.unlink()
+            elif (entry / "log.txt").is_file() or (entry / "contract.json").is_file():
+                shutil.rmtree(entry)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --out") from error
+
+
+# ---------------------------------------------------------------- peers
+
+
+def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> list[Event]:
+    """Run the peers to the end. Returns their "end" events. Raises DilocoError when one fails."""
+    names = [f"p{index}" for index in range(plan.peers)]
+    tail = _Tail([plan.directory / name / "events.jsonl" for name in names])
+    children: list[Child] = []
+    try:
+        with Screen(plan.title, names, plan.contract.run.total_tokens, live, out) as screen:
+            children.append(_start_peer(plan, names[0], [str(plan.contract_path), *_set(plan.overrides)]))
+            ticket = _ticket(plan.directory / names[0] / "peer.json", children[0], screen.tick, stop)
+            children += [_start_peer(plan, name, ["--join", ticket]) for name in names[1:] if ticket]
+            _watch(children, tail, screen, stop)
+    finally:
+        end_all(children)
+    events = sorted(tail.events, key=lambda event: float(event["time"]))
+    with (plan.directory / "events.jsonl").open("w") as merged:
+        merged.writelines(json.dumps(event) + "\n" for event in events)
+    return [event for event in events if event["kind"] == "end"]
+
+
+def _set(overrides: Sequence[str]) -> Iterator[str]:
+    for text in overrides:
+        yield from ("--set", text)
+
+
+def _start_peer(plan: Plan, name: str, how: Sequence[str]) -> Child:
+    directory = plan.directory / name
+    directory.mkdir(parents=True)
+    arguments = ["peer", *how, "--name", name, "--dir", str(directory), "--json"]
+    arguments += ["--site", str(plan.site)] if plan.site else []
+    local = [f"device.threads={plan.threads}", *plan.site_overrides]
+    return Child(name, "diloco", [*arguments, *_set(local)], directory / "log.txt", plan.threads)
+
+
+def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable[[], bool]) -> str:
+    """Wait for the founder to listen."""
+    deadline_s = monotonic_s() + START_S
+    while not card.exists():
+        if founder.exit_code is not None:
+            raise founder.failure()
+        if monotonic_s() > deadline_s:
+            raise ResourceError(f"the founder does not listen after {START_S:g} s", f"see {founder.log}")
+        if stop():
+            return ""
+        tick()
+        time.sleep(POLL_S)
+    return str(json.loads(card.read_text())["ticket"])
+
+
+def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callable[[], bool]) -> None:
+    """Until all have ended. A peer that fails ends the simulation; a stop asks all to leave."""
+    asked = False
+    while any(child.exit_code is None for child in children):
+        if stop() and not asked:
+            asked = True
+            for child in children:
+                child.ask_to_leave()
+        for event in tail.read():
+            screen.feed(event)
+        screen.tick()
+        for child in children:
+            if child.exit_code:
+                raise child.failure()
+        time.sleep(POLL_S)
+    for event in tail.read():
+        screen.feed(event)
+    for child in children:
+        if child.exit_code:
+            raise child.failure()
+
+
+@dataclass
+class _Tail:
+    """Follows growing event files."""
+
+    paths: Sequence[Path]
+    events: list[Event] = field(default_factory=list)
+    _seen: dict[Path, int] = field(default_factory=dict)
+
+    def read(self) -> list[Event]:
+        """Whole lines that are new since the last call."""
+        new: list[Event] = []
+        for path in self.paths:
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(self._seen.get(path, 0))
+                    data = file.read()
+                whole = data[: data.rfind(b"\n") + 1]
+                self._seen[path] = self._seen.get(path, 0) + len(whole)
+                new += [json.loads(line) for line in whole.splitlines()]
+        self.events += new
+        return new
+
+
+# ---------------------------------------------------------------- results
+
+
+def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
+    """What was reached; the first peer's figures where all have the same."""
+    if not ends:
+        raise DilocoError("no peer reached an end", f"see {plan.directory}/p0/log.txt")
+    first = ends[0]
+    starts = [event for event in read_events(plan.directory / "events.jsonl") if event["kind"] == "start"]
+    sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
+    return {
+        "run": plan.contract.run.name,
+        "peers": plan.peers,
+        "versions": first["version"],
+        "digest": first["state_digest"],
+        "digests_agree": len({event["state_digest"] for event in ends}) == 1 and len(ends) == plan.peers,
+        "val_loss": first["val_loss"],
+        "tokens": first["tokens"],
+        "wall_s": max(event["wall_s"] for event in ends),
+        "wire_bytes_sent_per_peer": sum(sent) / len(sent) if sent else None,
+        "discarded_tokens": sum(event["discarded_tokens"] for event in ends),
+        "h": plan.contract.inner.steps,
+        "codec": plan.contract.codec.name,
+        "parameters": starts[0]["parameters"] if starts else None,
+        "contract_digest": plan.contract.digest,
+        "comparisons": {},
+        "baseline": None,
+    }
+
+
+def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> dict[str, Any]:
+    """Train in another way in a folder beside the peers'; returns its costs."""
+    directory = plan.directory / name
+    directory.mkdir()
+    if name == "ddp":
+        return _train_ddp(plan, directory, stop, out)
+    if name == "average":
+        overrides = (*plan.overrides, "outer.optimizer=sgd", "outer.lr=1.0")
+        peers, title = plan.peers, "plain averaging"
+    else:
+        alone_tokens = plan.contract.run.total_tokens // plan.peers
+        overrides = (*plan.overrides, "membership.start_peers=1", f"run.total_tokens={alone_tokens}")
+        peers, title = 1, "one peer alone, as many inner steps as each of the others"
+    contract = load_contract(plan.contract_path, overrides).value
+    other = Plan(
+        plan.contract_path, contract, overrides, plan.site, plan.site_overrides, plan.data_root, peers, directory, title
+    )
+    (directory / "contract.json").write_text(contract.to_json())
+    ends = _train_peers(other, stop, out, live)
+    reached = _summary(other, ends)
+    return {key: reached[key] for key in ("val_loss", "tokens", "wall_s", "wire_bytes_sent_per_peer", "versions")}
+
+
+def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any]:
+    """The baseline, in as many processes as there were peers."""
+    contract = directory / "contract.json"
+    contract.write_text(plan.contract.to_json())
+    where = [str(directory), str(plan.data_root), str(plan.threads)]
+    logs = [directory / ("log.txt" if rank == 0 else f"log{rank}.txt") for rank in range(plan.peers)]
+    ranks = [
+        Child(
+            f"ddp rank {rank}", "diloco.sim.ddp", [str(contract), str(rank), str(plan.peers), *where], log, plan.threads
+        )
+        for rank, log in enumerate(logs)
+    ]
+    tail = _Tail([directory / "events.jsonl"])
+    try:
+        _watch_ddp(plan, ranks, tail, stop, out)
+    finally:
+        end_all(ranks)
+    files = [directory / "events.jsonl", *(directory / f"rank{rank}.jsonl" for rank in range(1, plan.peers))]
+    ends = [event for file in files for event in read_events(file) if event["kind"] == "end"]
+    if len(ends) < plan.peers:
+        raise DilocoError("the DDP baseline was stopped", "run it again")
+    sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
+    end = ends[0]
+    return {
+        "val_loss": end["val_loss"],
+        "tokens": end["tokens"],
+        "wall_s": max(event["wall_s"] for event in ends),
+        "wire_bytes_sent_per_peer": sum(sent) / len(sent) if sent else None,
+    }
+
+
+def _watch_ddp(plan: Plan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO) -> None:
+    """A plain line for each tenth of the way."""
+    total = plan.contract.run.total_tokens
+    said = -1
+    out.write(f"DDP over gloo: {plan.peers} processes, {total:,} tokens\n")
+    while any(rank.exit_code is None for rank in ranks):
+        for event in tail.read():
+            tenth = 10 * event["tokens"] // total
+            if event["kind"] == "step" and tenth > said:
+                said = tenth
+                out.write(f"ddp  {event['tokens'] / total:4.0%}  {event['tokens']:,} tok  loss {event['loss']:.3f}\n")
+                out.flush()
+        if stop():
+            return
+        failed = [rank for rank in ranks if rank.exit_code]
+        if failed:
+            raise failed[0].failure()
+        time.sleep(POLL_S)
+
+
+def _write_json(path: Path, tree: dict[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n")

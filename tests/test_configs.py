@@ -1,0 +1,344 @@
+"""Contracts and sites: the files we ship load, a digest means what it says, and every mistake is explained."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.config import Contract, contract_from_json, load_contract, load_site
+from diloco.errors import ConfigError, DilocoError, IncompatibleError
+from diloco.models.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+PEERS = sorted((ROOT / "peers").glob("*.toml"))
+
+RUN = '[run]\nname = "test"\ntotal_tokens = 1000\n'
+
+
+def contract(tmp_path: Path, text: str, *overrides: str) -> Contract:
+    path = tmp_path / "contract.toml"
+    path.write_text(text)
+    return load_contract(path, overrides).value
+
+
+# ---------------------------------------------------------------- the files we ship
+
+
+@pytest.mark.parametrize(("config", "peer"), itertools.product(CONFIGS, PEERS), ids=lambda path: path.stem)
+def test_every_pair_loads(config: Path, peer: Path) -> None:
+    run = load_contract(config).value
+    load_site(peer)
+    assert run.run.name == config.stem
+    versions = run.run.total_tokens / (run.tokens_per_step * run.steps_per_round * run.membership.start_peers)
+    assert versions >= 10
+
+
+@pytest.mark.parametrize("path", CONFIGS + PEERS, ids=lambda path: path.stem)
+def test_every_file_says_what_it_is_for_and_how_to_use_it(path: Path) -> None:
+    comment = path.read_text().split("\n\n[")[0]
+    assert comment.startswith("# ")
+    assert f"{path.parent.name}/{path.name}" in comment
+    assert "#   diloco " in comment
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda path: path.stem)
+def test_a_site_lists_only_what_differs(peer: Path) -> None:
+    defaults = {name: value for name, value, _ in load_site(None).rows()}
+    written = {name: value for name, value, origin in load_site(peer).rows() if origin != "default"}
+    assert written
+    assert not {name for name, value in written.items() if value == defaults[name]}
+
+
+def test_every_contract_has_its_own_digest() -> None:
+    digests = {load_contract(path).value.digest for path in CONFIGS}
+    assert len(digests) == len(CONFIGS)
+
+
+def test_the_published_settings() -> None:
+    """DiLoCo (arXiv 2311.08105): k = 8, H = 500, 88,000 steps, 1,000 of them warm-up, batches of 512 x 1024 tokens."""
+    published = load_contract(ROOT / "configs" / "diloco-150m.toml").value
+    steps = published.run.total_tokens / published.tokens_per_step / published.membership.start_peers
+    assert (published.membership.start_peers, published.inner.steps, steps) == (8, 500, 88_000)
+    assert (published.inner.sequences_per_step, published.data.sequence_length) == (512, 1024)
+    assert round(published.inner.warmup * steps) == 1000
+    assert (published.inner.lr, published.outer.optimizer) == (4e-4, "nesterov")
+    assert (published.outer.lr, published.outer.momentum) == (0.7, 0.9)
+
+
+# ---------------------------------------------------------------- the digest
+
+
+def test_a_digest_hashes_effective_values(tmp_path: Path) -> None:
+    plain = contract(tmp_path, RUN)
+    assert contract(tmp_path, '[run]\ntotal_tokens = 1_000\nname = "test"\n') == plain
+    spelled_out = RUN + "[outer]\nmomentum = 0.9\nlr = 0.7\n[inner]\nsteps = 50\nclip = 1\n[membership]\n"
+    assert contract(tmp_path, spelled_out).digest == plain.digest
+    assert contract(tmp_path, RUN, "inner.steps=50").digest == plain.digest
+    assert contract(tmp_path, RUN, "inner.steps=51").digest != plain.digest
+
+
+def test_a_preset_is_its_values(tmp_path: Path) -> None:
+    sizes = "".join(f"{key} = {json.dumps(value)}\n" for key, value in PRESETS["1m"].items())
+    preset = contract(tmp_path, RUN + '[model]\npreset = "1m"\n')
+    assert contract(tmp_path, RUN + f'[model]\npreset = "1m"\n{sizes}') == preset
+    assert preset.model.dim == PRESETS["1m"]["dim"]
+    assert contract(tmp_path, RUN + '[model]\npreset = "1m"\nlayers = 9\n').model.layers == 9
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_contract_survives_the_journey(path: Path) -> None:
+    sent = load_contract(path).value
+    received = contract_from_json(sent.to_json().encode())
+    assert received == sent
+    assert received.digest == sent.digest
+    shuffled = json.dumps(dict(reversed(json.loads(sent.to_json()).items())), indent=2)
+    assert contract_from_json(shuffled).digest == sent.digest
+
+
+def test_the_digest_is_sha256_of_canonical_json(tmp_path: Path) -> None:
+    small = contract(tmp_path, RUN)
+    canonical = json.dumps(json.loads(small.to_json()), sort_keys=True, separators=(",", ":"))
+    assert small.to_json() == canonical
+    assert small.digest == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def test_every_value_knows_where_it_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "contract.toml"
+    path.write_text(RUN + '[model]\npreset = "1m"\nlayers = 9\n')
+    rows = {name: (value, origin) for name, value, origin in load_contract(path, ["inner.lr=0.001"]).rows()}
+    assert rows["model.layers"] == (9, str(path))
+    assert rows["model.dim"] == (PRESETS["1m"]["dim"], "preset 1m")
+    assert rows["inner.lr"] == (0.001, "--set")
+    assert rows["inner.steps"] == (50, "default")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def explained(raised: pytest.ExceptionInfo[DilocoError]) -> tuple[str, str]:
+    """Cause and fix: both there, each one printable line."""
+    error = raised.value
+    for line in (error.cause, error.fix):
+        assert line
+        assert line.isprintable()
+        assert len(line) < 400
+    return error.cause, error.fix
+
+
+SITE_FILE, CONTRACT_FILE = "the site file (peers/*.toml)", "the contract (configs/*.toml)"
+
+CONTRACT_MISTAKES = [
+    ("[inner]\nstep = 3", "unknown key inner.step", "did you mean inner.steps?"),
+    ("[inner]\nmomentum = 0.9", "unknown key inner.momentum", "did you mean outer.momentum?"),
+    ("[sync]\nsteps = 3", "unknown key sync.steps", "did you mean inner.steps?"),
+    ("[inner]\ncompile = true", "unknown key inner.compile", f"did you mean device.compile in {SITE_FILE}?"),
+    ("[eval]\nxyz = 1", "unknown key eval.xyz", "keys of [eval]: every_versions, sequences"),
+    ('[data]\nroot = "x"', "unknown key data.root", f"move it to {SITE_FILE}"),
+    ('[device]\nkind = "cpu"', "unknown section [device]", f"[device] belongs in {SITE_FILE}"),
+    ("[innr]\nlr = 1.0", "unknown section [innr]", "did you mean [inner]?"),
+    ("[zzz]", "unknown section [zzz]", "known: run, membership, data"),
+    ("[[inner]]\nlr = 1.0", "'inner' is not a section", "write [inner] on its own line"),
+    ("[inner]\nlr = 'fast'", "inner.lr: Input should be a valid number, got 'fast'", "config show"),
+    ("[inner]\nsteps = 2.5", "inner.steps: Input should be a valid integer, got 2.5", "config show"),
+    ("[inner]\nsteps = true", "inner.steps: Input should be a valid integer, got True", "config show"),
+    ("[inner]\nlr = inf", "inner.lr: Input should be a finite number, got inf", "config show"),
+    ("[inner]\nlr = 2024-01-01", "inner.lr: Input should be a valid number, got '2024-01-01'", "config show"),
+    ("[inner]\nlr = 0.0", "inner.lr: Input should be greater than 0, got 0.0", "config show"),
+    ("[inner]\nbetas = [1, 1, 1]", "inner.betas: Tuple should have at most 2 items", "config show"),
+    ("[inner.lr]\nx = 1", "inner.lr: Input should be a valid number", "config show"),
+    ("[codec]\nname = 'int7'", "codec.name: Input should be 'fp32', 'fp16', 'bf16' or 'int8', got 'int7'", "show"),
+    ("[model]\npreset = '1M'", "model.preset '1M' does not exist", "did you mean '1m'?"),
+    ("[model]\npreset = 'huge'", "model.preset 'huge' does not exist", "known: "),
+    ("[model]\npreset = ['1m']", "model.preset: Input should be a valid string, got ['1m']", "config show"),
+    ("[model]\ndim = 10\nheads = 3", "dim (10) must be a multiple of heads (3)", "config show"),
+    ("[inner]\nsteps = 10\n[sync]\nfragments = 3", "inner.steps (10) must be a multiple of sync.fragments (3)", "show"),
+    ("[inner", "not valid TOML", "mend that line"),
+]
+
+
+@pytest.mark.parametrize(("text", "cause", "fix"), CONTRACT_MISTAKES)
+def test_a_mistake_in_a_contract_is_explained(tmp_path: Path, text: str, cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        contract(tmp_path, RUN + text)
+    said, advised = explained(raised)
+    assert cause in said
+    assert "contract.toml" in said
+    assert fix in advised
+    assert raised.value.exit_code == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "fix"),
+    [
+        ("seed = 1", "'seed' is not a section", "did you mean run.seed?"),
+        ('[run]\nname = "test"', "run.total_tokens is missing", "config show"),
+        ("", "run is missing", "config show"),
+    ],
+)
+def test_an_incomplete_contract_is_explained(tmp_path: Path, text: str, cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        contract(tmp_path, text)
+    said, advised = explained(raised)
+    assert cause in said
+    assert fix in advised
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "fix"),
+    [
+        ("[inner]\nlr = 1.0", "unknown section [inner]", f"[inner] belongs in {CONTRACT_FILE}"),
+        (RUN, "unknown section [run]", f"[run] belongs in {CONTRACT_FILE}"),
+        ("[data]\npaths = []", "unknown key data.paths", f"move it to {CONTRACT_FILE}"),
+        ("[device]\nlr = 1.0", "unknown key device.lr", f"in {CONTRACT_FILE}?"),
+        ("[timeouts]\nheartbeat = 1.0", "unknown key timeouts.heartbeat", "did you mean timeouts.heartbeat_s?"),
+        ("[network]\nlisten = 'here'", "network.listen: ", "config show"),
+        ("[device]\nthreads = 0", "device.threads: Input should be greater than 0, got 0", "config show"),
+    ],
+)
+def test_a_mistake_in_a_site_is_explained(tmp_path: Path, text: str, cause: str, fix: str) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_site(path)
+    said, advised = explained(raised)
+    assert cause in said
+    assert fix in advised
+
+
+@pytest.mark.parametrize("version", ["2", "0", '"1"'])
+def test_another_contract_version_is_named_before_its_unknown_keys(tmp_path: Path, version: str) -> None:
+    with pytest.raises(IncompatibleError) as raised:
+        contract(tmp_path, RUN + f"contract_version = {version}\nnew_key = 1\n")
+    assert f"contract version {version}".replace('"', "'") in explained(raised)[0]
+    assert raised.value.exit_code == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [
+        ("inner.lr", "cannot read override 'inner.lr'"),
+        ("lr=1", "cannot read override 'lr=1'"),
+        ("=1", "cannot read override '=1'"),
+        ("inner.lr=", "--set: inner.lr: Input should be a valid number, got ''"),
+        ("inner.lr=fast", "--set: inner.lr: Input should be a valid number, got 'fast'"),
+        ("inner.step=3", "--set: unknown key inner.step"),
+        ("innr.lr=3", "--set: unknown section [innr]"),
+        ("a.b.c=3", "--set: unknown section [a]"),
+        ("model.preset=1M", "--set: model.preset '1M' does not exist"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override(tmp_path: Path, override: str, cause: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        contract(tmp_path, RUN, override)
+    assert cause in explained(raised)[0]
+
+
+def test_overrides_read_toml_values_and_bare_words(tmp_path: Path) -> None:
+    overrides = [
+        "inner.betas=[0.8, 0.9]",
+        "codec.zstd=false",
+        "run.name=other",
+        'data.paths=["a", "b"]',
+        "inner.lr=1e-3",
+    ]
+    changed = contract(tmp_path, RUN, *overrides)
+    assert (changed.inner.betas, changed.codec.zstd, changed.run.name) == ((0.8, 0.9), False, "other")
+    assert (changed.data.paths, changed.inner.lr) == (("a", "b"), 0.001)
+
+
+def test_an_override_into_something_that_is_no_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'run' is not a section"):
+        contract(tmp_path, "run = 5", "run.name=x")
+
+
+@pytest.mark.parametrize("name", ["dmo.toml", "demo", "demo.tml", "configs/demo.tom"])
+def test_a_missing_file_gets_the_nearest_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as raised:
+        load_contract(name)
+    assert explained(raised) == (f"contract not found: {name}", "did you mean configs/demo.toml?")
+
+
+def test_a_missing_file_near_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_site(tmp_path / "nowhere" / "zzzzzz.toml")
+    assert explained(raised)[1] == "give the path of a site file (TOML)"
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_contract(tmp_path)
+    assert explained(raised)[0] == f"cannot read contract {tmp_path}: Is a directory"
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError) as raised:
+        load_contract(binary)
+    assert "is not UTF-8 text" in explained(raised)[0]
+
+
+# ---------------------------------------------------------------- contracts from strangers
+
+
+def received_run(**keys: Any) -> str:
+    return json.dumps({"run": {"name": "test", "total_tokens": 1000, **keys}})
+
+
+HOSTILE = [
+    ("", ConfigError),
+    ("[]", ConfigError),
+    ("null", ConfigError),
+    (b"\xff\xfe", ConfigError),
+    ("[" * 200_000, ConfigError),
+    ('{"run": ' * 200_000, ConfigError),
+    ('{"run": null}', ConfigError),
+    ('{"run": {"name": "test", "total_tokens": ' + "9" * 5000 + "}}", ConfigError),
+    ('{"run": {"name": "\\ud800", "total_tokens": 1}}', ConfigError),
+    (received_run(total_tokens=float("nan")), ConfigError),
+    (received_run(total_tokens=True), ConfigError),
+    (received_run(total_tokens=1.5), ConfigError),
+    (received_run(total_tokens=-1), ConfigError),
+    (received_run(name="../../etc"), ConfigError),
+    (received_run(name="a\n\x1b[31m" * 500), ConfigError),
+    (received_run(**{"\n\x1b[31mowned": 1}), ConfigError),
+    (received_run(**{"x" * 5000: 1}), ConfigError),
+    (received_run(contract_version="9" * 5000), IncompatibleError),
+    (received_run(contract_version={"\x1b[31m": []}), IncompatibleError),
+    (received_run(contract_version=None), IncompatibleError),
+]
+
+
+@pytest.mark.parametrize(("text", "kind"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_contract_is_refused_in_two_short_lines(text: str | bytes, kind: type[DilocoError]) -> None:
+    with pytest.raises(kind) as raised:
+        contract_from_json(text)
+    assert "the contract received" in explained(raised)[0]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text(max_size=8), inside, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from([*Contract.model_fields, "x"])
+keys = st.sampled_from(["name", "total_tokens", "contract_version", "lr", "steps", "betas", "dim", "preset", "x"])
+
+
+@given(st.dictionaries(names, st.dictionaries(keys, anything, max_size=3) | anything, max_size=3))
+def test_any_json_is_a_contract_or_an_error_of_ours(tree: dict[str, Any]) -> None:
+    accepted = accept_or_explain(json.dumps({"run": {"name": "test", "total_tokens": 1}} | tree))
+    assert accepted is None or contract_from_json(accepted.to_json()).digest == accepted.digest
+
+
+def accept_or_explain(text: str) -> Contract | None:
+    with contextlib.suppress(ConfigError, IncompatibleError):
+        return contract_from_json(text)
+    return None

@@ -1,0 +1,246 @@
+"""A run's history adds up, and the report is one page that opens offline, whole, with whatever there is."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from diloco.history import Mark, Stay, outcomes, read_run
+from diloco.report import write_plot, write_report
+from tests.helpers_events import (
+    DYING,
+    LATE,
+    LEAVING,
+    PEERS,
+    ROUND_S,
+    STEADY,
+    peer_events,
+    write_events,
+    write_run,
+)
+
+HOSTILE = ("<script>alert(1)</script>", "$\\frac{a", "\u202eevil\x1b[31m", "_x\" onload='y'")
+
+
+def version(peer: str, number: int, at_s: float, **fields: Any) -> dict[str, Any]:
+    stamp = {"t": at_s, "time": 100.0 + at_s, "kind": "version", "peer": peer, "version": number}
+    return stamp | {"tokens": 1000 * number, "members": ["a", "b"], "counted": ["a", "b"], "own": True} | fields
+
+
+def page_of(directory: Path) -> ElementTree.Element:
+    """The page as a tree; raises where it is not well-formed."""
+    return ElementTree.fromstring(write_report(directory).read_text().removeprefix("<!doctype html>"))
+
+
+def text_of(page: ElementTree.Element) -> str:
+    return re.sub(r"\s+", " ", " ".join(page.itertext()))
+
+
+# ---------------------------------------------------------------- history
+
+
+def test_versions_are_means_over_peers(tmp_path: Path) -> None:
+    a = version("a", 1, 1.0, loss=2.0, seconds={"inner": 1.0, "merge": 0.5}, tokens_per_s=100.0, state_digest="x")
+    b = version("b", 1, 1.5, loss=3.0, seconds={"inner": 3.0}, tokens_per_s=50.0, state_digest="x")
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a, b])
+    _, row = read_run(tmp_path).versions
+    assert (row.loss, row.tokens_per_s, row.at_s, row.told) == (2.5, 150.0, 1.0, 2)
+    assert row.seconds["inner"] == 2.0
+    assert row.seconds["merge"] == 0.25
+    assert row.digests == {"x"}
+
+
+def test_bytes_are_those_of_a_peer_counted_all_along(tmp_path: Path) -> None:
+    events = [
+        version("a", 1, 1.0, wire_bytes_sent=100),
+        version("b", 1, 1.0, wire_bytes_sent=300),
+        version("a", 2, 2.0, wire_bytes_sent=200),
+        version("c", 2, 2.0, wire_bytes_sent=7, own=False),  # has just joined
+        version("a", 3, 3.0, wire_bytes_sent=50),  # has restarted: its counter began again
+        version("c", 3, 3.0, wire_bytes_sent=157),
+    ]
+    write_events(tmp_path / "events.jsonl", events)
+    assert [row.sent_bytes for row in read_run(tmp_path).versions] == [200.0, 300.0, 400.0]
+
+
+def test_digests_that_differ_are_found(tmp_path: Path) -> None:
+    same = [version("a", 1, 1.0, state_digest="x"), version("b", 1, 1.0, state_digest="x")]
+    write_events(tmp_path / "events.jsonl", same)
+    assert read_run(tmp_path).summary["digests_agree"] is True
+    apart = [version("a", 2, 2.0, state_digest="x"), version("b", 2, 2.0, state_digest="y")]
+    write_events(tmp_path / "events.jsonl", same + apart)
+    assert read_run(tmp_path).summary["digests_agree"] is False
+    assert "differ" in text_of(page_of(tmp_path))
+    write_events(tmp_path / "events.jsonl", same[:1])
+    assert read_run(tmp_path).summary["digests_agree"] is None
+
+
+def test_stays_and_marks_tell_who_came_and_went(tmp_path: Path) -> None:
+    write_run(tmp_path, versions=20)
+    run = read_run(tmp_path)
+    stays = {stay.peer: (stay.start_s / ROUND_S, stay.stop_s / ROUND_S) for stay in run.stays}
+    assert len(run.stays) == 4
+    assert stays[DYING] == pytest.approx((0, 12), abs=0.1)
+    assert stays[LEAVING] == pytest.approx((0, 16), abs=0.1)
+    assert stays[LATE] == pytest.approx((6, 20), abs=0.3)
+    assert stays[STEADY] == pytest.approx((0, 20), abs=0.3)
+    assert [(mark.peer, mark.kind) for mark in run.marks] == [
+        (LATE, "joined"),
+        (LATE, "skipped"),
+        (DYING, "died"),
+        (LEAVING, "left"),
+    ]
+    assert run.versions[11].notes == ["lima died: no word for 5.0 s"]
+
+
+def test_a_peer_may_come_back(tmp_path: Path) -> None:
+    view = {"kind": "view", "peer": "a", "t": 0.0}
+    events = [
+        view | {"time": 100.0, "version": 0, "joined": ["a", "b"]},
+        view | {"time": 110.0, "version": 1, "left": ["b"], "reason": "silent"},
+        view | {"time": 120.0, "version": 2, "joined": ["b"]},
+        version("a", 3, 30.0),
+    ]
+    write_events(tmp_path / "events.jsonl", events)
+    run = read_run(tmp_path)
+    assert run.stays == [Stay("a", 0.0, 30.0), Stay("b", 0.0, 10.0), Stay("b", 20.0, 30.0)]
+    assert run.marks == [Mark("b", 10.0, "died"), Mark("b", 20.0, "joined")]
+
+
+def test_the_time_between_a_crash_and_the_resume_is_cut_out(tmp_path: Path) -> None:
+    start = {"kind": "start", "t": 0.0, "run": "demo"}
+    events = [
+        start | {"peer": "a", "time": 95.0},
+        start | {"peer": "b", "time": 96.0},
+        version("a", 1, 10.0, loss=5.0),
+        version("b", 1, 11.0),
+        version("a", 2, 20.0, loss=4.0),  # never checkpointed: done again below
+        start | {"peer": "b", "time": 1000.0},
+        start | {"peer": "a", "time": 1001.0},
+        version("a", 2, 910.0, loss=4.5),
+        version("b", 2, 911.0),
+    ]
+    write_events(tmp_path / "events.jsonl", events)
+    run = read_run(tmp_path)
+    assert [(row.version, row.at_s, row.loss) for row in run.versions] == [(1, 0.0, 5.0), (2, 20.0, 4.5)]
+    assert run.resumed_s == [10.0]
+    assert "resumed" in text_of(page_of(tmp_path))
+
+
+def test_a_baseline_is_read_at_its_own_steps(tmp_path: Path) -> None:
+    write_events(tmp_path / "a" / "events.jsonl", [version("a", 1, 1.0)])
+    step = {"kind": "step", "peer": "ddp", "time": 0.0, "t": 0.0}
+    steps = [step | {"tokens": 10 * n, "loss": 5.0 - n, "wall": 0.5 * n, "wire_bytes_sent": 7 * n} for n in (1, 2, 3)]
+    evaluation = {"kind": "eval", "peer": "ddp", "time": 0.0, "t": 0.0, "tokens": 20, "val_loss": 3.5}
+    write_events(tmp_path / "ddp" / "events.jsonl", [*steps, evaluation])
+    run = read_run(tmp_path)
+    assert [curve.name for curve in run.curves] == ["DiLoCo", "DDP"]
+    assert [(p.loss, p.tokens, p.wall_s, p.sent_bytes) for p in run.curves[1].train[:2]] == [
+        (4, 10, 0.5, 7),
+        (3, 20, 1, 14),
+    ]
+    assert [(p.loss, p.tokens, p.wall_s, p.sent_bytes) for p in run.curves[1].held_out] == [(3.5, 20, 1.0, 14)]
+    assert run.summary["baseline"]["wire_bytes_sent_per_peer"] == 21
+    assert run.stays == [Stay("a", 0.0, 0.0), Stay("b", 0.0, 0.0)]
+
+
+def test_outcomes_stand_beside_the_baseline() -> None:
+    baseline = {"name": "ddp", "val_loss": 2.0, "wall_s": 9.0, "wire_bytes_sent_per_peer": 800}
+    other = {"val_loss": 3.0, "wall_s": 5.0, "wire_bytes_sent_per_peer": 0, "tokens": 60}
+    ours = {"val_loss": 2.1, "wall_s": 4.0, "wire_bytes_sent_per_peer": 4, "tokens": 50}
+    rows = outcomes(ours | {"baseline": baseline, "comparisons": {"alone": other, "ddp": {"tokens": 51}}})
+    assert [(row.name, row.fewer, row.tokens) for row in rows] == [
+        ("DiLoCo", 200.0, 50),
+        ("DDP", None, 51),
+        ("One peer alone", None, 60),
+    ]
+    assert [row.worse for row in rows] == [pytest.approx(0.05), None, pytest.approx(0.5)]
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    page = page_of(tmp_path)
+    text = text_of(page)
+    for peer in PEERS:
+        assert f" {peer} " in text
+    assert "+1.4 % 2.114 beside 2.084" in text
+    assert "90.1×" in text
+    assert "One peer alone" in text
+    assert '"demo"' in text  # the contract
+    assert len(page.findall(".//svg")) == 7  # three panels; the view and the steps, wide and narrow
+    raw = (tmp_path / "report.html").read_text()
+    assert re.findall(r"https?:|//[a-z]|@import|\bsrc=|url\((?!#)|#fe01", raw) == []
+    ids = re.findall(r'\bid="([^"]*)"', raw)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'url\(#([^)]*)\)|href="#([^"]*)"', raw)
+    assert {first or second for first, second in used} <= set(ids)
+    assert set(re.findall(r"var\(--([\w-]+)\)", raw)) <= set(re.findall(r"--([\w-]+):", raw))
+
+
+def test_hostile_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, versions=12, peers=HOSTILE, folders=("a", "b", "c", "d"))
+    page = page_of(tmp_path)
+    assert not page.findall(".//script")
+    assert all(not name.startswith("on") for element in page.iter() for name in element.attrib)
+    text = text_of(page)
+    for shown in ("<script>alert(1)</s…", "$\\frac{a", "\\u202eevil\\x1b[31m", "_x\" onload='y'"):
+        assert shown in text
+    assert "\u202e" not in text
+    assert write_plot(tmp_path).is_file()
+
+
+def test_one_peers_directory_is_enough(tmp_path: Path) -> None:
+    events = [event for event in peer_events(24) if event["peer"] == LATE]
+    write_events(tmp_path / "events.jsonl", events)
+    text = text_of(page_of(tmp_path))
+    assert "told by one peer only" in text
+    assert "no baseline to compare with" in text
+    assert all(peer in text for peer in PEERS)
+
+
+@pytest.mark.parametrize("versions", [0, 1])
+def test_short_runs_are_pages_too(tmp_path: Path, versions: int) -> None:
+    write_run(tmp_path, versions)
+    text = text_of(page_of(tmp_path))
+    assert ("no data yet" in text) == (versions == 0)
+    assert write_plot(tmp_path).is_file()
+
+
+def test_an_empty_directory_is_a_page(tmp_path: Path) -> None:
+    assert text_of(page_of(tmp_path)).count("no data yet") > 5
+    assert write_plot(tmp_path).is_file()
+
+
+def test_a_run_of_hundreds_of_versions_stays_small(tmp_path: Path) -> None:
+    events = peer_events(200)
+    write_events(tmp_path / "events.jsonl", [event for event in events if event["kind"] != "eval"])
+    page = page_of(tmp_path)
+    assert len(page.findall(".//section/div[@tabindex]/table/tr")) == 201
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+def test_the_report_of_the_same_run_is_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path, versions=1)
+    first = write_report(tmp_path).read_bytes()
+    assert write_report(tmp_path).read_bytes() == first
+
+
+def test_a_contract_as_json_and_a_broken_one(tmp_path: Path) -> None:
+    (tmp_path / "contract.json").write_text(json.dumps({"inner": {"steps": 25, "betas": [0.9, 0.95]}}))
+    text = text_of(page_of(tmp_path))
+    assert "inner.betas [0.9, 0.95]" in text
+    assert "H = 25" in text
+    (tmp_path / "contract.json").unlink()
+    (tmp_path / "contract.toml").write_text("[nonsense]\nkey = 1\n")
+    page_of(tmp_path)
+
+
+def test_the_plot_is_a_picture_of_three_panels(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert write_plot(tmp_path).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,195 @@
+"""The live screen and its plain lines, and the table at the end, as a person sees them."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco.screen import STRAGGLER_S, Screen, summary_table
+from tests.helpers_events import PEERS, peer_events
+
+TOTAL = 1_000_000
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def version(peer: str, number: int, **fields: Any) -> dict[str, Any]:
+    common = {"kind": "version", "peer": peer, "version": number, "tokens": 40_960 * number, "own": True}
+    measured = {
+        "loss": 2.0,
+        "tokens_per_s": 5000.0,
+        "wire_bytes_sent": 1_900_000,
+        "seconds": {"inner": 2.0, "merge": 0.31},
+    }
+    return common | {"members": ["a", "b"], "counted": ["a", "b"]} | measured | fields
+
+
+def plain(events: list[dict[str, Any]], clock: Clock | None = None) -> list[str]:
+    out = io.StringIO()
+    with Screen("demo", ["a", "b"], TOTAL, live=False, out=out, clock=clock or Clock()) as screen:
+        for event in events:
+            screen.feed(event)
+    return out.getvalue().splitlines()
+
+
+def picture(events: list[dict[str, Any]], peers: list[str], width: int = 110) -> str:
+    screen = Screen("demo", peers, TOTAL, live=True, out=io.StringIO(), clock=Clock())
+    for event in events:
+        screen.feed(event)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(screen.render())
+    return console.file.getvalue()
+
+
+def test_a_version_is_one_line_over_all_its_peers() -> None:
+    lines = plain([version("a", 10, loss=2.0), version("b", 10, loss=3.0, tokens_per_s=5200.0)])
+    assert lines == [
+        "demo: 2 peers, 1,000,000 tokens",
+        "v10   41%   409,600 tok  loss 2.500  2 peers  10.2k tok/s  1.90 MB sent/peer  0.31 s sync",
+    ]
+
+
+def test_a_version_waits_for_its_peers_but_not_for_ever() -> None:
+    clock, out = Clock(), io.StringIO()
+    screen = Screen("demo", ["a", "b"], TOTAL, live=False, out=out, clock=clock)
+    screen.feed(version("a", 1))
+    screen.tick()
+    assert out.getvalue() == ""
+    clock.now = STRAGGLER_S + 0.1
+    screen.tick()
+    assert out.getvalue().count("v1 ") == 1
+    screen.feed(version("b", 1))  # too late to be in the line, and no second one
+    screen.feed(version("a", 2))
+    screen.feed(version("a", 3))  # the next version closes the one before
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["v1", "v2"]
+
+
+def test_what_all_peers_tell_is_said_once_and_after_its_version() -> None:
+    left = [{"peer": "c", "reason": "no word for 5.0 s"}]
+    lines = plain(
+        [
+            version("a", 4, counted=["a", "b"], members=["a", "b", "c"]),
+            {"kind": "view", "peer": "a", "version": 4, "joined": ["d", "e"], "left": left},
+            {"kind": "view", "peer": "b", "version": 4, "joined": ["d", "e"], "left": left},
+            {"kind": "skip", "peer": "b", "version": 4, "reason": "no quorum", "t": 1.0},
+            {"kind": "eval", "peer": "a", "version": 4, "tokens": 1, "val_loss": 2.4123},
+            version("b", 4),
+        ]
+    )
+    assert lines[1].startswith("v4 ")
+    assert "2 of 3 peers" in lines[1]
+    assert [line.strip() for line in lines[2:]] == [
+        "d, e joined at v4",
+        "c was lost at v4: no word for 5.0 s",
+        "b skipped v4: no quorum",
+        "v4 held-out loss 2.412",
+    ]
+
+
+def test_missing_numbers_are_dashes() -> None:
+    (line,) = plain([version("a", 1, loss=None, wire_bytes_sent=None, seconds=None, counted=["a"])])[1:]
+    assert "loss –" in line
+    assert "– sync" in line
+
+
+def test_the_live_picture_of_a_whole_run() -> None:
+    events = peer_events(24)
+    text = picture([event for event in events if event.get("version", 0) <= 16], list(PEERS))
+    header, _, _, *rows = text.splitlines()
+    assert re.match(r"demo   1,126,400 of 1,000,000 tokens   100%   held-out 2\.\d+ at v15", header)
+    assert [row.split()[:2] for row in rows[:4]] == [
+        ["tokyo", "training"],
+        ["lima", "lost"],
+        ["cairo", "training"],
+        ["oslo", "training"],
+    ]
+    assert "lima was lost at v15: no word for 5.0 s" in text
+    assert "v14" in rows[1]
+    assert "v16" in rows[0]
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_the_time_left_follows_the_pace() -> None:
+    clock = Clock()
+    screen = Screen("demo", ["a"], 409_600, live=True, out=io.StringIO(), clock=clock)
+    for number in (1, 2, 3, 4):
+        clock.now = 30.0 * number
+        screen.feed(version("a", number))
+    clock.now += 10.0
+    console = Console(file=io.StringIO(), width=110)
+    console.print(screen.render())
+    assert "40%   2:50 left" in console.file.getvalue()  # six versions of 30 s less the 10 s gone by
+
+
+def test_progress_moves_a_row_between_versions() -> None:
+    text = picture(
+        [{"kind": "progress", "peer": "a", "phase": "syncing", "tokens": 77, "loss": 3.25, "version": 2}], ["a"]
+    )
+    assert "syncing" in text
+    assert "3.250" in text
+
+
+def test_names_and_reasons_from_others_stay_text() -> None:
+    peer = "[red]x[/red]\x1b[31m"
+    events = [version(peer, 1), {"kind": "skip", "peer": peer, "version": 1, "reason": "\x1b[2J[b]y"}]
+    text = picture(events, [peer])
+    assert "\x1b" not in text
+    assert "[red]x[/red]" in text
+    assert "\x1b" not in "\n".join(plain(events))
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_no_color_is_obeyed(no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1") if no_color else monkeypatch.delenv("NO_COLOR", raising=False)
+    clock, out = Clock(), io.StringIO()
+    with Screen("demo", ["a", "b"], TOTAL, live=True, out=out, clock=clock) as screen:
+        screen.feed(version("a", 1))
+        clock.now = 1.0
+        screen.tick()
+    colored = re.search(r"\x1b\[[0-9;]*\b[34]\d", out.getvalue())
+    assert (colored is None) == no_color
+
+
+SUMMARY = {
+    "peers": 4,
+    "versions": 24,
+    "digest": "3fa2b1c9d0e1f2a3",
+    "digests_agree": True,
+    "val_loss": 2.312,
+    "tokens": 450_560,
+    "wall_s": 44.0,
+    "wire_bytes_sent_per_peer": 1_900_000,
+    "h": 20,
+    "baseline": {"name": "ddp", "val_loss": 2.285, "wall_s": 90.0, "wire_bytes_sent_per_peer": 402_800_000},
+    "comparisons": {"alone": {"val_loss": 2.5, "wall_s": 40.0, "wire_bytes_sent_per_peer": 0, "tokens": 450_560}},
+}
+
+
+def test_the_table_at_the_end() -> None:
+    assert summary_table(SUMMARY).splitlines() == [
+        "                 held-out loss   against DDP   wall time   sent per peer   fewer bytes    tokens",
+        "DiLoCo                   2.312        +1.2 %      44.0 s         1.90 MB          212×   450,560",
+        "DDP                      2.285             –        1:30          403 MB             –   450,560",
+        "One peer alone           2.500        +9.4 %      40.0 s             0 B             –   450,560",
+        "",
+        "All peers hold the same state, bit for bit, after 24 versions (digest 3fa2b1c9d0e1).",
+        "Against DDP, DiLoCo sent 212 times fewer bytes per peer (H = 20 inner steps between syncs), "
+        "and its held-out loss is 1.2 % higher.",
+    ]
+
+
+def test_the_table_without_a_baseline_and_with_a_defect() -> None:
+    bare = {key: value for key, value in SUMMARY.items() if key not in ("baseline", "comparisons")}
+    table = summary_table(bare | {"digests_agree": False, "val_loss": None, "baseline": None})
+    assert "against" not in table
+    assert "DiLoCo" in table
+    assert "DIFFER" in table
