@@ -118,8 +118,7 @@ def status(
     address: Annotated[str, typer.Argument(help="HOST:PORT of any live member.")], as_json: AsJson = False
 ) -> None:
     """Ask a member how the run is: version, digest, who is there and how far."""
-    from diloco.operate import ask_status
-    from diloco.screen import status_text
+    from diloco.operate import ask_status, status_text
 
     tree = ask_status(address)
     print(json.dumps(tree, indent=2) if as_json else status_text(tree))
@@ -180,9 +179,8 @@ def evaluate(
     if as_json:
         print(json.dumps(result))
     else:
-        print(
-            f"version {result['version']}, {result['tokens']:,} tokens: held-out loss {result['val_loss']:.4f} nats/token"
-        )
+        at = f"version {result['version']}, {result['tokens']:,} tokens"
+        print(f"{at}: held-out loss {result['val_loss']:.4f} nats/token")
 
 
 @config_app.command("show", epilog="Example:  diloco config show configs/demo.toml --site peers/local.toml")

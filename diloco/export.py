@@ -69,9 +69,8 @@ def weights(checkpoint: Checkpoint, data_root: Path = HERE) -> dict[str, Tensor]
 
 def _open(checkpoint: Checkpoint, data_root: Path) -> tuple[Contract, Layout, OuterState]:
     contract = contract_from_json(checkpoint.value("contract", str))
-    sync = contract.sync
     shapes = _shapes(checkpoint, contract.model, data_root)
-    layout = Layout.of(shapes, sync.fragments, sync.fragment_order, sync.part_elements)
+    layout = Layout.agreed(shapes, contract.sync)
     return contract, layout, outer_state(checkpoint, layout, open_outer(contract.outer))
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from diloco.config import SyncSection
 from diloco.errors import ConfigError
 
 PARTS_PER_FRAGMENT = 64
@@ -90,6 +91,11 @@ class Layout:
         homes = _homes(named_shapes, fragments, order)
         groups = [[pair for pair in named_shapes if homes[pair[0]] == index] for index in range(fragments)]
         return Layout(tuple(_fragment(index, group, part_elements) for index, group in enumerate(groups)))
+
+    @staticmethod
+    def agreed(named_shapes: NamedShapes, sync: SyncSection) -> Layout:
+        """The layout that a contract's `[sync]` gives to these parameters. Raises ConfigError."""
+        return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements)
 
     @cached_property
     def digest(self) -> str:

@@ -7,11 +7,12 @@ Reads the directory of a simulation (peers, baselines, `summary.json`, contract)
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +24,8 @@ from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, re
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone"}
 """How the baselines are called, by their folder."""
+RUNNING = frozenset({"view", "progress", "version"})
+"""Events that only a peer in the view writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Version:
     sent_bytes: float
     """Since the run began, of a peer that was counted all along."""
     attempts: int
+    """Of the exchange; 0 where nobody told."""
     digests: frozenset[str]
     notes: Sequence[str]
 
@@ -82,11 +86,17 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened to a peer: "joined", "left", "died" or "skipped"."""
+    """Something that happened to a peer: it "joined", "left", "died", "skipped" a round or "warned"."""
 
     peer: str
     at_s: float
     kind: str
+    version: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        because = f": {readable_text(self.reason, 120)}" if self.reason else ""
+        return f"{readable_text(self.peer)} {self.kind}{because}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,33 +117,36 @@ class Run:
 def read_run(directory: Path) -> Run:
     """Everything the report needs of a directory, with nothing where there is nothing."""
     folders = {path.parent.name: read_events(path) for path in sorted(directory.glob("*/events.jsonl"))}
-    in_order = [name for name in dict.fromkeys([*NAMES, *folders]) if name in folders]
-    baselines = {name: folders[name] for name in in_order if any(event["kind"] == "step" for event in folders[name])}
+    baselines = _baselines(directory, folders)
     peers = [event for name, events in folders.items() if name not in baselines for event in events]
     events = sorted(peers or read_events(directory / "events.jsonl"), key=lambda event: event["time"])
     clock = _RunClock(events)
-    versions = _versions(events, clock)
-    attendance = _Attendance()
-    for event in events:
-        attendance.take(event, clock(event["time"]))
-    attendance.close(clock(events[-1]["time"]) if events else 0.0)
-    curves = [_curve(events, versions), *(_baseline(name, steps, len(versions)) for name, steps in baselines.items())]
+    attendance = _Attendance(events, clock)
+    versions = _versions(events, clock, attendance.marks)
+    curves = [_curve(events, versions), *(_baseline(directory / name, len(versions)) for name in baselines)]
     contract = _contract(directory)
-    name = next((str(event["run"]) for event in events if event["kind"] == "start"), directory.resolve().name)
+    name = next((str(event["run"]) for event in events if event.get("run")), directory.resolve().name)
     summary = _summary(directory, versions, curves, contract)
     return Run(name, versions, curves, attendance.stays, attendance.marks, clock.resumed_s, contract, summary)
+
+
+def _baselines(directory: Path, folders: Mapping[str, Sequence[Event]]) -> list[str]:
+    """The folders that hold another way to train: one with steps instead of versions, or a simulation of its own."""
+    simulations = {path.parent.parent.name for path in directory.glob("*/*/events.jsonl")}
+    found = {name for name, events in folders.items() if any(event["kind"] == "step" for event in events)}
+    return [name for name in dict.fromkeys([*NAMES, *folders]) if name in (found | simulations) & folders.keys()]
 
 
 class _RunClock:
     """Unix seconds -> seconds of the run, without the gaps in which no process of it was alive.
 
-    The run's zero is its first event that is not a "start": starting processes is not the run.
+    The run's zero is the first sign of a peer in the view: starting processes and meeting is not the run.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
         spans = _alive(events)
         gaps = [later[0] - sooner[1] for sooner, later in pairwise(spans)]
-        zero: float = next((event["time"] for event in events if event["kind"] != "start"), 0.0)
+        zero: float = next((event["time"] for event in events if event["kind"] in RUNNING), 0.0)
         self._began = [start for start, _ in spans]
         self._lost = list(accumulate(gaps, initial=zero))
         self.resumed_s = [self(start) for start in self._began[1:]]
@@ -144,14 +157,16 @@ class _RunClock:
 
 
 def _alive(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """When at least one process was alive (unix seconds): from a "start" to the last event before the peer's next."""
+    """When at least one process was alive (unix seconds). A peer whose own clock goes back has started anew."""
     lives: list[list[float]] = []
-    latest: dict[str, list[float]] = {}
+    latest: dict[str, tuple[float, list[float]]] = {}
     for event in events:
-        if event["kind"] == "start" or event["peer"] not in latest:
-            latest[event["peer"]] = [event["time"], event["time"]]
-            lives.append(latest[event["peer"]])
-        latest[event["peer"]][1] = event["time"]
+        before_s, life = latest.get(event["peer"], (math.inf, []))
+        if event["t"] < before_s:
+            life = [event["time"], event["time"]]
+            lives.append(life)
+        life[1] = event["time"]
+        latest[event["peer"]] = event["t"], life
     spans: list[tuple[float, float]] = []
     for start, stop in sorted((life[0], life[1]) for life in lives):
         if spans and start <= spans[-1][1]:
@@ -161,7 +176,7 @@ def _alive(events: Sequence[Event]) -> list[tuple[float, float]]:
     return spans
 
 
-def _versions(events: Sequence[Event], clock: _RunClock) -> list[Version]:
+def _versions(events: Sequence[Event], clock: _RunClock, marks: Sequence[Mark]) -> list[Version]:
     """One row per version. A version done again after a resume counts as its peers told of it last."""
     reports: dict[int, dict[str, Event]] = defaultdict(dict)
     losses: dict[int, float] = {}
@@ -170,10 +185,15 @@ def _versions(events: Sequence[Event], clock: _RunClock) -> list[Version]:
             reports[event["version"]][event["peer"]] = event
         if event["kind"] in ("eval", "end") and event.get("val_loss") is not None:
             losses.setdefault(event["version"], event["val_loss"])
-    notes = _notes(events)
     sent = _sent_bytes(reports)
     return [
-        _version(list(told.values()), clock, sent[version], losses.get(version), notes.get(version, []))
+        _version(
+            list(told.values()),
+            clock,
+            sent[version],
+            losses.get(version),
+            [str(mark) for mark in marks if mark.version == version],
+        )
         for version, told in sorted(reports.items())
     ]
 
@@ -197,7 +217,7 @@ def _version(
         seconds={step: fmean(timing.get(step, 0.0) for timing in timings) for step in STEPS} if timings else {},
         tokens_per_s=sum(event.get("tokens_per_s") or 0.0 for event in told),
         sent_bytes=sent,
-        attempts=max(event.get("attempts") or 1 for event in told),
+        attempts=max(event.get("attempts") or 0 for event in told),
         digests=frozenset(event["state_digest"] for event in told if event.get("state_digest")),
         notes=notes,
     )
@@ -222,67 +242,61 @@ def _sent_bytes(reports: Mapping[int, Mapping[str, Event]]) -> dict[int, float]:
     return sent
 
 
-def _notes(events: Iterable[Event]) -> dict[int, list[str]]:
-    """Per version, what else happened: joins, leaves, skips. Told once, however many peers tell it."""
-    notes: dict[int, list[str]] = defaultdict(list)
-    for event in events:
-        texts: list[str] = []
-        if event["kind"] == "view" and event.get("version"):
-            texts += [f"{readable_text(peer)} joined" for peer in event.get("joined") or ()]
-            texts += [_departure(peer, reason) for peer, reason in departures(event)]
-        if event["kind"] == "skip":
-            texts.append(f"{readable_text(event['peer'])} skipped: {readable_text(event.get('reason', ''), 120)}")
-        known = notes[event.get("version") or 0]
-        known += [text for text in texts if text not in known]
-    return notes
-
-
-def _departure(peer: str, reason: str) -> str:
-    if reason in GOODBYES:
-        return f"{readable_text(peer)} left"
-    return f"{readable_text(peer)} died" + (f": {readable_text(reason, 120)}" if reason else "")
-
-
 class _Attendance:
-    """Who was in the view when, from what any peer said about it first."""
+    """Who was in the view when, from what any peer said about it first: a change of the members, or a "view" event."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: Sequence[Event], clock: _RunClock) -> None:
         self.stays: list[Stay] = []
         self.marks: list[Mark] = []
         self._since: dict[str, float] = {}
-
-    def take(self, event: Event, at_s: float) -> None:
-        match event["kind"]:
-            case "view":
-                for peer in event.get("joined") or ():
-                    self._join(peer, at_s, late=bool(event.get("version")))
-                for peer, reason in departures(event):
-                    self._leave(peer, at_s, "left" if reason in GOODBYES else "died")
-            case "version":  # a peer that joined a running run never heard of the first views
-                known = self._since.keys() | {stay.peer for stay in self.stays}
-                for peer in event.get("members") or ():
-                    if peer not in known:
-                        self._join(peer, at_s, late=False)
-            case "skip":
-                self.marks.append(Mark(event["peer"], at_s, "skipped"))
-            case "end":
-                self._leave(event["peer"], at_s, "left" if event.get("reason") == "left" else None)
-
-    def close(self, at_s: float) -> None:
-        """Those who never left were there to the end."""
-        for peer in list(self._since):
-            self._leave(peer, at_s, None)
+        self._version: int | None = None
+        self._heard = {event["peer"] for event in events}
+        self._ended = {event["peer"] for event in events if event["kind"] == "end"}
+        for event in events:
+            self._take(event, clock(event["time"]))
+        for peer in list(self._since):  # those who never left were there to the end
+            self._close(peer, clock(events[-1]["time"]))
         self.stays.sort(key=lambda stay: (stay.start_s, stay.peer))
 
-    def _join(self, peer: str, at_s: float, late: bool) -> None:
-        if peer not in self._since:
-            self._since[peer] = at_s
-            self.marks.extend([Mark(peer, at_s, "joined")] if late else [])
+    def _take(self, event: Event, at_s: float) -> None:
+        version = event.get("version") or self._version or 0
+        match event["kind"]:
+            case "view":
+                joined = [str(peer) for peer in event.get("joined") or ()]
+                self._change(joined, dict(departures(event)), version, at_s)
+            case "version" if event.get("members") and (self._version is None or version > self._version):
+                gone = {peer: "" for peer in self._since if peer not in event["members"]}
+                self._change(event["members"], gone, version, at_s)
+            case "skip":
+                self.marks.append(Mark(event["peer"], at_s, "skipped", version, str(event.get("reason") or "")))
+            case "warning":
+                self.marks.append(Mark(event["peer"], at_s, "warned", version, str(event.get("text") or "")))
+            case "end" if event.get("reason") == "left":
+                self._change([], {event["peer"]: "left"}, version, at_s)
+            case "end":
+                self._close(event["peer"], at_s)
 
-    def _leave(self, peer: str, at_s: float, kind: str | None) -> None:
+    def _change(self, joined: Sequence[str], gone: Mapping[str, str], version: int, at_s: float) -> None:
+        for peer in joined:
+            if peer not in self._since:
+                self._since[peer] = at_s
+                if self._version is not None and version > self._version:
+                    self.marks.append(Mark(peer, at_s, "joined", version))
+        for peer, reason in gone.items():
+            if peer in self._since:
+                self._close(peer, at_s)
+                kind = self._how(peer, reason)
+                self.marks.append(Mark(peer, at_s, kind, version, reason if kind == "died" else ""))
+        self._version = max(version, self._version or 0)
+
+    def _how(self, peer: str, reason: str) -> str:
+        """Without a reason: whoever wrote an end left, and of those whose events are not here nobody knows better."""
+        wilful = reason in GOODBYES if reason else peer in self._ended or peer not in self._heard
+        return "left" if wilful else "died"
+
+    def _close(self, peer: str, at_s: float) -> None:
         if peer in self._since:
             self.stays.append(Stay(peer, self._since.pop(peer), at_s))
-            self.marks.extend([Mark(peer, at_s, kind)] if kind else [])
 
 
 def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
@@ -295,19 +309,20 @@ def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
     return Curve("diloco", "DiLoCo", points(lambda row: row.loss), before + points(lambda row: row.val_loss))
 
 
-def _baseline(name: str, events: Sequence[Event], points: int) -> Curve:
+def _baseline(folder: Path, points: int) -> Curve:
     """A baseline's curve; its steps are averaged to about as many points as the run has versions, to be comparable."""
+    name = NAMES.get(folder.name, readable_text(folder.name))
+    events = read_events(folder / "events.jsonl")
     steps = [event for event in events if event["kind"] == "step" and event.get("loss") is not None]
+    if not steps:
+        return replace(read_run(folder).curves[0], key=folder.name, name=name)
     size = max(1, len(steps) // min(max(points, 20), 200))
     groups = [steps[start : start + size] for start in range(0, len(steps), size)]
     train = [_step_point(group[-1], fmean(step["loss"] for step in group)) for group in groups]
     seen = [step["tokens"] for step in steps]
-    held_out = [
-        _step_point(steps[max(0, bisect_right(seen, event["tokens"]) - 1)], event["val_loss"])
-        for event in events
-        if steps and event["kind"] == "eval" and event.get("val_loss") is not None
-    ]
-    return Curve(name, NAMES.get(name, readable_text(name)), train, held_out)
+    losses = {event["tokens"]: event["val_loss"] for event in events if event.get("val_loss") is not None}
+    held_out = [_step_point(steps[max(0, bisect_right(seen, at) - 1)], loss) for at, loss in losses.items()]
+    return Curve(folder.name, name, train, held_out)
 
 
 def _step_point(step: Event, loss: float) -> Point:

@@ -88,21 +88,19 @@ def _contract(
     elif given is not None:
         text = given.to_json()
     elif checkpoint is not None:
-        text = checkpoint.meta["contract"]
+        text = checkpoint.value("contract", str)
     contract = contract_from_json(island.share(text))
-    if checkpoint is not None and contract_from_json(checkpoint.meta["contract"]).digest != contract.digest:
-        raise ConfigError(
-            f"{checkpoint.path} belongs to contract {contract_from_json(checkpoint.meta['contract']).digest[:12]}, "
-            f"the run to join trains {contract.digest[:12]}",
-            "join without --resume",
-        )
+    kept = contract_from_json(checkpoint.value("contract", str)) if checkpoint else contract
+    if kept.digest != contract.digest:
+        cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"
+        raise ConfigError(cause, "join without --resume")
     return contract
 
 
 def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
     """A peer that comes back keeps its name."""
     if checkpoint is not None:
-        return str(checkpoint.meta["peer"])
+        return checkpoint.value("peer", str)
     return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint, JsonValue
+from diloco.checkpoint import Checkpoint, JsonValue, outer_state
 from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s
 from diloco.compress import PayloadError, open_codec
@@ -42,6 +42,7 @@ from diloco.telemetry import Events, timed
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
+
 
 class Gate:
     """The way out of this process: made before anything else, because the directory's process is forked from it."""
@@ -104,7 +105,8 @@ class Peer:
         self.events = events
         self.counter = SocketCounter()
         self.parameters = named_parameters(model)
-        layout = layout_of(contract, self.parameters)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+        layout = Layout.agreed(shapes, contract.sync)
         optimizer = open_outer(contract.outer)
         anchor = [read_fragment(self.parameters, fragment) for fragment in layout.fragments]
         state = OuterState(0, tuple(map(optimizer.start, anchor)))
@@ -307,26 +309,26 @@ class Peer:
         line = self.line
         outer = {"outer": dict(line.state.buffers())}
         local = {"local": dict(self.parameters)} if line.trained.tokens else {}
-        about = {
+        about: dict[str, JsonValue] = {
             "peer": line.peer,
             "contract": self.contract.to_json(),
             "commit": line.commit.to_bytes().decode() if line.commit else None,
             "steps": [fragment.steps for fragment in line.state.fragments],
             "tokens": line.trained.tokens,
             "blocks": line.trained.blocks,
+            "parameters": [[name, list(parameter.shape)] for name, parameter in self.parameters.items()],
         }
         return save_checkpoint(directory, line.state.version, {**outer, **local, **groups}, {**about, **meta}, keep)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take outer state, commit and uncommitted progress from a checkpoint. Raises StateError."""
-        line, meta = self.line, checkpoint.meta
-        buffers = {name: tensor.numpy().tobytes() for name, tensor in checkpoint.groups["outer"].items()}
-        state = OuterState.assemble(checkpoint.version, meta["steps"], buffers, line.layout, line.optimizer)
-        commit = Commit.from_bytes(meta["commit"].encode()) if meta["commit"] else None
-        adopt_state(line, state, commit)
+        line = self.line
+        text = checkpoint.meta.get("commit")
+        commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
+        adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
         for name, tensor in checkpoint.groups.get("local", {}).items():
             self.parameters[name].data.copy_(tensor)
-        line.trained = Trained(meta["tokens"], meta["blocks"])
+        line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
 
     def _terms(self) -> Terms:
         contract, timeouts, layout = self.contract, self.site.timeouts, self.line.layout
@@ -352,13 +354,6 @@ class Peer:
 
 OnClosed = Callable[[Commit, Commit | None, Counted | None, dict[str, float]], None]
 """Told of every version: its commit, the one before, our entry in it, and the seconds of each step."""
-
-
-def layout_of(contract: Contract, parameters: Mapping[str, Tensor]) -> Layout:
-    """The canonical layout that a contract gives to a model. Raises ConfigError."""
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-    sync = contract.sync
-    return Layout.of(shapes, sync.fragments, sync.fragment_order, sync.part_elements)
 
 
 def _fields(progress: Progress) -> dict[str, str | int | float]:

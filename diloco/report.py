@@ -157,7 +157,7 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
         width_s = max(stay.stop_s - stay.start_s, 0.1)
         axes.barh(peers.index(stay.peer), width_s, left=stay.start_s, height=0.5, color=ink["stay"], lw=0)
     for mark in run.marks:
-        if mark.peer in peers:
+        if mark.peer in peers and mark.kind in MARKERS:
             color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
             row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
             axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
@@ -307,6 +307,7 @@ def _page(run: Run) -> str:
         cards=list(_cards(run)),
         methods=outcomes(run.summary),
         steps=steps,
+        attempts=any(row.attempts for row in run.versions),
         fragments=any(row.fragment for row in run.versions),
         colors=COLORS,
         signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from types import TracebackType
@@ -43,6 +43,8 @@ STRAGGLER_S = 3.0
 RATE_VERSIONS = 8
 """The time left is estimated from this many versions back: long enough to be calm, short enough to see a change."""
 STYLES = {"training": "green", "syncing": "cyan", "lost": "red"}
+PARTINGS = {"done": "left", "left": "left", "lost": "was lost", "gone": "is gone"}
+"""How the phase of a peer that is out of the view reads in a sentence."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Row:
 
     @property
     def over(self) -> bool:
-        return self.phase in ("done", "left", "lost")
+        return self.phase in PARTINGS
 
 
 class Screen:
@@ -81,7 +83,8 @@ class Screen:
         self._val_loss: tuple[int, float] | None = None
         self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
         self._held_notes: list[str] = []
-        self._said: set[tuple[object, ...]] = set()
+        self._view: set[str] = set()
+        self._view_version = 0
         self._reports: dict[int, dict[str, Event]] = {}
         self._first_report_s = 0.0
         self._closed_version = 0
@@ -108,17 +111,19 @@ class Screen:
 
     def feed(self, event: Event) -> None:
         """Take one event of one peer in."""
-        row = self._rows.setdefault(str(event["peer"]), Row())
-        _update(row, event)
-        for peer in event.get("joined") or ():
-            self._rows.setdefault(str(peer), Row()).phase = "training"
-        for peer, reason in departures(event):
-            gone = self._rows.setdefault(peer, Row())
-            gone.phase = gone.phase if gone.over else "left" if reason in GOODBYES else "lost"
+        _update(self._rows.setdefault(str(event["peer"]), Row()), event)
+        version = int(event.get("version") or 0)
+        if event["kind"] == "view":
+            self._change_view(event.get("joined") or (), dict(departures(event)), version)
         if event["kind"] == "version":
+            members = event.get("members") or ()
+            if members and version > self._view_version:
+                self._change_view(members, {peer: "" for peer in self._view if peer not in members}, version)
             self._take_version(event)
-        for key, note in _notable(event):
-            self._note(key, note)
+        if event["kind"] == "eval" and event.get("val_loss") is not None:
+            self._val_loss = version, event["val_loss"]
+        if note := _note(event):
+            self._say(note)
 
     def tick(self) -> None:
         """Redraw what changed, if it is time to."""
@@ -159,15 +164,29 @@ class Screen:
         if not self._reports:
             self._write_held_notes()
 
-    def _note(self, key: tuple[object, ...], note: str) -> None:
-        if key not in self._said:  # every peer tells about a join or a leave; one line is enough
-            self._said.add(key)
-            self._notes.append(note)
-            self._held_notes.append(f"      {note}")
-            if not self._reports:
-                self._write_held_notes()
-        if key[0] == "eval":
-            self._val_loss = (int(str(key[1])), float(str(key[2])))
+    # ------------------------------------------------------------ what else happened
+
+    def _change_view(self, joined: Iterable[str], gone: Mapping[str, str], version: int) -> None:
+        """Everybody tells about a join or a departure; it is said once, the founding not at all."""
+        new = [peer for peer in joined if peer not in self._view]
+        if new and self._view:
+            self._say(f"{', '.join(map(readable_text, new))} joined at v{version}")
+        for peer in new:
+            self._rows.setdefault(peer, Row()).phase = "training"
+        lost = {peer: reason for peer, reason in gone.items() if peer in self._view}
+        for peer, reason in lost.items():
+            row = self._rows.setdefault(peer, Row())
+            if not row.over:
+                row.phase = "left" if reason in GOODBYES else "lost" if reason else "gone"
+            self._say(f"{readable_text(peer)} {PARTINGS[row.phase]} at v{version}{_because(reason)}")
+        self._view = (self._view | set(new)) - lost.keys()
+        self._view_version = max(version, self._view_version)
+
+    def _say(self, note: str) -> None:
+        self._notes.append(note)
+        self._held_notes.append(f"      {note}")
+        if not self._reports:
+            self._write_held_notes()
 
     def _write_held_notes(self) -> None:
         """Plain notes follow the line of the version that was open when they came."""
@@ -188,7 +207,7 @@ class Screen:
         header = Text(no_wrap=True, overflow="ellipsis")
         header.append(self._title, style="bold")
         header.append(f"   {tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
-        if share < 1:
+        if share < 1 and len(self._history) > 1:
             header.append(f"   {self._left()} left")
         if self._val_loss:
             header.append(f"   held-out {readable_loss(self._val_loss[1])} at v{self._val_loss[0]}")
@@ -196,8 +215,6 @@ class Screen:
 
     def _left(self) -> str:
         """Minutes and seconds to the end at the pace of the latest versions."""
-        if len(self._history) < 2:
-            return NOTHING
         (first_s, first_tokens), (last_s, last_tokens) = self._history[0], self._history[-1]
         pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
         at_last_s = (self._total_tokens - last_tokens) * pace
@@ -234,6 +251,8 @@ def _update(row: Row, event: Event) -> None:
     match event["kind"]:
         case "start":
             row.phase = "joining"
+        case "progress" if "phase" not in event:
+            row.phase = "training"
         case "version":
             row.phase = "training"
             row.last = "" if event.get("own", True) else f"not counted in v{event['version']}"
@@ -243,26 +262,17 @@ def _update(row: Row, event: Event) -> None:
             row.phase, row.last = ("left" if event.get("reason") == "left" else "done"), ""
 
 
-def _notable(event: Event) -> Iterator[tuple[tuple[object, ...], str]]:
-    """(what it is about, sentence) for everything in an event that deserves a line of its own."""
-    at = f"v{event.get('version', 0)}"
-    peer = readable_text(event["peer"])
+def _note(event: Event) -> str:
+    """A sentence on what deserves a line of its own, if anything does."""
+    peer, at = readable_text(event["peer"]), f"v{event.get('version', 0)}"
     match event["kind"]:
-        case "view":
-            if joined := [readable_text(name) for name in event.get("joined") or ()]:
-                yield ("joined", *joined, at), f"{', '.join(joined)} joined at {at}"
-            for name, reason in departures(event):
-                verb = "left" if reason in GOODBYES else "was lost"
-                yield ("left", name, at), f"{readable_text(name)} {verb} at {at}{_because(reason)}"
         case "skip":
-            yield ("skip", peer, at, event.get("t")), f"{peer} skipped {at}{_because(event.get('reason'))}"
+            return f"{peer} skipped {at}{_because(event.get('reason'))}"
         case "eval" if event.get("val_loss") is not None:
-            yield (
-                ("eval", event["version"], event["val_loss"]),
-                f"{at} held-out loss {readable_loss(event['val_loss'])}",
-            )
-        case "note":
-            yield ("note", peer, event.get("t"), event["text"]), f"{peer}: {readable_text(event['text'], 200)}"
+            return f"{at} held-out loss {readable_loss(event['val_loss'])}"
+        case "note" | "warning":
+            return f"{peer}: {readable_text(event['text'], 200)}"
+    return ""
 
 
 def _because(reason: object) -> str:
@@ -309,12 +319,13 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     return "\n".join([*_aligned(columns), "", *_conclusion(summary, methods)]) + "\n"
 
 
-def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns as wide as their widest cell: the first to the left, the others to the right."""
-    first, *others = columns
-    names = [cell.ljust(max(map(len, first))) for cell in first]
-    numbers = [[cell.rjust(max(map(len, column))) for cell in column] for column in others]
-    return ["   ".join(row) for row in zip(names, *numbers, strict=True)]
+def _aligned(columns: Sequence[Sequence[str]], words: int = 1) -> list[str]:
+    """Lines of columns as wide as their widest cell: the first `words` of them to the left, the others to the right."""
+    padded = []
+    for index, column in enumerate(columns):
+        width = max(map(len, column))
+        padded.append([cell.ljust(width) if index < words else cell.rjust(width) for cell in column])
+    return ["   ".join(row) for row in zip(*padded, strict=True)]
 
 
 def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Iterator[str]:
@@ -333,3 +344,37 @@ def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Itera
             f"(H = {summary.get('h', NOTHING)} inner steps between syncs), "
             f"and its held-out loss is {apart} {'higher' if ours.worse >= 0 else 'lower'}."
         )
+
+
+# ---------------------------------------------------------------- the answer of `diloco status`
+
+
+def status_text(status: Mapping[str, Any]) -> str:
+    """What a member answered about the run: where it stands, and a row per peer."""
+    total, tokens = status["total_tokens"], status["tokens"]
+    lines = [
+        f"{readable_text(status['run'])}: version {status['version']}, {tokens:,} of {total:,} tokens "
+        f"({tokens / max(total, 1):.0%}), says {readable_text(status['answering'])}",
+        f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
+        f"contract {readable_text(status['contract_digest'][:16])}",
+    ]
+    if status["reason"]:
+        lines.append(readable_text(status["reason"], 200))
+    peers = status["peers"]
+    columns = [
+        ["peer", *(readable_text(peer["peer"]) for peer in peers)],
+        ["", *(_standing(peer) for peer in peers)],
+        ["version", *(str(max(peer["version"], 0)) for peer in peers)],
+        ["loss", *(readable_loss(peer["loss"] or None) for peer in peers)],
+        ["tok/s", *(readable_count(peer["tokens_per_s"] or None) for peer in peers)],
+        ["sent", *(readable_bytes(peer["wire_bytes_sent"]) for peer in peers)],
+        ["heard", *(f"{peer['heard_s_ago']:.0f} s ago" for peer in peers)],
+        ["address", *(readable_text(peer["address"]) for peer in peers)],
+    ]
+    return "\n".join([*lines, "", *_aligned(columns, words=2)])
+
+
+def _standing(peer: Mapping[str, Any]) -> str:
+    if not peer["alive"]:
+        return "silent"
+    return readable_text(peer["phase"]) if peer["in_view"] else "at the door"

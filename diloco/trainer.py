@@ -16,8 +16,9 @@ from diloco.checkpoint import Checkpoint
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
+from diloco.data.leases import front
 from diloco.data.reader import BlockReader
-from diloco.errors import ResourceError, StateError, UsageError
+from diloco.errors import ResourceError, UsageError
 from diloco.fragments import read_fragment, write_fragment
 from diloco.inner import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
@@ -91,7 +92,7 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self._commit: Commit | None = None
-        self._trained = checkpoint.meta["tokens"] if checkpoint else 0
+        self._trained = checkpoint.value("tokens", int) if checkpoint else 0
         self._losses: list[float] = []
         self._tokens_here = 0
         self._started_s = self._reported_s = monotonic_s()
@@ -208,7 +209,7 @@ class Trainer:
         if before is None or commit.version == before.version:
             self._started_s = monotonic_s()
             return
-        self._emit_version(self.peer, commit, mine, seconds)
+        self._emit_version(self.peer, commit, before, mine, seconds)
         every = self.contract.eval.every_versions
         if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
             self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=self._evaluate(self.peer))
@@ -228,8 +229,11 @@ class Trainer:
             peer.line.trained.blocks = 0
         self.reader.lease(held, mine.blocks if mine else 0)
 
-    def _emit_version(self, peer: Peer, commit: Commit, mine: Counted | None, seconds: dict[str, float]) -> None:
+    def _emit_version(
+        self, peer: Peer, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]
+    ) -> None:
         wire = peer.counter.sample()
+        trained = front(before.leases.held.get(peer.name, ()), mine.blocks) if mine else ()
         self.events.emit(
             "version",
             version=commit.version,
@@ -240,6 +244,7 @@ class Trainer:
             own=mine is not None,
             loss=sum(self._losses) / len(self._losses) if self._losses else None,
             inner_tokens=mine.tokens if mine else 0,
+            blocks=[[run.start, run.stop] for run in trained],
             tokens_per_s=self._tokens_here / max(monotonic_s() - self._started_s, 1e-9),
             wire_bytes_sent=wire.sent if wire else None,
             wire_bytes_received=wire.received if wire else None,
@@ -323,7 +328,7 @@ class Trainer:
             "inner": {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)},
             "random": {name: value for name, value in randomness.items() if isinstance(value, torch.Tensor)},
         }
-        meta = {
+        meta: dict[str, Any] = {
             "vocab_size": self.contract.model.vocab_size or self.dataset.vocab_size,
             "inner": {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)},
             "random": {name: value for name, value in randomness.items() if not isinstance(value, torch.Tensor)},
@@ -344,11 +349,7 @@ class Trainer:
             self.events.emit("warning", text=f"no checkpoint: {error.cause}")
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        meta, groups = checkpoint.meta, checkpoint.groups
-        try:
-            self.inner.load_state_dict({**groups.get("inner", {}), **meta["inner"]})
-            restore_random_states({**groups.get("random", {}), **meta["random"]})
-            self.reader.load_state_dict(meta["reader"])
-        except KeyError as error:
-            raise StateError(f"{checkpoint.path} lacks {error}", "it was not written by `diloco peer`") from error
+        self.inner.load_state_dict({**checkpoint.groups.get("inner", {}), **checkpoint.value("inner", dict)})
+        restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
+        self.reader.load_state_dict(checkpoint.value("reader", dict))
         self._resumed_version = checkpoint.version

@@ -124,7 +124,7 @@ def baseline_events(tokens: int, sent: int, wall_s: float, worse: float) -> list
         )
         if step % max(1, steps // 5) == 0 or step == steps:
             events.append({**stamp, "kind": "eval", "tokens": seen, "val_loss": loss_at(seen) + worse + 0.05})
-    return [*events, {**stamp, "kind": "end", "val_loss": loss_at(tokens) + worse + 0.05}]
+    return [*events, {**stamp, "kind": "end", "tokens": tokens, "val_loss": loss_at(tokens) + worse + 0.05}]
 
 
 def write_events(path: Path, events: Sequence[dict[str, Any]]) -> None:

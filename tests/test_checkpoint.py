@@ -247,6 +247,14 @@ def test_a_damaged_one_is_passed_over_for_an_older_one(
     assert caught.value.fix
 
 
+def test_a_truncated_file_is_named_with_its_size(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"outer": {"x": torch.zeros(3)}}, {}, keep=1)
+    size = (path / "outer.safetensors").stat().st_size
+    os.truncate(path / "outer.safetensors", 10)
+    with pytest.raises(StateError, match=rf"outer\.safetensors has 10 bytes, not {size}"):
+        load(path)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -417,24 +425,25 @@ def test_a_full_disk_costs_only_the_new_checkpoint(small_disk: Path, version: in
     assert names(small_disk) == ["v00000002"]
 
 
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may grow beyond 1 MiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files")
 def test_a_file_that_may_not_grow_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, groups(1), {}, keep=1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-    try:
-        assert_refused(tmp_path, "File too large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_refused(tmp_path, "File too large")
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_manifest_that_may_not_grow(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-    try:
-        with pytest.raises(ResourceError, match="cannot write checkpoint .*: File too large"):
-            save(tmp_path, 1, groups(), {"long": "x" * 2**21}, keep=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(ResourceError, match=r"cannot write checkpoint .*: File too large"):
+        save(tmp_path, 1, groups(), {"long": "x" * 2**21}, keep=1)
     assert names(tmp_path) == []
 
 

@@ -308,6 +308,13 @@ def test_close_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
+def test_closes_before_it_was_opened() -> None:
+    directory = Directory()
+    directory.close()
+    assert becomes(lambda: not session(leader_of(directory)), timeout_s=1.0)
+
+
+@pytest.mark.slow
 def test_outlives_the_thread_that_started_it() -> None:
     started: list[Directory] = []
     thread = threading.Thread(target=lambda: started.append(Directory.start("run")))

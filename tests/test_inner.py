@@ -276,6 +276,14 @@ def test_state_is_flat_copied_and_named_by_parameter() -> None:
     assert torch.equal(average, kept)
 
 
+def test_loading_an_early_state_forgets_the_later_one() -> None:
+    inner = loop()
+    fresh = inner.state_dict()
+    inner.step(text_block(4), 1)
+    inner.load_state_dict(fresh)
+    assert inner.state_dict() == fresh
+
+
 def test_state_of_something_else_is_refused_before_anything_changes() -> None:
     inner = loop()
     inner.step(text_block(4), 1)

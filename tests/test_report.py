@@ -107,7 +107,35 @@ def test_a_peer_may_come_back(tmp_path: Path) -> None:
     write_events(tmp_path / "events.jsonl", events)
     run = read_run(tmp_path)
     assert run.stays == [Stay("a", 0.0, 30.0), Stay("b", 0.0, 10.0), Stay("b", 20.0, 30.0)]
-    assert run.marks == [Mark("b", 10.0, "died"), Mark("b", 20.0, "joined")]
+    assert run.marks == [Mark("b", 10.0, "died", 1, "silent"), Mark("b", 20.0, "joined", 2)]
+
+
+def test_members_alone_tell_who_came_and_went(tmp_path: Path) -> None:
+    end = {"t": 25.0, "kind": "end", "version": 2, "tokens": 2000, "val_loss": None, "reason": "left"}
+    events = [
+        version("a", 1, 10.0, members=["a", "b", "c"]),
+        version("b", 1, 10.0, members=["a", "b", "c"]),
+        version("c", 1, 10.0, members=["a", "b", "c"]),
+        version("a", 2, 20.0, members=["a", "d"]),
+        version("b", 1, 21.0, members=["a", "b", "c"]),  # says late what is long over
+        end | {"peer": "c", "time": 125.0},
+        version("a", 3, 30.0, members=["a"]),
+    ]
+    write_events(tmp_path / "events.jsonl", events)
+    run = read_run(tmp_path)
+    assert run.stays == [Stay("a", 0.0, 20.0), Stay("b", 0.0, 10.0), Stay("c", 0.0, 10.0), Stay("d", 10.0, 20.0)]
+    assert [str(mark) for mark in run.marks] == ["d joined", "b died", "c left", "d left"]
+
+
+def test_a_simulation_inside_is_a_baseline(tmp_path: Path) -> None:
+    write_run(tmp_path, versions=6)
+    for folder in (tmp_path / "average" / "p0", tmp_path / "average"):
+        write_events(folder / "events.jsonl", [event for event in peer_events(4) if event["peer"] == STEADY])
+    run = read_run(tmp_path)
+    assert [curve.name for curve in run.curves] == ["DiLoCo", "DDP", "Plain averaging", "One peer alone"]
+    assert [curve.key for curve in run.curves] == ["diloco", "ddp", "average", "alone"]
+    assert len(run.curves[2].train) == 4
+    assert len(run.versions) == 6
 
 
 def test_the_time_between_a_crash_and_the_resume_is_cut_out(tmp_path: Path) -> None:
@@ -118,16 +146,25 @@ def test_the_time_between_a_crash_and_the_resume_is_cut_out(tmp_path: Path) -> N
         version("a", 1, 10.0, loss=5.0),
         version("b", 1, 11.0),
         version("a", 2, 20.0, loss=4.0),  # never checkpointed: done again below
-        start | {"peer": "b", "time": 1000.0},
+        start | {"peer": "b", "time": 1000.0, "kind": "listening"},
         start | {"peer": "a", "time": 1001.0},
-        version("a", 2, 910.0, loss=4.5),
-        version("b", 2, 911.0),
+        version("a", 2, 910.0, loss=4.5) | {"t": 9.0},
+        version("b", 2, 911.0) | {"t": 11.0},
     ]
     write_events(tmp_path / "events.jsonl", events)
     run = read_run(tmp_path)
     assert [(row.version, row.at_s, row.loss) for row in run.versions] == [(1, 0.0, 5.0), (2, 20.0, 4.5)]
     assert run.resumed_s == [10.0]
     assert "resumed" in text_of(page_of(tmp_path))
+
+
+def test_the_run_begins_when_peers_are_in_the_view(tmp_path: Path) -> None:
+    early = {"peer": "a", "kind": "reason", "t": 0.0, "time": 90.0, "text": "1 of 2 peers are here"}
+    warning = {"peer": "a", "kind": "warning", "t": 5.0, "time": 105.0, "text": "no checkpoint: disk full"}
+    write_events(tmp_path / "events.jsonl", [early, version("a", 1, 2.0), warning, version("a", 2, 6.0)])
+    run = read_run(tmp_path)
+    assert [row.at_s for row in run.versions] == [0.0, 4.0]
+    assert run.versions[0].notes == ["a warned: no checkpoint: disk full"]
 
 
 def test_a_baseline_is_read_at_its_own_steps(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.screen import STRAGGLER_S, Screen, summary_table
+from diloco.screen import STRAGGLER_S, Screen, status_text, summary_table
 from tests.helpers_events import PEERS, peer_events
 
 TOTAL = 1_000_000
@@ -93,6 +93,22 @@ def test_what_all_peers_tell_is_said_once_and_after_its_version() -> None:
     ]
 
 
+def test_members_alone_tell_who_came_and_went() -> None:
+    lines = plain(
+        [
+            version("a", 1, counted=["a"]),
+            version("a", 2, counted=["a"], members=["a", "c"]),
+            version("b", 1, counted=["a"]),  # late, and no reason to let b in again
+            {"kind": "warning", "peer": "a", "text": "no checkpoint: disk full"},
+        ]
+    )
+    assert [line.strip() for line in lines if line.startswith(" ")] == [
+        "c joined at v2",
+        "b is gone at v2",
+        "a: no checkpoint: disk full",
+    ]
+
+
 def test_missing_numbers_are_dashes() -> None:
     (line,) = plain([version("a", 1, loss=None, wire_bytes_sent=None, seconds=None, counted=["a"])])[1:]
     assert "loss –" in line
@@ -103,6 +119,7 @@ def test_the_live_picture_of_a_whole_run() -> None:
     events = peer_events(24)
     text = picture([event for event in events if event.get("version", 0) <= 16], list(PEERS))
     header, _, _, *rows = text.splitlines()
+    assert "is gone" not in text
     assert re.match(r"demo   1,126,400 of 1,000,000 tokens   100%   held-out 2\.\d+ at v15", header)
     assert [row.split()[:2] for row in rows[:4]] == [
         ["tokyo", "training"],
@@ -193,3 +210,30 @@ def test_the_table_without_a_baseline_and_with_a_defect() -> None:
     assert "against" not in table
     assert "DiLoCo" in table
     assert "DIFFER" in table
+
+
+def test_what_a_member_answers_is_a_table() -> None:
+    peer = {"address": "127.0.0.1:4000", "alive": True, "in_view": True, "version": 12, "heard_s_ago": 0.4}
+    peer |= {"phase": "training", "inner_step": 240, "tokens": 1, "tokens_per_s": 2560.0, "loss": 2.31}
+    peer |= {"wire_bytes_sent": 13_800_000, "first_counted_version": 1}
+    joiner = {
+        "peer": "\x1b[31m",
+        "in_view": False,
+        "version": -1,
+        "loss": 0.0,
+        "wire_bytes_sent": 0,
+        "tokens_per_s": 0.0,
+    }
+    status = {"run": "demo", "version": 12, "tokens": 450_560, "total_tokens": 1_000_000, "answering": "oslo"}
+    status |= {"state_digest": "3fa2b1c9d0e1f2a3ff", "contract_digest": "c0ffee00c0ffee00c0", "reason": "waiting for 2"}
+    status |= {"peers": [peer | {"peer": "oslo"}, peer | joiner, peer | {"peer": "lima", "alive": False}]}
+    assert status_text(status).splitlines() == [
+        "demo: version 12, 450,560 of 1,000,000 tokens (45%), says oslo",
+        "state 3fa2b1c9d0e1f2a3  contract c0ffee00c0ffee00",
+        "waiting for 2",
+        "",
+        "peer                     version    loss   tok/s      sent     heard          address",
+        "oslo       training           12   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
+        "\\x1b[31m   at the door         0       –       –       0 B   0 s ago   127.0.0.1:4000",
+        "lima       silent             12   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
+    ]

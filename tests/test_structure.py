@@ -25,7 +25,7 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
-        diloco.launch diloco.trainer diloco.sim diloco.operate diloco.export diloco.report diloco.screen
+        diloco.launch diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report diloco.screen
         diloco.history""",
     "peer": "diloco.peer",
     "round": "diloco.round diloco.inner diloco.exchange",

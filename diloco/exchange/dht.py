@@ -70,7 +70,7 @@ class Directory:
         self._lock = threading.Lock()
         self._answer_due = True  # the first says whether the node started
         self._process = mp.get_context("fork").Process(
-            target=_run_node, args=(inner, os.getpid()), name="diloco-directory", daemon=True
+            target=_run_node, args=(inner, self._pipe, os.getpid()), name="diloco-directory", daemon=True
         )
         self._process.start()
         inner.close()
@@ -206,8 +206,9 @@ class _Settings:
     timeout_s: float
 
 
-def _run_node(pipe: Connection, parent: int) -> None:
+def _run_node(pipe: Connection, parents_end: Connection, parent: int) -> None:
     """Serve until told to end or orphaned; leave no p2pd behind."""
+    parents_end.close()  # held here too, the pipe would not end with the parent
     os.setsid()
     signal.set_wakeup_fd(-1)  # the parent's, if it has an event loop: our signals would wake it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # p2pd inherits this

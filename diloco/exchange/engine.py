@@ -530,7 +530,8 @@ class Exchange:
     async def on_state_offer(self) -> StateOffer:
         if self._state is None:
             raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
-        state, commit = self._state, self._state_commit
+        # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
+        state, commit = self._state, self._state_commit if self.machine.commit is not None else None
         manifest = await self._loop.run_in_executor(self._pool, state.manifest)
         self._snapshots[state.digest] = (state, manifest)
         self._snapshots.move_to_end(state.digest)

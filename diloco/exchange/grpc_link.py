@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -54,6 +54,7 @@ _MAX_DETAIL = 1000
 T = TypeVar("T")
 M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
+PartsCall = grpc.aio.StreamUnaryCall[parts_pb2.SendPartsRequest, control_pb2.DeliverReply]
 
 
 # ---------------------------------------------------------------- asking
@@ -75,7 +76,7 @@ class GrpcLink(Link):
         request = convert.envelope_to_wire(envelope)
         with _weather(address):
             answer = await self._peer(address).Deliver(request, timeout=self._rpc_s)
-        return _parsed(convert.reply_from_wire, answer)
+        return _reply(answer)
 
     async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
@@ -90,7 +91,7 @@ class GrpcLink(Link):
             finally:
                 outbox.close()
                 call.cancel()
-        return _parsed(convert.reply_from_wire, answer)
+        return _reply(answer)
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
@@ -181,12 +182,7 @@ class GrpcLink(Link):
         return grpc.aio.insecure_channel(f"dns:///{target}", options=list(options.items()))
 
 
-async def _write_all(
-    call: grpc.aio.StreamUnaryCall[parts_pb2.SendPartsRequest, control_pb2.DeliverReply],
-    first: parts_pb2.SendPartsRequest,
-    outbox: Outbox,
-    stall_s: float,
-) -> None:
+async def _write_all(call: PartsCall, first: parts_pb2.SendPartsRequest, outbox: Outbox, stall_s: float) -> None:
     """Write until `outbox` is empty or the other side has ended the call, of which `await call` tells the reason."""
     try:
         await _write(call, first, stall_s)
@@ -202,7 +198,7 @@ class _Ended(Exception):
     """The other side ended the call before we did."""
 
 
-async def _write(call: Any, message: Message, stall_s: float) -> None:
+async def _write(call: PartsCall, message: parts_pb2.SendPartsRequest, stall_s: float) -> None:
     try:
         async with _progress(stall_s):
             await call.write(message)
@@ -239,6 +235,13 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, max_part_bytes: in
     return payloads
 
 
+def _reply(answer: control_pb2.DeliverReply) -> Reply:
+    reply, detail = _parsed(convert.reply_from_wire, answer)
+    if detail:
+        raise LinkRefused(reply, detail)
+    return reply
+
+
 @contextmanager
 def _weather(address: str) -> Iterator[None]:
     """gRPC's errors as the link's."""
@@ -253,8 +256,8 @@ def _weather(address: str) -> Iterator[None]:
 def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
     detail = f"{address}: {error.details()}"
     match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return LinkDown(detail)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.INTERNAL:
+            return LinkDown(detail)  # INTERNAL: the connection broke during a write, or does not speak HTTP/2
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkSlow(detail)
         case grpc.StatusCode.FAILED_PRECONDITION:
@@ -328,17 +331,11 @@ class _Peer(PeerServicer):
 
     async def Deliver(self, request: control_pb2.Envelope, context: Context) -> control_pb2.DeliverReply:
         async with _refusing(context):
-            envelope = _parsed(convert.envelope_from_wire, request)
-            return convert.reply_to_wire(await self._service.on_envelope(envelope))
+            return await _replying(self._deliver(request))
 
     async def SendParts(self, request_iterator: Any, context: Context) -> control_pb2.DeliverReply:
         async with _refusing(context):
-            first = await self._read(context)
-            if first is None or first.WhichOneof("content") != "header":
-                raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
-            header = _parsed(convert.header_from_wire, first.header)
-            async with aclosing(self._parts(context)) as parts:
-                return convert.reply_to_wire(await self._service.on_parts(header, parts))
+            return await _replying(self._receive(context))
 
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
@@ -371,6 +368,17 @@ class _Peer(PeerServicer):
     async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
         return peer_pb2.StatusReply(json=self._service.on_status())
 
+    async def _deliver(self, request: control_pb2.Envelope) -> Reply:
+        return await self._service.on_envelope(_parsed(convert.envelope_from_wire, request))
+
+    async def _receive(self, context: Context) -> Reply:
+        first = await self._read(context)
+        if first is None or first.WhichOneof("content") != "header":
+            raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
+        header = _parsed(convert.header_from_wire, first.header)
+        async with aclosing(self._parts(context)) as parts:
+            return await self._service.on_parts(header, parts)
+
     async def _parts(self, context: Context) -> AsyncGenerator[Part, None]:
         joiner = Joiner(self._service.max_part_bytes)
         while (request := await self._read(context)) is not None:
@@ -399,16 +407,26 @@ class _Peer(PeerServicer):
             await self._write(context, reply)
 
 
+async def _replying(work: Awaitable[Reply]) -> control_pb2.DeliverReply:
+    try:
+        return convert.reply_to_wire(await work)
+    except LinkRefused as error:
+        return convert.reply_to_wire(error.reply, _detail(error))
+
+
 @asynccontextmanager
 async def _refusing(context: Context) -> AsyncIterator[None]:
     """A refusal goes back as a gRPC status with its reply beside it."""
     try:
         yield
     except LinkRefused as error:
-        detail = str(error).removeprefix(f"{error.reply.name.lower()}: ")[:_MAX_DETAIL]
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, detail, ((_REPLY_KEY, error.reply.name),))
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _detail(error), ((_REPLY_KEY, error.reply.name),))
     except LinkSlow as error:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+
+
+def _detail(error: LinkRefused) -> str:
+    return str(error).removeprefix(f"{error.reply.name.lower()}: ")[:_MAX_DETAIL]
 
 
 # ---------------------------------------------------------------- both

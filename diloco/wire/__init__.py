@@ -1,0 +1,1 @@
+"""The wire format: generated protobuf code (`v1`) and its conversion to plain values."""

@@ -304,12 +304,13 @@ _KIND_TO_WIRE = {kind: parts.Kind.Value(f"KIND_{kind.name}") for kind in Kind}
 _KIND_FROM_WIRE = {number: kind for kind, number in _KIND_TO_WIRE.items()}
 
 
-def reply_to_wire(reply: m.Reply) -> control.DeliverReply:
-    return control.DeliverReply(reply=_REPLY_TO_WIRE[reply])
+def reply_to_wire(reply: m.Reply, detail: str = "") -> control.DeliverReply:
+    return control.DeliverReply(reply=_REPLY_TO_WIRE[reply], detail=detail[:MAX_REASON])
 
 
-def reply_from_wire(message: control.DeliverReply) -> m.Reply:
-    return _known(_REPLY_FROM_WIRE, message.reply, "reply")
+def reply_from_wire(message: control.DeliverReply) -> tuple[m.Reply, str]:
+    """The reply, and why the bytes themselves were refused; empty when they were understood."""
+    return _known(_REPLY_FROM_WIRE, message.reply, "reply"), _reason(message.detail)
 
 
 def header_to_wire(header: StreamHeader) -> parts.StreamHeader:

@@ -41,8 +41,8 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_TOO_EARLY: _Reply.ValueType  # 8
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
-    """What a peer answers to an envelope or a stream of parts that it could read. What it cannot read, or does not have,
-    it refuses with the gRPC status FAILED_PRECONDITION: the reason in the details, and in the trailing metadata
+    """What a peer answers to an envelope or a stream of parts. To all other calls, what it does not have or cannot read is
+    refused with the gRPC status FAILED_PRECONDITION: the reason in the details, and in the trailing metadata
     "diloco-reply" the name of one of these without its prefix.
     """
 
@@ -168,18 +168,24 @@ Global___Envelope: _TypeAlias = Envelope  # noqa: Y015
 
 @_typing.final
 class DeliverReply(_message.Message):
+    """Not as a status: gRPC for Python loses the status of a call that ends while the caller is writing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     reply: Global___Reply.ValueType
+    detail: _builtins.str
+    """why, if the bytes themselves were refused; empty if they were understood"""
     def __init__(
         self,
         *,
         reply: Global___Reply.ValueType = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reply", b"reply"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

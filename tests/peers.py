@@ -1,0 +1,143 @@
+"""Real peers as processes, for tests: started through the command line, watched through what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diloco.telemetry import read_events
+
+DEADLINE_S = 90.0
+
+TINY = """
+[run]
+name = "tiny"
+total_tokens = {tokens}
+[membership]
+start_peers = {peers}
+match_deadline_s = 20.0
+round_deadline_s = 30.0
+[data]
+sequence_length = 32
+[model]
+layers = 1
+dim = 32
+heads = 2
+[inner]
+steps = {steps}
+batch_size = 4
+lr = 2e-3
+warmup = 0.0
+[eval]
+every_versions = 0
+sequences = 32
+"""
+
+
+def tiny_contract(directory: Path, peers: int = 1, tokens: int = 10**9, steps: int = 8) -> Path:
+    path = directory / "tiny.toml"
+    path.write_text(TINY.format(peers=peers, tokens=tokens, steps=steps))
+    return path
+
+
+def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """Wait for a condition; its value when it is true."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {deadline_s} s: {what}")
+
+
+class PeerProcess:
+    """One `diloco peer`."""
+
+    def __init__(self, name: str, directory: Path, *how: str, launcher: Sequence[str] = ()) -> None:
+        self.name = name
+        self.directory = directory / name
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "peer.json").unlink(missing_ok=True)
+        self.log = self.directory / "log.txt"
+        arguments = ["peer", *how, "--dir", str(self.directory), "--set", "device.threads=1"]
+        if "--resume" not in how:
+            arguments += ["--name", name]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*(launcher or (sys.executable, "-m")), "diloco", *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.directory / "events.jsonl") if event["kind"] == kind]
+
+    def ticket(self) -> str:
+        card = self.directory / "peer.json"
+        until(lambda: card.exists() or self.process.poll() is not None, f"{self.name} listens")
+        assert card.exists(), self.log.read_text()
+        return str(json.loads(card.read_text())["ticket"])
+
+    def reaches(self, version: int, counted: Sequence[str] = (), deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Wait for a version of at least `version` that counts exactly these peers (any, when none are named)."""
+
+        def found() -> dict[str, Any] | None:
+            assert self.process.poll() in (None, 0), self.log.read_text()
+            fitting = (e for e in self.events("version") if e["version"] >= version)
+            return next((e for e in fitting if not counted or set(e["counted"]) == set(counted)), None)
+
+        event: dict[str, Any] = until(
+            found, f"{self.name} at version {version} with {counted or 'anybody'}", deadline_s
+        )
+        return event
+
+    def version(self) -> int:
+        versions = self.events("version")
+        return int(versions[-1]["version"]) if versions else 0
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        return self.process.wait(deadline_s)
+
+
+@contextmanager
+def ending(processes: list[PeerProcess]) -> Iterator[list[PeerProcess]]:
+    """Whatever happens, no process stays behind."""
+    try:
+        yield processes
+    finally:
+        for peer in processes:
+            if peer.process.poll() is None:
+                peer.process.kill()
+                peer.process.wait()
+
+
+def run_cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """One command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "diloco", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=timeout_s,
+        cwd=cwd,
+        check=False,
+    )

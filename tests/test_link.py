@@ -1,0 +1,690 @@
+"""One suite for both links: over gRPC on loopback, and inside the process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+
+from diloco.errors import ResourceError, UsageError
+from diloco.exchange import messages as m
+from diloco.exchange.address import is_loopback, join_address, split_address
+from diloco.exchange.grpc_link import GrpcLink, Server, serve
+from diloco.exchange.link import (
+    CHUNK_BYTES,
+    Kind,
+    Link,
+    LinkDown,
+    LinkRefused,
+    LinkSlow,
+    Part,
+    StateOffer,
+    StreamHeader,
+    Welcome,
+)  # fmt: skip
+from diloco.exchange.memory_link import MemoryNetwork
+from diloco.types import Closed, Commit, Leases, Member
+from diloco.wire import chunks, convert
+from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
+from diloco.wire.v1.peer_pb2_grpc import PeerStub
+
+ALICE = Member("alice", 7, "127.0.0.1:1")
+ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, m.Gather(4, 1, "for a test"))
+HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1)
+WELCOME = Welcome(b'{"run":{}}', "lineage", 3, True, (ALICE,), ("/ip4/127.0.0.1/tcp/1/p2p/Qm",))
+MIB = 1 << 20
+
+
+def commit(version: int, parts: Sequence[bytes]) -> Commit:
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    return Commit(version, "previous", "lineage", 0, (ALICE,), (), digest, 0, Leases(0, {}), "digest")
+
+
+class Listener:
+    """A service that keeps what it gets and answers from what it has."""
+
+    max_part_bytes = 8 * MIB
+
+    def __init__(self) -> None:
+        self.envelopes: list[m.Envelope] = []
+        self.headers: list[StreamHeader] = []
+        self.parts: list[Part] = []
+        self.reply = m.Reply.OK
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self.ended: list[str] = []
+        self.state = {0: b"s" * (4 * MIB), 1: b"t" * 10}
+        self.closed = [Closed(commit(1, []), [])]
+        self.closed += [Closed(commit(version, parts), parts) for version, parts in ((2, MEAN), (3, [b""]))]
+
+    async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
+        self.envelopes.append(envelope)
+        return self.reply
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        self.headers.append(header)
+        try:
+            if self.reply is not m.Reply.OK:
+                return self.reply
+            async for part in parts:
+                self.parts.append(part)
+                await self.reading.wait()
+        except BaseException as error:
+            self.ended.append(type(error).__name__)
+            raise
+        self.ended.append("end")
+        return m.Reply.OK
+
+    def on_hello(self) -> Welcome:
+        return WELCOME
+
+    def on_fetch_commits(self, since: int) -> list[Closed]:
+        return [closed for closed in self.closed if closed.commit.version > since]
+
+    def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+        found = [closed.parts for closed in self.closed if closed.commit.mean_digest == mean_digest]
+        return found[0] if found else None
+
+    async def on_state_offer(self) -> StateOffer:
+        if self.reply is not m.Reply.OK:
+            raise LinkRefused(self.reply, "no state here yet")
+        hashes = tuple(hashlib.sha256(chunk).hexdigest() for chunk in self.state.values())
+        return StateOffer(3, self.closed[-1].commit, "digest", (5, 6), hashes)
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        return self.state.get(chunk) if digest == "digest" else None
+
+    def on_status(self) -> str:
+        return json.dumps({"version": 3})
+
+
+MEAN = [b"a" * 16_384, b"b" * (2 * MIB + 5), b"", b"c"]
+
+# ---------------------------------------------------------------- two networks
+
+
+class GrpcNet:
+    """Real servers on loopback."""
+
+    def __init__(self) -> None:
+        self.link: Link = GrpcLink(rpc_s=0.5)
+        self._servers: dict[str, Server] = {}
+
+    async def start(self, service: Listener, address: str = "127.0.0.1:0") -> str:
+        server = await serve(service, address)
+        self._servers[server.address] = server
+        return server.address
+
+    async def kill(self, address: str) -> None:
+        await self._servers.pop(address).stop(0)
+
+    async def close(self) -> None:
+        await self.link.close()
+        for address in list(self._servers):
+            await self.kill(address)
+
+
+class MemoryNet:
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.link = self.network.link(rpc_s=0.5)
+
+    async def start(self, service: Listener, address: str = "memory:1") -> str:
+        self.network.attach(address, service)
+        return address
+
+    async def kill(self, address: str) -> None:
+        self.network.detach(address)
+
+    async def close(self) -> None:
+        await self.link.close()
+
+
+Net = GrpcNet | MemoryNet
+Scenario = Callable[[Net], Awaitable[None]]
+
+
+def play(net: Callable[[], Net], scenario: Scenario) -> None:
+    async def run() -> None:
+        playing = net()
+        try:
+            await scenario(playing)
+        finally:
+            await playing.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.fixture(params=[GrpcNet, MemoryNet], ids=["grpc", "memory"])
+def net(request: pytest.FixtureRequest) -> Callable[[], Net]:
+    return request.param
+
+
+async def stream(*parts: Part) -> AsyncIterator[Part]:
+    for part in parts:
+        yield part
+
+
+async def endless() -> AsyncIterator[Part]:
+    while True:
+        yield Part(0, bytes(MIB))
+
+
+# ---------------------------------------------------------------- messages
+
+
+def test_deliver_and_its_reply(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        for service.reply in m.Reply:
+            assert await net.link.deliver(address, ENVELOPE) is service.reply
+        assert service.envelopes == [ENVELOPE] * len(m.Reply)
+
+    play(net, scenario)
+
+
+def test_hello_status_and_state_offer(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        assert await net.link.hello(address, 1.0) == WELCOME
+        assert json.loads(await net.link.status(address, 1.0)) == {"version": 3}
+        assert await net.link.fetch_state_offer(address, 1.0) == await service.on_state_offer()
+
+    play(net, scenario)
+
+
+def test_a_refusal_of_the_service_travels_with_its_reason(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        service.reply = m.Reply.TOO_EARLY
+        address = await net.start(service)
+        with pytest.raises(LinkRefused, match=r"too_early: .*no state here yet") as refused:
+            await net.link.fetch_state_offer(address, 1.0)
+        assert refused.value.reply is m.Reply.TOO_EARLY
+
+    play(net, scenario)
+
+
+# ---------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [0, 1, 0], [16_384] * 500, [5_000_000, 3, 5_000_001], [CHUNK_BYTES] * 9])
+def test_parts_arrive_whole_and_in_order(net, sizes):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        parts = [Part(7 + index, os.urandom(size)) for index, size in enumerate(sizes)]
+        assert await net.link.send_parts(address, HEADER, stream(*parts), 5.0) is m.Reply.OK
+        assert service.parts == parts
+        assert service.headers == [HEADER]
+        assert service.ended == ["end"]
+
+    play(net, scenario)
+
+
+def test_what_is_ready_does_not_wait_for_what_is_not(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        more = asyncio.Event()
+
+        async def parts() -> AsyncIterator[Part]:
+            yield Part(0, b"early")
+            await more.wait()
+            yield Part(1, b"late")
+
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, parts(), 0.3))
+        while not service.parts:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # the pause is ours, not the receiver's: longer than its stall_s is fine
+        assert [part.payload for part in service.parts] == [b"early"]
+        more.set()
+        assert await sending is m.Reply.OK
+        assert [part.payload for part in service.parts] == [b"early", b"late"]
+
+    play(net, scenario)
+
+
+def test_an_early_reply_ends_the_stream(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        service.reply = m.Reply.STALE
+        address = await net.start(service)
+        assert await net.link.send_parts(address, HEADER, endless(), 5.0) is m.Reply.STALE
+
+        async def pausing() -> AsyncIterator[Part]:
+            yield Part(0, b"x")
+            await asyncio.Event().wait()
+
+        assert await net.link.send_parts(address, HEADER, pausing(), 5.0) is m.Reply.STALE
+
+    play(net, scenario)
+
+
+def test_an_error_of_the_sender_is_the_senders_and_ends_the_call(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+
+        async def failing() -> AsyncIterator[Part]:
+            yield Part(0, b"x")
+            await until(lambda: service.parts != [])
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await net.link.send_parts(address, HEADER, failing(), 5.0)
+        await until(lambda: service.ended != [])
+
+    play(net, scenario)
+
+
+def test_a_service_that_does_not_read_stalls_the_sender(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        service.reading.clear()
+        address = await net.start(service)
+        made = 0
+
+        async def parts() -> AsyncIterator[Part]:
+            nonlocal made
+            while True:
+                made += 1
+                yield Part(0, bytes(MIB))
+
+        started = time.monotonic()
+        with pytest.raises(LinkSlow):
+            await net.link.send_parts(address, HEADER, parts(), 0.5)
+        assert time.monotonic() - started < 2.0
+        assert made < 100, "memory must stay bounded"
+        assert len(service.parts) == 1
+        await until(lambda: service.ended == ["CancelledError"])
+
+    play(net, scenario)
+
+
+def test_a_part_larger_than_the_service_takes_is_refused(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        parts = stream(Part(0, b"fine"), Part(1, bytes(service.max_part_bytes + 1)))
+        with pytest.raises(LinkRefused, match="8388609 bytes, at most 8388608") as refused:
+            await net.link.send_parts(address, HEADER, parts, 5.0)
+        assert refused.value.reply is m.Reply.MALFORMED
+        assert [part.payload for part in service.parts] == [b"fine"]
+
+    play(net, scenario)
+
+
+# ---------------------------------------------------------------- fetches
+
+
+def test_commits_and_means_are_fetched(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        assert await net.link.fetch_commits(address, 0, 3 * MIB, 1.0) == service.closed
+        assert await net.link.fetch_commits(address, 2, 3 * MIB, 1.0) == service.closed[2:]
+        assert await net.link.fetch_commits(address, 3, 3 * MIB, 1.0) == []
+        assert await net.link.fetch_mean(address, service.closed[1].commit.mean_digest, 3 * MIB, 1.0) == MEAN
+
+    play(net, scenario)
+
+
+def test_means_that_are_gone_or_too_large_are_refused(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        with pytest.raises(LinkRefused) as gone:
+            await net.link.fetch_mean(address, "unknown", 3 * MIB, 1.0)
+        assert gone.value.reply is m.Reply.STALE
+        for fetch in (
+            net.link.fetch_mean(address, service.closed[1].commit.mean_digest, 2 * MIB, 1.0),
+            net.link.fetch_commits(address, 0, 2 * MIB, 1.0),
+        ):
+            with pytest.raises(LinkRefused, match="at most 2097152") as large:
+                await fetch
+            assert large.value.reply is m.Reply.MALFORMED
+
+    play(net, scenario)
+
+
+def test_chunks_of_the_state_are_fetched_in_the_order_asked(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        got = [chunk async for chunk in net.link.fetch_state(address, "digest", [1, 0, 1], 4 * MIB, 1.0)]
+        assert got == [(1, service.state[1]), (0, service.state[0]), (1, service.state[1])]
+
+    play(net, scenario)
+
+
+def test_chunks_of_the_state_that_are_gone_or_too_large_are_refused(net):
+    async def scenario(net: Net) -> None:
+        address = await net.start(Listener())
+        for digest, asked, limit, reply in (
+            ("digest", [1, 9], 4 * MIB, m.Reply.STALE),
+            ("other", [1], 4 * MIB, m.Reply.STALE),
+            ("digest", [0], 4 * MIB - 1, m.Reply.MALFORMED),
+        ):
+            with pytest.raises(LinkRefused) as refused:
+                _ = [chunk async for chunk in net.link.fetch_state(address, digest, asked, limit, 1.0)]
+            assert refused.value.reply is reply
+
+    play(net, scenario)
+
+
+# ---------------------------------------------------------------- death
+
+
+def test_nobody_there_is_down_at_once(net):
+    async def scenario(net: Net) -> None:
+        address = await net.start(Listener())
+        await net.kill(address)
+        started = time.monotonic()
+        for ask in (
+            net.link.deliver(address, ENVELOPE),
+            net.link.send_parts(address, HEADER, endless(), 5.0),
+            net.link.hello(address, 5.0),
+            net.link.fetch_commits(address, 0, MIB, 5.0),
+            net.link.fetch_mean(address, "digest", MIB, 5.0),
+            net.link.fetch_state_offer(address, 5.0),
+            anext(net.link.fetch_state(address, "digest", [0], MIB, 5.0)),
+        ):
+            with pytest.raises(LinkDown):
+                await ask
+        assert time.monotonic() - started < 0.5
+
+    play(net, scenario)
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/socket", "nonsense", "127.0.0.1:99999"])
+def test_what_is_no_address_is_down(net, address):
+    async def scenario(net: Net) -> None:
+        with pytest.raises(LinkDown):
+            await net.link.deliver(address, ENVELOPE)
+
+    play(net, scenario)
+
+
+def test_death_in_the_middle_of_a_stream_is_down(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 5.0))
+        await until(lambda: len(service.parts) > 3)
+        await net.kill(address)
+        with pytest.raises(LinkDown):
+            await sending
+
+    play(net, scenario)
+
+
+def test_a_cancelled_sender_cancels_the_service(net):
+    async def scenario(net: Net) -> None:
+        service = Listener()
+        address = await net.start(service)
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 5.0))
+        await until(lambda: len(service.parts) > 3)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await until(lambda: service.ended != [])
+
+    play(net, scenario)
+
+
+def test_a_peer_back_at_its_address_is_reached_within_two_seconds(net):
+    async def scenario(net: Net) -> None:
+        address = await net.start(Listener())
+        await net.link.deliver(address, ENVELOPE)
+        await net.kill(address)
+        for _ in range(20):  # so long that the back-off has grown
+            with pytest.raises(LinkDown):
+                await net.link.deliver(address, ENVELOPE)
+            await asyncio.sleep(0.1)
+        service = Listener()
+        assert await net.start(service, address) == address
+        started = time.monotonic()
+        while not service.envelopes:
+            assert time.monotonic() - started < 2.0
+            try:
+                await net.link.deliver(address, ENVELOPE)
+            except LinkDown:
+                await asyncio.sleep(0.05)
+
+    play(net, scenario)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- memory only
+
+
+def test_a_frozen_peer_is_slow_until_it_thaws():
+    async def scenario(net: MemoryNet) -> None:
+        service = Listener()
+        address = await net.start(service)
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 0.2))
+        await until(lambda: len(service.parts) > 3)
+        net.network.freeze(address)
+        for ask in (sending, net.link.deliver(address, ENVELOPE), net.link.fetch_commits(address, 0, MIB, 0.2)):
+            with pytest.raises(LinkSlow):
+                await ask
+        net.network.thaw(address)
+        assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+
+    play(MemoryNet, scenario)
+
+
+# ---------------------------------------------------------------- gRPC only: crafted bytes, ports, processes
+
+
+@asynccontextmanager
+async def raw(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield channel
+
+
+def craft(*contents: parts_pb2.StreamHeader | parts_pb2.Chunks) -> list[parts_pb2.SendPartsRequest]:
+    return [
+        parts_pb2.SendPartsRequest(header=content)
+        if isinstance(content, parts_pb2.StreamHeader)
+        else parts_pb2.SendPartsRequest(chunks=content)
+        for content in contents
+    ]
+
+
+def good_chunks(payload: bytes) -> parts_pb2.Chunks:
+    return next(chunks.cut([Part(0, payload)], parts_pb2.SendPartsRequest)).chunks
+
+
+def spoiled_chunks(payload: bytes) -> parts_pb2.Chunks:
+    message = good_chunks(payload)
+    message.chunks[0].payload = b"!" + payload[1:]
+    return message
+
+
+def other_version() -> parts_pb2.StreamHeader:
+    header = convert.header_to_wire(HEADER)
+    header.wire_version = 2
+    return header
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [
+        ([good_chunks(b"payload")], "begins with its header"),
+        ([], "begins with its header"),
+        ([convert.header_to_wire(HEADER), spoiled_chunks(b"payload")], "wrong checksum at byte 0"),
+        ([convert.header_to_wire(HEADER), convert.header_to_wire(HEADER)], "has one header"),
+        ([convert.header_to_wire(HEADER), good_chunks(bytes(9 * MIB))], "9437184 bytes, at most 8388608"),
+        ([convert.header_to_wire(HEADER), good_chunks(bytes(MIB))], "ends after 262144 of 1048576"),
+        ([other_version()], "wire version 2 meets 1"),
+    ],
+)
+def test_crafted_streams_are_refused(contents, reason):
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        address = await net.start(service)
+        async with raw(address) as channel:
+            answer = await PeerStub(channel).SendParts(iter(craft(*contents)))
+        assert answer.reply == control_pb2.REPLY_MALFORMED
+        assert re.search(reason, answer.detail)
+        assert service.parts == []
+
+    play(GrpcNet, scenario)
+
+
+def test_bytes_that_are_no_message_are_refused():
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Listener())
+        async with raw(address) as channel:
+            answer = await channel.stream_unary("/diloco.wire.v1.Peer/SendParts")(iter([b"\xff" * 9]))
+            assert control_pb2.DeliverReply.FromString(answer).reply == control_pb2.REPLY_MALFORMED
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary("/diloco.wire.v1.Peer/Deliver")(b"\xff" * 9)
+        assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+
+    play(GrpcNet, scenario)
+
+
+def test_hello_of_another_wire_version_is_refused():
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Listener())
+        async with raw(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="wire version 9 meets 1"):
+                await PeerStub(channel).Hello(peer_pb2.HelloRequest(wire_version=9))
+
+    play(GrpcNet, scenario)
+
+
+def test_a_stream_that_goes_quiet_is_ended():
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        server = await serve(service, "127.0.0.1:0", idle_s=0.2)
+
+        async def pausing() -> AsyncIterator[Part]:
+            yield Part(0, b"x")
+            await asyncio.Event().wait()
+
+        with pytest.raises(LinkSlow, match=r"no progress for 0.2 s"):
+            await net.link.send_parts(server.address, HEADER, pausing(), 5.0)
+        assert service.ended == ["LinkSlow"]
+        await server.stop(0)
+
+    play(GrpcNet, scenario)
+
+
+def test_two_servers_on_one_port_is_an_error_with_a_way_out():
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Listener())
+        with pytest.raises(ResourceError, match=f"cannot listen on {address}") as taken:
+            await serve(Listener(), address)
+        assert "ss -ltnp" in taken.value.fix
+
+    play(GrpcNet, scenario)
+
+
+SERVER = """
+import asyncio, sys
+from diloco.exchange.grpc_link import serve
+from tests.test_link import Listener
+
+async def main():
+    server = await serve(Listener(), "127.0.0.1:0")
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def serving_process() -> AsyncIterator[tuple[str, subprocess.Popen[str]]]:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_slow_and_a_killed_one_down():
+    async def scenario(net: GrpcNet) -> None:
+        async with serving_process() as (address, process):
+            assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+            sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 1.0))
+            await asyncio.sleep(0.3)
+            process.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            with pytest.raises(LinkSlow):
+                await net.link.deliver(address, ENVELOPE)
+            assert time.monotonic() - stopped < 0.5 + 0.5
+            with pytest.raises(LinkSlow):
+                await sending
+            assert time.monotonic() - stopped < 1.0 + 1.0
+            process.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.1)
+            assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+            sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 1.0))
+            await asyncio.sleep(0.3)
+            process.kill()
+            killed = time.monotonic()
+            with pytest.raises(LinkDown):
+                await sending
+            with pytest.raises(LinkDown):
+                await net.link.deliver(address, ENVELOPE)
+            assert time.monotonic() - killed < 0.5
+
+    play(GrpcNet, scenario)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("127.0.0.1:7700", ("127.0.0.1", 7700)),
+        ("node-3.example.org:0", ("node-3.example.org", 0)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("my_host:1", ("my_host", 1)),
+    ],
+)
+def test_addresses_are_split_and_joined(text, parts):
+    assert split_address(text) == parts
+    assert join_address(*parts) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host", "host:", ":1", "host:-1", "host:65536", "host:1x", "::1:80", "[::1", "[x]:1", "a b:1", "unix:/x",
+     "http://host:1", "host:٣", "x" * 300 + ":1", "-x:1"],
+)  # fmt: skip
+def test_nonsense_is_no_address(text):
+    with pytest.raises(UsageError) as error:
+        split_address(text)
+    assert "host:port" in error.value.fix
+
+
+def test_loopback():
+    assert all(is_loopback(text) for text in ("127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"))
+    assert not any(is_loopback(text) for text in ("0.0.0.0:1", "10.0.0.1:1", "example.org:1", "[::]:1", "[fd00::1]:1"))

@@ -1,0 +1,175 @@
+"""Whole runs with real processes, real gRPC and the real directory: found, join, leave, die, resume."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco.checkpoint import load
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
+
+pytestmark = pytest.mark.slow
+
+
+def status(ticket: str) -> dict:
+    answer = run_cli("status", ticket, "--json")
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def agree(peers: list[PeerProcess]) -> int:
+    """All digests that several peers reported of one version are the same. Returns how many were compared."""
+    digests: dict[int, set[str]] = {}
+    reports: dict[int, int] = {}
+    for peer in peers:
+        for event in peer.events("version"):
+            digests.setdefault(event["version"], set()).add(event["state_digest"])
+            reports[event["version"]] = reports.get(event["version"], 0) + 1
+    assert all(len(known) == 1 for known in digests.values()), digests
+    return sum(count > 1 for count in reports.values())
+
+
+def test_found_join_leave_join_late_kill(tmp_path: Path) -> None:
+    """The scene of the four terminals."""
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)))
+        peers.append(a)
+        ticket = a.ticket()
+        a.reaches(2)
+        b, c = (PeerProcess(name, tmp_path, "--join", ticket) for name in "bc")
+        peers += [b, c]
+        together = a.reaches(1, ["a", "b", "c"])["version"]
+
+        b.interrupt()
+        assert b.wait() == 0
+        a.reaches(together, ["a", "c"])
+        assert "left at version" in b.log.read_text()
+
+        d = PeerProcess("d", tmp_path, "--join", c.ticket())  # any member will do
+        peers.append(d)
+        at = a.reaches(together, ["a", "c", "d"])["version"]
+        seen = status(a.ticket())
+        row = {entry["peer"]: entry for entry in seen["peers"]}
+        assert {name for name, entry in row.items() if entry["in_view"]} == {"a", "c", "d"}
+        until(
+            lambda: {e["peer"]: e for e in status(a.ticket())["peers"]}["d"]["first_counted_version"] == at,
+            "status shows d's first counted version",
+        )
+
+        c.kill()
+        after = a.reaches(at + 1, ["a", "d"], deadline_s=40.0)["version"]
+        a.reaches(after + 2)
+        for peer in (a, d):
+            peer.interrupt()
+        assert a.wait() == 0
+        assert d.wait() == 0
+        assert agree(peers) > 5
+
+
+def test_kill_everything_and_resume(tmp_path: Path) -> None:
+    """Same version, same digest, no block trained twice, the curve goes on."""
+    contract = tiny_contract(tmp_path, peers=2)
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(contract))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket())
+        peers.append(b)
+        a.reaches(4, ["a", "b"])
+        until(lambda: len(a.events("checkpoint")) > 3, "checkpoints")
+        for peer in (a, b):
+            peer.kill()
+        before = load(tmp_path / "a" / "checkpoints")
+        commit = json.loads(before.meta["commit"])
+
+        a = PeerProcess("a", tmp_path, "--resume", str(tmp_path / "a"))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--resume", str(tmp_path / "b"), "--join", a.ticket())
+        peers.append(b)
+        first = a.reaches(before.version + 1, ["a", "b"])
+        assert first["version"] == before.version + 1
+        resumed = a.events("start")[-1]
+        assert resumed["resumed_version"] == before.version
+        assert first["tokens"] > commit["tokens"]
+        losses = [event["loss"] for event in a.events("version")]
+        assert losses[-1] < losses[0]
+        b.reaches(before.version + 3)
+        assert agree([a, b]) >= 5
+        runs = sorted(tuple(run) for peer in (a, b) for event in peer.events("version") for run in event["blocks"])
+        assert len(runs) >= 14
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(runs)), "a block was trained twice"
+        for peer in (a, b):
+            peer.interrupt()
+        assert (a.wait(), b.wait()) == (0, 0)
+
+
+def test_a_run_ends_when_it_has_its_tokens(tmp_path: Path) -> None:
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2, tokens=12_288)))
+        peers.append(a)
+        peers.append(PeerProcess("b", tmp_path, "--join", a.ticket()))
+        assert [peer.wait() for peer in peers] == [0, 0]
+        ends = [peer.events("end")[-1] for peer in peers]
+        assert {end["reason"] for end in ends} == {"done"}
+        assert len({(end["version"], end["state_digest"], end["chain_digest"]) for end in ends}) == 1
+        assert ends[0]["tokens"] == 12_288
+
+        exported = run_cli("export", str(tmp_path / "a"), str(tmp_path / "exported"), "--json")
+        assert exported.returncode == 0, exported.stderr
+        assert (tmp_path / "exported" / "model.safetensors").is_file()
+        evaluated = run_cli("eval", str(tmp_path / "a"), "--json")
+        assert json.loads(evaluated.stdout)["val_loss"] == pytest.approx(ends[0]["val_loss"], rel=1e-4)
+        reported = run_cli("report", str(tmp_path / "a"), "--json")
+        assert Path(json.loads(reported.stdout)["report"]).is_file()
+
+
+def test_majority_gone_trains_on_until_evicted(tmp_path: Path) -> None:
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket())
+        peers.append(b)
+        a.reaches(2, ["a", "b"])
+        b.kill()
+        skip = until(lambda: a.events("skip"), "a round is skipped")[0]
+        assert "voters can be reached" in skip["reason"]
+        until(lambda: len(a.events("skip")) > 1, "training goes on")
+        stuck = a.version()
+        told = run_cli("evict", a.ticket(), "b")
+        assert told.returncode == 0, told.stderr
+        a.reaches(stuck + 2, ["a"])
+
+
+def test_under_torchrun_an_island_is_one_peer(tmp_path: Path) -> None:
+    torchrun = ["torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m"]
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2, tokens=12_288)))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket(), launcher=torchrun)
+        peers.append(b)
+        assert [peer.wait() for peer in peers] == [0, 0], b.log.read_text()
+        ends = [peer.events("end")[-1] for peer in peers]
+        assert len({end["state_digest"] for end in ends}) == 1
+        assert all(set(event["counted"]) == {"a", "b"} for event in a.events("version"))
+
+
+def test_simulate_writes_a_summary_and_beats_ddp_in_bytes(tmp_path: Path) -> None:
+    out = tmp_path / "sim"
+    contract = tiny_contract(tmp_path, tokens=12_288)
+    done = run_cli("simulate", str(contract), "--peers", "2", "--compare", "ddp", "--out", str(out), timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["peers"] == 2
+    assert summary["versions"] == 6
+    assert summary["digests_agree"] is True
+    assert len(summary["digest"]) == 64
+    assert summary["tokens"] == 12_288
+    assert summary["baseline"]["name"] == "ddp"
+    assert summary["baseline"]["wire_bytes_sent_per_peer"] > 8 * summary["wire_bytes_sent_per_peer"] / 4
+    assert {"val_loss", "wall_s", "wire_bytes_sent_per_peer"} <= summary["baseline"].keys()
+    assert (out / "events.jsonl").is_file()
+    assert (out / "plot.png").is_file()
+    assert (out / "report.html").is_file()
+    assert "All peers hold the same state" in done.stdout
