@@ -118,7 +118,8 @@ def status(
     address: Annotated[str, typer.Argument(help="HOST:PORT of any live member.")], as_json: AsJson = False
 ) -> None:
     """Ask a member how the run is: version, digest, who is there and how far."""
-    from diloco.operate import ask_status, status_text
+    from diloco.operate import ask_status
+    from diloco.screen import status_text
 
     tree = ask_status(address)
     print(json.dumps(tree, indent=2) if as_json else status_text(tree))
@@ -255,7 +256,7 @@ def _checkpoints_of(path: Path) -> Path:
 
 
 def _signals() -> Callable[[], bool]:
-    """Install handlers: the first SIGINT or SIGTERM asks to stop, the second ends the process at once."""
+    """Install handlers: the first SIGINT, SIGTERM or SIGHUP asks to stop, the second ends the process at once."""
     asked: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -264,7 +265,7 @@ def _signals() -> Callable[[], bool]:
         asked.append(number)
         sys.stderr.write("leaving in good order; once more to end at once\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
     return lambda: bool(asked)
 

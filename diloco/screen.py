@@ -357,6 +357,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         f"({tokens / max(total, 1):.0%}), says {readable_text(status['answering'])}",
         f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
         f"contract {readable_text(status['contract_digest'][:16])}",
+        f"join with: diloco peer --join {_ticket(status)}",
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))
@@ -365,6 +366,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         ["peer", *(readable_text(peer["peer"]) for peer in peers)],
         ["", *(_standing(peer) for peer in peers)],
         ["version", *(str(max(peer["version"], 0)) for peer in peers)],
+        ["counted since", *(_first_counted(peer) for peer in peers)],
         ["loss", *(readable_loss(peer["loss"] or None) for peer in peers)],
         ["tok/s", *(readable_count(peer["tokens_per_s"] or None) for peer in peers)],
         ["sent", *(readable_bytes(peer["wire_bytes_sent"]) for peer in peers)],
@@ -372,6 +374,17 @@ def status_text(status: Mapping[str, Any]) -> str:
         ["address", *(readable_text(peer["address"]) for peer in peers)],
     ]
     return "\n".join([*lines, "", *_aligned(columns, words=2)])
+
+
+def _ticket(status: Mapping[str, Any]) -> str:
+    """The join line's address: that of the member who answered."""
+    mine = next(peer for peer in status["peers"] if peer["peer"] == status["answering"])
+    return f"{readable_text(mine['address'], 80)}/{readable_text(status['contract_digest'][:12])}"
+
+
+def _first_counted(peer: Mapping[str, Any]) -> str:
+    version = peer["first_counted_version"]
+    return f"v{version}" if version >= 0 else "not yet"
 
 
 def _standing(peer: Mapping[str, Any]) -> str:

@@ -544,7 +544,7 @@ def test_crafted_streams_are_refused(contents, reason):
         service = Listener()
         address = await net.start(service)
         async with raw(address) as channel:
-            answer = await PeerStub(channel).SendParts(iter(craft(*contents)))
+            answer = [reply async for reply in PeerStub(channel).SendParts(iter(craft(*contents)))][-1].reply
         assert answer.reply == control_pb2.REPLY_MALFORMED
         assert re.search(reason, answer.detail)
         assert service.parts == []
@@ -556,8 +556,9 @@ def test_bytes_that_are_no_message_are_refused():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())
         async with raw(address) as channel:
-            answer = await channel.stream_unary("/diloco.wire.v1.Peer/SendParts")(iter([b"\xff" * 9]))
-            assert control_pb2.DeliverReply.FromString(answer).reply == control_pb2.REPLY_MALFORMED
+            call = channel.stream_stream("/diloco.wire.v1.Peer/SendParts")(iter([b"\xff" * 9]))
+            answer = parts_pb2.SendPartsReply.FromString(await call.read())
+            assert answer.reply.reply == control_pb2.REPLY_MALFORMED
             with pytest.raises(grpc.aio.AioRpcError):
                 await channel.unary_unary("/diloco.wire.v1.Peer/Deliver")(b"\xff" * 9)
         assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK

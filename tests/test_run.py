@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,8 @@ def test_majority_gone_trains_on_until_evicted(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_an_island_is_one_peer(tmp_path: Path) -> None:
-    torchrun = ["torchrun", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m"]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *rendezvous, "-m"]
     with ending([]) as peers:
         a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2, tokens=12_288)))
         peers.append(a)

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from diloco.clock import monotonic_s
 from diloco.errors import ResourceError, UsageError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.link import (
@@ -50,18 +51,20 @@ MAX_COMMITS: Final = 4096
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
+_TELL_S = 0.1
+"""How often the receiver of a stream says that it gets on."""
 
 T = TypeVar("T")
 M = TypeVar("M")
 Context = grpc.aio.ServicerContext[Any, Any]
-PartsCall = grpc.aio.StreamUnaryCall[parts_pb2.SendPartsRequest, control_pb2.DeliverReply]
+PartsCall = grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
 
 
 # ---------------------------------------------------------------- asking
 
 
 class GrpcLink(Link):
-    """Asks other peers; one connection per address, opened at the first call and mended when it breaks.
+    """Asks other peers over two connections per address, opened at the first call and mended when they break.
 
     Args:
         rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
@@ -70,7 +73,7 @@ class GrpcLink(Link):
     def __init__(self, rpc_s: float) -> None:
         _keep_freed_memory()
         self._rpc_s = rpc_s
-        self._channels: dict[str, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self._channels: dict[tuple[str, bool], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         request = convert.envelope_to_wire(envelope)
@@ -81,17 +84,8 @@ class GrpcLink(Link):
     async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         with _weather(address):
-            call = self._peer(address).SendParts()  # type: ignore[call-arg]
-            outbox = Outbox(parts)
-            call.add_done_callback(lambda _: outbox.close())
-            try:
-                await _write_all(call, first, outbox, stall_s)
-                async with _progress(stall_s):
-                    answer = await call
-            finally:
-                outbox.close()
-                call.cancel()
-        return _reply(answer)
+            call = self._peer(address, bulk=True).SendParts()  # type: ignore[call-arg]
+            return _reply(await _Sending(call, stall_s).run(first, parts))
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
@@ -103,7 +97,7 @@ class GrpcLink(Link):
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
         with _weather(address):
-            async with aclosing(_replies(self._peer(address).FetchCommits(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, bulk=True).FetchCommits(request), stall_s)) as replies:
                 async for reply in replies:
                     if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
                         raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
@@ -114,7 +108,7 @@ class GrpcLink(Link):
     async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
         request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
         with _weather(address):
-            async with aclosing(_replies(self._peer(address).FetchMean(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, bulk=True).FetchMean(request), stall_s)) as replies:
                 first = await anext(replies, None)
                 if first is None or first.WhichOneof("content") != "parts":
                     raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
@@ -133,7 +127,7 @@ class GrpcLink(Link):
         joiner = Joiner(max_chunk_bytes)
         wanted = iter(chunks)
         with _weather(address):
-            async with aclosing(_replies(self._peer(address).FetchState(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, bulk=True).FetchState(request), stall_s)) as replies:
                 async for reply in replies:
                     for part in _parsed(joiner.join, reply.chunks):
                         if part.index != next(wanted, None):
@@ -154,11 +148,13 @@ class GrpcLink(Link):
         for channel in channels:
             await channel.close(grace=None)
 
-    def _peer(self, address: str) -> PeerAsyncStub:
-        if address not in self._channels:
+    def _peer(self, address: str, bulk: bool = False) -> PeerAsyncStub:
+        """Bulk has a connection of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
+        key = address, bulk
+        if key not in self._channels:
             channel = self._open(address)
-            self._channels[address] = channel, PeerStub(channel)
-        return self._channels[address][1]
+            self._channels[key] = channel, PeerStub(channel)
+        return self._channels[key][1]
 
     def _open(self, address: str) -> grpc.aio.Channel:
         try:
@@ -182,28 +178,79 @@ class GrpcLink(Link):
         return grpc.aio.insecure_channel(f"dns:///{target}", options=list(options.items()))
 
 
-async def _write_all(call: PartsCall, first: parts_pb2.SendPartsRequest, outbox: Outbox, stall_s: float) -> None:
-    """Write until `outbox` is empty or the other side has ended the call, of which `await call` tells the reason."""
-    try:
-        await _write(call, first, stall_s)
-        while parts := await outbox.take(MESSAGE_BYTES):
-            for message in cut(parts, parts_pb2.SendPartsRequest):
-                await _write(call, message, stall_s)
-        await call.done_writing()
-    except _Ended:
-        return
+class _Sending:
+    """One stream of parts on its way.
+
+    Progress is a message that gRPC took from us, or word from the receiver that it took some: with buffers between
+    the two, either alone may pause for longer than `stall_s` on a slow link. Waiting for `parts` is our own business.
+    """
+
+    def __init__(self, call: PartsCall, stall_s: float) -> None:
+        self._call = call
+        self._stall_s = stall_s
+        self._moved_at_s = monotonic_s()
+        self._pausing = False
+
+    async def run(self, first: parts_pb2.SendPartsRequest, parts: AsyncIterator[Part]) -> control_pb2.DeliverReply:
+        outbox = Outbox(parts)
+        writing = asyncio.create_task(self._write_all(first, outbox))
+        answering = asyncio.create_task(self._answer())
+        try:
+            unfinished: set[asyncio.Task[Any]] = {writing, answering}
+            while not answering.done():
+                await asyncio.wait(unfinished, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)
+                if writing.done() and writing in unfinished:
+                    unfinished.remove(writing)
+                    writing.result()  # raises what `parts` raised
+            return answering.result()
+        finally:
+            outbox.close()
+            writing.cancel()
+            answering.cancel()
+            self._call.cancel()
+
+    async def _write_all(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> None:
+        """Write until the end, or until the other side has ended the call: the answer says why."""
+        try:
+            await self._write(first)
+            while parts := await self._take(outbox):
+                for message in cut(parts, parts_pb2.SendPartsRequest):
+                    await self._write(message)
+            await self._call.done_writing()
+        except _Ended:
+            return
+
+    async def _take(self, outbox: Outbox) -> list[Part]:
+        self._pausing = True
+        parts = await outbox.take(MESSAGE_BYTES)
+        self._pausing = False
+        self._moved_at_s = monotonic_s()
+        return parts
+
+    async def _write(self, message: parts_pb2.SendPartsRequest) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # it ended now, or before
+            raise _Ended from error
+        self._moved_at_s = monotonic_s()
+
+    async def _answer(self) -> control_pb2.DeliverReply:
+        async for reply in self._call:
+            self._moved_at_s = monotonic_s()
+            if reply.HasField("reply"):
+                return reply.reply
+        raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
+
+    def _patience_s(self) -> float:
+        """How much longer to wait for progress. Raises LinkSlow when it is overdue."""
+        left_s = self._stall_s if self._pausing else self._moved_at_s + self._stall_s - monotonic_s()
+        if left_s <= 0:
+            raise LinkSlow(f"no progress for {self._stall_s:g} s")
+        return left_s
 
 
 class _Ended(Exception):
     """The other side ended the call before we did."""
-
-
-async def _write(call: PartsCall, message: parts_pb2.SendPartsRequest, stall_s: float) -> None:
-    try:
-        async with _progress(stall_s):
-            await call.write(message)
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # the latter when it ended earlier
-        raise _Ended from error
 
 
 async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> AsyncGenerator[M, None]:
@@ -333,9 +380,10 @@ class _Peer(PeerServicer):
         async with _refusing(context):
             return await _replying(self._deliver(request))
 
-    async def SendParts(self, request_iterator: Any, context: Context) -> control_pb2.DeliverReply:
+    async def SendParts(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
-            return await _replying(self._receive(context))
+            reply = await _replying(self._receive(context))
+            await self._write(context, parts_pb2.SendPartsReply(reply=reply))
 
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
@@ -381,11 +429,16 @@ class _Peer(PeerServicer):
 
     async def _parts(self, context: Context) -> AsyncGenerator[Part, None]:
         joiner = Joiner(self._service.max_part_bytes)
+        taken, told_at_s = 0, monotonic_s()
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
             for part in _parsed(joiner.join, request.chunks):
                 yield part
+            taken += len(request.chunks.chunks)
+            if monotonic_s() - told_at_s >= _TELL_S:
+                await self._write(context, parts_pb2.SendPartsReply(taken=taken))
+                told_at_s = monotonic_s()
         _parsed(Joiner.finish, joiner)
 
     async def _read(self, context: Context) -> Any | None:

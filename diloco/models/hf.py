@@ -45,7 +45,7 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> Causal
         )
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        lm: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        lm: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {_first_line(error)}",

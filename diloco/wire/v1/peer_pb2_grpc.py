@@ -46,10 +46,10 @@ class PeerStub:
                 request_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.Envelope.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.FromString,
                 _registered_method=True)
-        self.SendParts = channel.stream_unary(
+        self.SendParts = channel.stream_stream(
                 '/diloco.wire.v1.Peer/SendParts',
                 request_serializer=diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsRequest.SerializeToString,
-                response_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.FromString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsReply.FromString,
                 _registered_method=True)
         self.FetchCommits = channel.unary_stream(
                 '/diloco.wire.v1.Peer/FetchCommits',
@@ -150,10 +150,10 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.Envelope.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.SerializeToString,
             ),
-            'SendParts': grpc.stream_unary_rpc_method_handler(
+            'SendParts': grpc.stream_stream_rpc_method_handler(
                     servicer.SendParts,
                     request_deserializer=diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsRequest.FromString,
-                    response_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.SerializeToString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsReply.SerializeToString,
             ),
             'FetchCommits': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchCommits,
@@ -256,12 +256,12 @@ class Peer:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/diloco.wire.v1.Peer/SendParts',
             diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsRequest.SerializeToString,
-            diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.FromString,
+            diloco_dot_wire_dot_v1_dot_parts__pb2.SendPartsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,7 +37,7 @@ class PeerStub:
     """What a stranger needs to join."""
     Deliver: _grpc.UnaryUnaryMultiCallable[_control_pb2.Envelope, _control_pb2.DeliverReply]
     """One control message."""
-    SendParts: _grpc.StreamUnaryMultiCallable[_parts_pb2.SendPartsRequest, _control_pb2.DeliverReply]
+    SendParts: _grpc.StreamStreamMultiCallable[_parts_pb2.SendPartsRequest, _parts_pb2.SendPartsReply]
     """Parts of one attempt. Answered when all are taken, or early with a refusal."""
     FetchCommits: _grpc.UnaryStreamMultiCallable[_parts_pb2.FetchCommitsRequest, _parts_pb2.FetchCommitsReply]
     """Commits with their means, for a peer that fell behind. Empty when the next one is gone."""
@@ -57,7 +57,7 @@ class PeerAsyncStub(PeerStub):
     """What a stranger needs to join."""
     Deliver: _aio.UnaryUnaryMultiCallable[_control_pb2.Envelope, _control_pb2.DeliverReply]  # type: ignore[assignment]
     """One control message."""
-    SendParts: _aio.StreamUnaryMultiCallable[_parts_pb2.SendPartsRequest, _control_pb2.DeliverReply]  # type: ignore[assignment]
+    SendParts: _aio.StreamStreamMultiCallable[_parts_pb2.SendPartsRequest, _parts_pb2.SendPartsReply]  # type: ignore[assignment]
     """Parts of one attempt. Answered when all are taken, or early with a refusal."""
     FetchCommits: _aio.UnaryStreamMultiCallable[_parts_pb2.FetchCommitsRequest, _parts_pb2.FetchCommitsReply]  # type: ignore[assignment]
     """Commits with their means, for a peer that fell behind. Empty when the next one is gone."""
@@ -92,7 +92,7 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request_iterator: _MaybeAsyncIterator[_parts_pb2.SendPartsRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.DeliverReply, _abc.Awaitable[_control_pb2.DeliverReply]]:
+    ) -> _typing.Union[_abc.Iterator[_parts_pb2.SendPartsReply], _abc.AsyncIterator[_parts_pb2.SendPartsReply]]:
         """Parts of one attempt. Answered when all are taken, or early with a refusal."""
 
     @_abc_1.abstractmethod

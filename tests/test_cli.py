@@ -1,0 +1,145 @@
+"""Mistakes at the command line: a cause, a fix, the right exit code, no traceback; and help that is quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+
+QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
+
+
+def fails(code: int, cause: str, *arguments: str, cwd: Path | None = None) -> None:
+    done = run_cli(*arguments, cwd=cwd)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    assert cause in errors[0]
+    assert "  fix: " in done.stderr
+
+
+def test_mistyped_key(tmp_path: Path) -> None:
+    contract = tmp_path / "c.toml"
+    contract.write_text(QUICK.read_text().replace("batch_size", "batchsize"))
+    fails(10, "unknown key inner.batchsize", "peer", str(contract))
+
+
+def test_site_key_in_a_contract(tmp_path: Path) -> None:
+    contract = tmp_path / "c.toml"
+    contract.write_text(QUICK.read_text() + '\n[network]\nlisten = "127.0.0.1:0"\n')
+    fails(10, "[network]", "peer", str(contract))
+
+
+def test_missing_contract() -> None:
+    fails(10, "contract not found", "peer", "configs/qick.toml")
+
+
+def test_contract_of_another_version(tmp_path: Path) -> None:
+    contract = tmp_path / "c.toml"
+    contract.write_text(QUICK.read_text().replace("[run]", "[run]\ncontract_version = 9"))
+    fails(16, "contract version 9", "peer", str(contract))
+
+
+def test_nothing_to_do_and_contradictions() -> None:
+    fails(2, "nothing to do", "peer")
+    fails(2, "do not go together", "peer", str(QUICK), "--join", "127.0.0.1:1")
+    fails(2, "--set changes a contract", "peer", "--join", "127.0.0.1:1", "--set", "inner.lr=1")
+    fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
+
+
+def test_open_to_the_world_needs_insecure() -> None:
+    fails(2, "neither encrypted nor authenticated", "peer", str(QUICK), "--set", "network.listen=0.0.0.0:0")
+
+
+def test_resume_from_nothing(tmp_path: Path) -> None:
+    fails(13, str(tmp_path), "peer", "--resume", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_wrong_address() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    fails(11, f"nobody answers at {address}", "peer", "--join", address)
+    fails(11, f"nobody answers at {address}", "status", address)
+
+
+@pytest.mark.slow
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        here = ["--dir", str(tmp_path / "p")]
+        fails(14, address.split(":")[1], "peer", str(QUICK), "--set", f"network.listen={address}", *here)
+
+
+@pytest.mark.slow
+def test_empty_data_folder(tmp_path: Path) -> None:
+    contract = tmp_path / "c.toml"
+    contract.write_text(QUICK.read_text().replace('source = "stdlib"', 'source = "text"\npaths = ["corpus"]'))
+    (tmp_path / "corpus").mkdir()
+    here = ["--dir", str(tmp_path / "p"), "--set", f"data.root={tmp_path}"]
+    fails(18, "corpus", "peer", str(contract), *here)
+
+
+@pytest.mark.slow
+def test_another_contract_than_the_ticket_names(tmp_path: Path) -> None:
+    with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)))]) as peers:
+        address = peers[0].ticket().partition("/")[0]
+        fails(12, "the address given names 0123abcd", "peer", "--join", f"{address}/0123abcd")
+
+
+@pytest.mark.slow
+def test_full_disk(tmp_path: Path) -> None:
+    """The run goes on without checkpoints; its end, which must write one, says why it cannot."""
+    contract = tiny_contract(tmp_path, tokens=12_288)
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({60_000}, {60_000})); "
+    quiet = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    program = limit + quiet + "from diloco.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "peer", str(contract), "--dir", str(tmp_path / "p")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 14, done.stdout + done.stderr
+    assert "no checkpoint" in done.stdout
+    assert "100%" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "  fix: " in done.stderr
+
+
+def test_config_show_says_where_values_come_from() -> None:
+    shown = run_cli("config", "show", str(QUICK), "--set", "outer.lr=0.5", "--json")
+    values = json.loads(shown.stdout)["values"]
+    assert values["outer.lr"] == {"value": 0.5, "from": "--set"}
+    assert values["run.name"]["from"].endswith("quick.toml")
+    assert values["outer.momentum"]["from"] == "default"
+    assert values["timeouts.suspect_s"]["value"] == 5.0
+
+
+def test_data_pack(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world\n" * 500)
+    done = run_cli("data", "pack", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a.bin"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] >= 6000
+
+
+@pytest.mark.parametrize("command", [[], ["peer"], ["simulate"], ["status"], ["config", "show"], ["data", "pack"]])
+def test_help_has_text_and_an_example(command: list[str]) -> None:
+    done = run_cli(*command, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    if command and command != ["data"]:
+        assert "diloco " + " ".join(command) in done.stdout
