@@ -33,7 +33,7 @@ from diloco.exchange.link import StateOffer, Welcome
 from diloco.exchange.machine import Rules, Timing
 from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
-from diloco.exchange.runtime import Runtime
+from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.fragments import Layout, named_parameters, read_fragment
 from diloco.outer import OuterState, open_outer
@@ -149,9 +149,9 @@ class Peer:
         """
         network = self.site.network
         served = self.gate.runtime.serve(self.exchange, network.listen)
-        self.address = network.advertise or served
-        host, _ = split_address(network.listen)
         welcome = self.gate.welcome
+        host, _ = split_address(network.listen)
+        self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         bootstrap = welcome.directory if welcome else ()
         self.gate.directory.open(self.contract.run.name, bootstrap, host, network.dht_port)
         self.exchange.start(self.address, self.gate.directory.addresses)

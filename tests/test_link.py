@@ -512,7 +512,7 @@ def craft(*contents: parts_pb2.StreamHeader | parts_pb2.Chunks) -> list[parts_pb
 
 
 def good_chunks(payload: bytes) -> parts_pb2.Chunks:
-    return next(chunks.cut([Part(0, payload)], parts_pb2.SendPartsRequest)).chunks
+    return next(chunks.cut([Part(0, payload)], parts_pb2.SendPartsRequest, chunks.Pace())).chunks
 
 
 def spoiled_chunks(payload: bytes) -> parts_pb2.Chunks:
@@ -535,7 +535,7 @@ def other_version() -> parts_pb2.StreamHeader:
         ([convert.header_to_wire(HEADER), spoiled_chunks(b"payload")], "wrong checksum at byte 0"),
         ([convert.header_to_wire(HEADER), convert.header_to_wire(HEADER)], "has one header"),
         ([convert.header_to_wire(HEADER), good_chunks(bytes(9 * MIB))], "9437184 bytes, at most 8388608"),
-        ([convert.header_to_wire(HEADER), good_chunks(bytes(MIB))], "ends after 262144 of 1048576"),
+        ([convert.header_to_wire(HEADER), good_chunks(bytes(MIB))], "ends after 65536 of 1048576"),
         ([other_version()], "wire version 2 meets 1"),
     ],
 )

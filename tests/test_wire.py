@@ -225,7 +225,7 @@ def test_a_state_offer_of_too_many_or_broken_hashes_is_refused():
 
 def cut(*payloads: bytes, first: int = 0) -> list[parts_pb2.Chunks]:
     parts = [Part(first + index, payload) for index, payload in enumerate(payloads)]
-    return [over_the_wire(message).chunks for message in chunks.cut(parts, parts_pb2.SendPartsRequest)]
+    return [over_the_wire(message).chunks for message in chunks.cut(parts, parts_pb2.SendPartsRequest, chunks.Pace())]
 
 
 def join(messages: list[parts_pb2.Chunks], max_part_bytes: int = 10**9) -> list[Part]:
@@ -235,7 +235,7 @@ def join(messages: list[parts_pb2.Chunks], max_part_bytes: int = 10**9) -> list[
     return parts
 
 
-SIZES = st.sampled_from([0, 1, 4095, 4096, 16_384, chunks.MESSAGE_BYTES - 1, chunks.MESSAGE_BYTES, 700_000])
+SIZES = st.sampled_from([0, 1, 4095, 4096, 16_384, chunks.MESSAGE_BYTES - 1, chunks.MESSAGE_BYTES, 300_000])
 
 
 @given(st.lists(SIZES, max_size=6), st.integers(0, 9))
@@ -247,8 +247,20 @@ def test_parts_are_cut_and_joined(sizes, first):
 
 
 def test_small_parts_share_messages():
-    assert len(cut(*[b"x" * 16_384] * 64)) == 4
+    assert len(cut(*[b"x" * 16_384] * 64)) == 16
     assert len(cut(*[b""] * 2048)) == 2
+
+
+def test_the_pace_follows_the_receiver():
+    pace = chunks.Pace()
+    pace.measured(10**9, 1.0)
+    assert pace.message_bytes == chunks.LARGEST_MESSAGE_BYTES
+    pace.measured(4 * 10**6, 1.0)
+    assert pace.message_bytes == 200_000
+    pace.measured(10**5, 1.0)
+    assert pace.message_bytes == chunks.MESSAGE_BYTES
+    pace.measured(0, 0.0)
+    assert pace.message_bytes == chunks.MESSAGE_BYTES
 
 
 def test_the_largest_part_allowed_passes_and_one_byte_more_does_not():
@@ -320,13 +332,13 @@ def crumble(messages):
     [
         (flip_a_bit, "checksum"),
         (move_to_another_part, "checksum"),
-        (swap, "goes on at byte 262144 instead of 0"),
-        (lose_one, "instead of 262144"),
-        (lose_the_end, "ends after 524288 of 524297 bytes"),
-        (repeat_one, "instead of 262144"),
+        (swap, "goes on at byte 65536 instead of 0"),
+        (lose_one, "instead of 65536"),
+        (lose_the_end, "ends after 131072 of 131081 bytes"),
+        (repeat_one, "instead of 65536"),
         (interleave, "part 0 begins within part 1"),
         (grow, "begins within"),
-        (overflow, "10 bytes at 524288 of 524297"),
+        (overflow, "10 bytes at 131072 of 131081"),
         (crumble, "100 bytes at 0"),
     ],
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import socket
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
 from diloco.errors import IncompatibleError, UnreachableError
+from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
 
@@ -62,3 +65,21 @@ class Runtime:
         self.run(self.link.close(), 5.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+
+
+def reachable(served: str, toward: str | None) -> str:
+    """The address to tell others when we listen on all of this machine's: the one that the route to `toward` leaves by.
+
+    `toward` is a member's `host:port`; None takes the default route. Nothing is sent.
+    """
+    host, port = split_address(served)
+    if not ipaddress.ip_address(host).is_unspecified:
+        return served
+    other = split_address(toward)[0] if toward else ("192.0.2.1" if "." in host else "2001:db8::1")  # RFC 5737, 3849
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, port))
+            return join_address(probe.getsockname()[0], port)
+        except OSError:  # no route: at least this machine can be reached from itself
+            return join_address("::1" if family == socket.AF_INET6 else "127.0.0.1", port)

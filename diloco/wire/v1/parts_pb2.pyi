@@ -179,11 +179,11 @@ Global___SendPartsRequest: _TypeAlias = SendPartsRequest  # noqa: Y015
 class SendPartsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TAKEN_FIELD_NUMBER: _builtins.int
+    TAKEN_BYTES_FIELD_NUMBER: _builtins.int
     REPLY_FIELD_NUMBER: _builtins.int
-    taken: _builtins.int
-    """Chunks taken so far. Said about ten times a second for as long as there is progress: what was written may still
-    sit in buffers, and over a slow link for longer than a dead receiver should go unnoticed.
+    taken_bytes: _builtins.int
+    """Payload taken so far. Said at most every 20 ms, for as long as there is progress: what was written may still sit
+    in buffers, and on a slow link for longer than a dead receiver should go unnoticed.
     """
     @_builtins.property
     def reply(self) -> _control_pb2.DeliverReply:
@@ -192,14 +192,14 @@ class SendPartsReply(_message.Message):
     def __init__(
         self,
         *,
-        taken: _builtins.int = ...,
+        taken_bytes: _builtins.int = ...,
         reply: _control_pb2.DeliverReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reply", b"reply", "taken", b"taken"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reply", b"reply", "taken_bytes", b"taken_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reply", b"reply", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reply", b"reply", "taken_bytes", b"taken_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["taken", "reply"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["taken_bytes", "reply"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
