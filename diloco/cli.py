@@ -305,7 +305,7 @@ class _PeerLines:
             "view": lambda e: f"v{e['version']}  view changed: {_changes(e)}",
             "eval": lambda e: f"v{e['version']}  held-out loss {e['val_loss']:.4f}",
             "state": lambda e: f"state of version {e['version']} is here",
-            "reason": lambda e: f"      {e['text']}",
+            "reason": lambda e: "" if e["routine"] else f"      {e['text']}",
             "warning": lambda e: f"warning: {e['text']}",
         }
         return lines[kind](event) if kind in lines else ""

@@ -281,8 +281,8 @@ class Peer:
         self.progress = Progress(**{**_fields(self.progress), **changes})  # type: ignore[arg-type]
         self.exchange.report(self.progress)
 
-    def _on_reason(self, reason: str) -> None:
-        self.events.emit("reason", text=reason)
+    def _on_reason(self, reason: str, routine: bool) -> None:
+        self.events.emit("reason", text=reason, routine=routine)
 
     # ------------------------------------------------------------ leaving
 

@@ -242,6 +242,7 @@ class Trainer:
             members=[member.peer for member in commit.view],
             counted=[counted.peer for counted in commit.counted],
             own=mine is not None,
+            attempts=peer.exchange.machine.attempts,
             loss=sum(self._losses) / len(self._losses) if self._losses else None,
             inner_tokens=mine.tokens if mine else 0,
             blocks=[[run.start, run.stop] for run in trained],

@@ -1,4 +1,5 @@
 """One suite for both links: over gRPC on loopback, and inside the process."""
+# ruff: noqa: N802  (the proto file names the methods)
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
+from google.protobuf.message import Message
 
 from diloco.errors import ResourceError, UsageError
 from diloco.exchange import messages as m
@@ -37,7 +39,7 @@ from diloco.exchange.memory_link import MemoryNetwork
 from diloco.types import Closed, Commit, Leases, Member
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
-from diloco.wire.v1.peer_pb2_grpc import PeerStub
+from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, m.Gather(4, 1, "for a test"))
@@ -562,6 +564,115 @@ def test_bytes_that_are_no_message_are_refused():
             with pytest.raises(grpc.aio.AioRpcError):
                 await channel.unary_unary("/diloco.wire.v1.Peer/Deliver")(b"\xff" * 9)
         assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+
+    play(GrpcNet, scenario)
+
+
+class Liar(PeerServicer):
+    """A peer that answers with what the test crafted."""
+
+    def __init__(self, *answers: Message) -> None:
+        self.answers = answers
+
+    async def Hello(self, request, context):
+        return self.answers[0]
+
+    async def SendParts(self, request_iterator, context):
+        while True:
+            await context.write(self.answers[0])
+            await asyncio.sleep(0.02)
+
+    async def FetchCommits(self, request, context):
+        for answer in self.answers:
+            await context.write(answer)
+
+    FetchMean = FetchState = FetchCommits
+
+
+@asynccontextmanager
+async def lying(*answers: Message) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add_PeerServicer_to_server(Liar(*answers), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("claimed_bytes", [0, 10**12])
+def test_a_receiver_that_only_claims_progress_is_slow(claimed_bytes):
+    async def scenario(net: GrpcNet) -> None:
+        async with lying(parts_pb2.SendPartsReply(taken_bytes=claimed_bytes)) as address:
+            with pytest.raises(LinkSlow):
+                await net.link.send_parts(address, HEADER, stream(Part(0, b"x")), 0.3)
+
+    play(GrpcNet, scenario)
+
+
+ONE_PART = good_chunks(b"x")
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [],
+        [parts_pb2.FetchMeanReply(chunks=ONE_PART)],
+        [parts_pb2.FetchMeanReply(parts=2), parts_pb2.FetchMeanReply(chunks=ONE_PART)],
+        [parts_pb2.FetchMeanReply(parts=2)] + 2 * [parts_pb2.FetchMeanReply(chunks=ONE_PART)],
+        [parts_pb2.FetchMeanReply(parts=1), parts_pb2.FetchMeanReply(chunks=spoiled_chunks(b"xy"))],
+        [parts_pb2.FetchMeanReply(parts=1), parts_pb2.FetchMeanReply(parts=1)],
+        [parts_pb2.FetchMeanReply(parts=2**32 - 1)],
+    ],
+    ids=["empty", "no count", "too few", "one twice", "damaged", "two counts", "too many"],
+)
+def test_crafted_means_are_refused(answers):
+    async def scenario(net: GrpcNet) -> None:
+        async with lying(*answers) as address:
+            with pytest.raises(LinkRefused) as refused:
+                await net.link.fetch_mean(address, "digest", MIB, 1.0)
+        assert refused.value.reply is m.Reply.MALFORMED
+
+    play(GrpcNet, scenario)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [parts_pb2.FetchCommitsReply(chunks=ONE_PART)],
+        [parts_pb2.FetchCommitsReply(header=parts_pb2.CommitHeader(commit=b"{}"))],
+        [parts_pb2.FetchCommitsReply(header=parts_pb2.CommitHeader(commit=commit(1, []).to_bytes(), parts=1))],
+    ],
+    ids=["no commit", "no valid commit", "no mean"],
+)
+def test_crafted_commits_are_refused(answers):
+    async def scenario(net: GrpcNet) -> None:
+        async with lying(*answers) as address:
+            with pytest.raises(LinkRefused) as refused:
+                await net.link.fetch_commits(address, 0, MIB, 1.0)
+        assert refused.value.reply is m.Reply.MALFORMED
+
+    play(GrpcNet, scenario)
+
+
+@pytest.mark.parametrize("asked", [[0, 1], [1]], ids=["too few", "another one"])
+def test_crafted_chunks_of_a_state_are_refused(asked):
+    async def scenario(net: GrpcNet) -> None:
+        async with lying(parts_pb2.FetchStateReply(chunks=ONE_PART)) as address:
+            with pytest.raises(LinkRefused) as refused:
+                _ = [chunk async for chunk in net.link.fetch_state(address, "digest", asked, MIB, 1.0)]
+        assert refused.value.reply is m.Reply.MALFORMED
+
+    play(GrpcNet, scenario)
+
+
+def test_a_welcome_of_another_wire_version_or_of_another_protocol_is_refused():
+    async def scenario(net: GrpcNet) -> None:
+        for answer in (peer_pb2.Welcome(wire_version=2), parts_pb2.CommitHeader(commit=b"\xff" * 9)):
+            async with lying(answer) as address:
+                with pytest.raises(LinkRefused):
+                    await net.link.hello(address, 1.0)
 
     play(GrpcNet, scenario)
 

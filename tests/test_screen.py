@@ -217,6 +217,7 @@ def test_what_a_member_answers_is_a_table() -> None:
     peer |= {"phase": "training", "inner_step": 240, "tokens": 1, "tokens_per_s": 2560.0, "loss": 2.31}
     peer |= {"wire_bytes_sent": 13_800_000, "first_counted_version": 1}
     joiner = {
+        "first_counted_version": -1,
         "peer": "\x1b[31m",
         "in_view": False,
         "version": -1,
@@ -230,10 +231,11 @@ def test_what_a_member_answers_is_a_table() -> None:
     assert status_text(status).splitlines() == [
         "demo: version 12, 450,560 of 1,000,000 tokens (45%), says oslo",
         "state 3fa2b1c9d0e1f2a3  contract c0ffee00c0ffee00",
+        "join with: diloco peer --join 127.0.0.1:4000/c0ffee00c0ff",
         "waiting for 2",
         "",
-        "peer                     version    loss   tok/s      sent     heard          address",
-        "oslo       training           12   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
-        "\\x1b[31m   at the door         0       –       –       0 B   0 s ago   127.0.0.1:4000",
-        "lima       silent             12   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
+        "peer                     version   counted since    loss   tok/s      sent     heard          address",
+        "oslo       training           12              v1   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
+        "\\x1b[31m   at the door         0         not yet       –       –       0 B   0 s ago   127.0.0.1:4000",
+        "lima       silent             12              v1   2.310   2.56k   13.8 MB   0 s ago   127.0.0.1:4000",
     ]

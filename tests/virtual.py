@@ -161,7 +161,7 @@ class World:
                 peer.skips.append(reason)
                 peer.pending = peer.pending if exposed else None
                 self._train(name)
-            case m.Note(reason):
+            case m.Note(reason, _):
                 self.transcript.append(f"{self.now:8.2f} {name}: {reason}")
 
     def reachable(self, a: str, b: str) -> bool:

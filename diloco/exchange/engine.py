@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -73,7 +74,7 @@ class Exchange:
         lineage: str,
         founder: bool,
         loop: asyncio.AbstractEventLoop,
-        on_reason: Callable[[str], None] = lambda reason: None,
+        on_reason: Callable[[str, bool], None] = lambda reason, routine: None,
     ) -> None:
         self.terms = terms
         self.link = link
@@ -177,8 +178,9 @@ class Exchange:
         return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(5.0)
 
     def leave(self, timeout_s: float) -> None:
-        """Say goodbye and give the vote away."""
-        asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result(timeout_s)
+        """Say goodbye and give the vote away; to those who do not answer in time we have died."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result(timeout_s)
 
     def stop(self) -> None:
         """End the tasks. The link and the server are the caller's."""
@@ -281,8 +283,8 @@ class Exchange:
                 self._close(commit)
             case m.GiveUp(reason, exposed):
                 self._answer(Skip(reason, exposed))
-            case m.Note(reason):
-                self._on_reason(reason)
+            case m.Note(reason, routine):
+                self._on_reason(reason, routine)
 
     # ------------------------------------------------------------ sending
 

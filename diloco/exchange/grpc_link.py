@@ -86,7 +86,7 @@ class GrpcLink(Link):
     async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         with _weather(address):
-            call = self._peer(address, bulk=True).SendParts()  # type: ignore[call-arg]
+            call = self._peer(address, bulk=True).SendParts()  # type: ignore[call-arg]  # it may be left out
             return _reply(await _Sending(call, stall_s).run(first, parts))
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
@@ -192,6 +192,7 @@ class _Sending:
         self._stall_s = stall_s
         self._moved_at_s = monotonic_s()
         self._pausing = False
+        self._sent_bytes = 0
         self._pace = Pace()
 
     async def run(self, first: parts_pb2.SendPartsRequest, parts: AsyncIterator[Part]) -> control_pb2.DeliverReply:
@@ -228,6 +229,7 @@ class _Sending:
         parts = await outbox.take(self._pace.message_bytes)
         self._pausing = False
         self._moved_at_s = monotonic_s()
+        self._sent_bytes += sum(len(part.payload) for part in parts)
         return parts
 
     async def _write(self, message: parts_pb2.SendPartsRequest) -> None:
@@ -240,9 +242,11 @@ class _Sending:
     async def _answer(self) -> control_pb2.DeliverReply:
         taken_bytes, told_at_s = 0, monotonic_s()
         async for reply in self._call:
-            now_s = self._moved_at_s = monotonic_s()
             if reply.HasField("reply"):
                 return reply.reply
+            if not taken_bytes < reply.taken_bytes <= self._sent_bytes:
+                continue  # no progress, whatever it says
+            now_s = self._moved_at_s = monotonic_s()
             self._pace.measured(reply.taken_bytes - taken_bytes, now_s - told_at_s)
             taken_bytes, told_at_s = reply.taken_bytes, now_s
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
@@ -383,8 +387,7 @@ class _Peer(PeerServicer):
             return convert.welcome_to_wire(self._service.on_hello())
 
     async def Deliver(self, request: control_pb2.Envelope, context: Context) -> control_pb2.DeliverReply:
-        async with _refusing(context):
-            return await _replying(self._deliver(request))
+        return await _replying(self._deliver(request))
 
     async def SendParts(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
@@ -434,15 +437,14 @@ class _Peer(PeerServicer):
 
     async def _parts(self, context: Context) -> AsyncGenerator[Part, None]:
         joiner = Joiner(self._service.max_part_bytes)
-        taken_bytes, told_at_s = 0, 0.0
+        told_at_s = 0.0
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
             for part in _parsed(joiner.join, request.chunks):
                 yield part
-            taken_bytes += sum(len(chunk.payload) for chunk in request.chunks.chunks)
             if monotonic_s() - told_at_s >= _TELL_S:
-                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=taken_bytes))
+                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))
                 told_at_s = monotonic_s()
         _parsed(Joiner.finish, joiner)
 

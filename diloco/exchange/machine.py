@@ -71,6 +71,8 @@ class Machine:
         self.commit: Commit | None = None
         self.reason = ""
         self.attempt = 0
+        self.attempts = 0
+        """How many it took to make the latest version, as far as this peer knows."""
         self._state = m.StateHeld(-1, "")
         self._offer: m.Offer | None = None
         self._offered_at = now
@@ -391,7 +393,7 @@ class Machine:
         )
         if self._reachable_votes() < self._needed():
             decision = Decision(None, self._no_majority())
-        self._note(decision.reason)
+        self._note(decision.reason, decision.routine)
         if decision.group is None:
             return
         door = self.roster.at_the_door(self.version, self._now)
@@ -653,6 +655,7 @@ class Machine:
     def _adopt(self, commit: Commit) -> None:
         """Stand at a new version."""
         self.commit = commit
+        self.attempts = self.attempt + 1
         self.attempt = 0
         self._offer = None
         self._exposed = False
@@ -728,10 +731,10 @@ class Machine:
         else:
             self._out.append(m.Send(to, body))
 
-    def _note(self, reason: str) -> None:
+    def _note(self, reason: str, routine: bool = False) -> None:
         if reason != self.reason:
             self.reason = reason
-            self._out.append(m.Note(reason))
+            self._out.append(m.Note(reason, routine))
 
     _events: ClassVar[dict[type, Callable[..., None]]] = {
         m.Tick: _on_tick,

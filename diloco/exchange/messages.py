@@ -390,6 +390,8 @@ class Note:
     """The reason of the latest decision, when it changed."""
 
     reason: str
+    routine: bool
+    """It says so in every round in which all goes well."""
 
 
 Effect = (

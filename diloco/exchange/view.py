@@ -38,6 +38,8 @@ class Decision:
 
     group: tuple[str, ...] | None
     reason: str
+    routine: bool = False
+    """Nothing that anybody needs to know."""
 
 
 def decide_sync(
@@ -61,10 +63,11 @@ def decide_sync(
     if not agreed:
         return Decision(None, "nobody has a contribution yet")
     if not late:
-        return Decision(tuple(agreed), _because(f"all {len(agreed)} live members are ready", view, agreed))
+        reason = _because(f"all {len(agreed)} live members are ready", view, agreed)
+        return Decision(tuple(agreed), reason, routine=len(agreed) == len(view))
     if waited_s >= deadline_s:
         return Decision(tuple(agreed), f"closing without {', '.join(late)} after {deadline_s:g} s")
-    return Decision(None, f"waiting for {', '.join(late)}")
+    return Decision(None, f"waiting for {', '.join(late)}", routine=True)
 
 
 def _same_state(peers: Sequence[str], ready: Mapping[str, Ready]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from diloco.clock import monotonic_s
 from diloco.errors import DilocoError
 
 TAIL_LINES = 12
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Child:
@@ -30,6 +32,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
             )
 
     @property
@@ -60,6 +63,11 @@ class Child:
         error = DilocoError(f"{self.name} ended: {cause}", fix[-1] if fix else f"see {self.log}")
         error.exit_code = self.exit_code if said and self.exit_code else 1
         return error
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the peer: when the simulation dies, however that happens, it is told to leave."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def end_all(children: Sequence[Child], grace_s: float = 5.0) -> None:

@@ -97,6 +97,8 @@ class Joiner:
     """Puts the chunks of one stream together again. Holds one unfinished part at most."""
 
     def __init__(self, max_part_bytes: int) -> None:
+        self.taken_bytes = 0
+        """Payload of all chunks so far."""
         self._max_part_bytes = max_part_bytes
         self._pieces: list[bytes] = []
         self._have = 0
@@ -130,6 +132,7 @@ class Joiner:
             raise ValueError(f"part {chunk.part}: wrong checksum at byte {chunk.offset}")
         self._pieces.append(payload)
         self._have += len(payload)
+        self.taken_bytes += len(payload)
         return self._complete() if self._have == self._part_bytes else None
 
     def _start(self, chunk: pb.Chunk) -> None:
