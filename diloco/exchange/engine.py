@@ -205,10 +205,11 @@ class Exchange:
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -339,14 +340,21 @@ class Exchange:
 
     def _begin(self, begin: m.Begin) -> None:
         fragment = self.terms.layout.fragments[self.machine.fragment]
+        self._drop_work()
         work = self._work = Work(begin, self.machine.me, fragment, self.terms.codec)
         if self._contribution is not None:
             work.take_own(self.machine.me, self._contribution)
         for receiver in begin.receivers:
             if work.owned and receiver.peer != self.machine.me.peer:
                 work.outlets[receiver.peer] = asyncio.Queue()
-                self._spawn(self._stream(receiver, Kind.MEAN, work.key, work.outlet(receiver.peer)))
+                stream = self._stream(receiver, Kind.MEAN, work.key, work.outlet(receiver.peer))
+                work.streams.append(self._spawn(stream))
         self._spawn(self._tell_moved())
+
+    def _drop_work(self) -> None:
+        if self._work is not None:
+            self._work.abandon()
+        self._work = None
 
     def _put_in_outlets(self, key: tuple[int, int], part: int, to: Sequence[Member]) -> None:
         work = self._work
@@ -391,7 +399,7 @@ class Exchange:
     def _close(self, commit: Commit) -> None:
         closed = Closed(commit, self._means[commit.mean_digest] if commit.mean_digest else ())
         self._backlog.append(closed)
-        self._work = None
+        self._drop_work()
         self._contribution = None
         with self._closed_changed:
             self._closed.append(closed)

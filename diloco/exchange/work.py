@@ -29,6 +29,8 @@ class Work:
         self._weight = {counted.peer: counted.weight for counted in begin.contributors}
         self._payloads: dict[int, dict[str, bytes]] = {part: {} for part in self.owned}
         self.outlets: dict[str, asyncio.Queue[Part]] = {}
+        self.streams: list[asyncio.Task[None]] = []
+        """The outlets' tasks."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -89,6 +91,12 @@ class Work:
         parts = [part for part in self.mean if part is not None]
         assert len(parts) == self.fragment.parts
         return parts
+
+    def abandon(self) -> None:
+        """End the outlets that would wait for ever: of an attempt that failed before all my parts were averaged."""
+        if any(self.mean[part] is None for part in self.owned):
+            for stream in self.streams:
+                stream.cancel()
 
     async def outlet(self, peer: str) -> AsyncIterator[Part]:
         """My averaged parts for one receiver, as they get ready."""
