@@ -13,9 +13,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -277,8 +278,9 @@ class Peer:
             self.events.emit("view", version=after.version, joined=sorted(new - old), left=left)
 
     def report(self, **changes: str | int | float) -> None:
-        """Change what the heartbeats say of us."""
-        self.progress = Progress(**{**_fields(self.progress), **changes})  # type: ignore[arg-type]
+        """Change what the heartbeats say of us. A loss that is not finite is left out: others refuse such a message."""
+        finite = {name: value for name, value in changes.items() if isinstance(value, str) or math.isfinite(value)}
+        self.progress = replace(self.progress, **finite)  # type: ignore[arg-type]
         self.exchange.report(self.progress)
 
     def _on_reason(self, reason: str, routine: bool) -> None:
@@ -339,6 +341,7 @@ class Peer:
             start_peers=contract.membership.start_peers,
             lease_blocks=contract.lease_blocks,
             match_deadline_s=contract.membership.match_deadline_s,
+            backlog_versions=contract.membership.backlog_versions,
         )
         return Terms(
             contract_json=contract.to_json().encode(),
@@ -347,14 +350,9 @@ class Peer:
             layout=layout,
             codec=self.line.codec,
             optimizer=self.line.optimizer,
-            backlog_versions=contract.membership.backlog_versions,
             total_tokens=contract.run.total_tokens,
         )
 
 
 OnClosed = Callable[[Commit, Commit | None, Counted | None, dict[str, float]], None]
 """Told of every version: its commit, the one before, our entry in it, and the seconds of each step."""
-
-
-def _fields(progress: Progress) -> dict[str, str | int | float]:
-    return {name: getattr(progress, name) for name in Progress.__dataclass_fields__}

@@ -9,6 +9,9 @@ import pytest
 
 from tests.virtual import RULES, World
 
+SEED_WITHOUT_MEMORY = 229
+"""The first seed in which two coordinators of one version matter."""
+
 
 def started(count: int, seed: int = 0, **options: float) -> World:
     world = World(seed, replace(RULES, start_peers=count), **options)
@@ -155,17 +158,15 @@ def disturb(world: World, fault: str, name: str, at_s: float) -> None:
 def test_the_world_notices_a_commit_without_a_majority(monkeypatch: pytest.MonkeyPatch):
     """The check above can fail: with the majority taken out, two halves of a run go on apart."""
     monkeypatch.setattr("diloco.exchange.machine.majority", lambda electorate: 1)
+    world = started(4)
+    world.run(10)
+    world.cut = lambda a, b: (a in ("p0", "p1")) != (b in ("p0", "p1"))
     with pytest.raises(AssertionError, match="closed another version"):
-        for seed in range(20):
-            world = started(4, seed)
-            world.run(10)
-            world.cut = lambda a, b: (a in ("p0", "p1")) != (b in ("p0", "p1"))
-            world.run(60)
+        world.run(60)
 
 
 def test_the_world_notices_promises_that_are_not_kept(monkeypatch: pytest.MonkeyPatch):
     """Nor does a later coordinator get away with forgetting what was accepted before."""
     monkeypatch.setattr("diloco.exchange.tally.Tally.accepted", lambda tally: None)
-    with pytest.raises(AssertionError, match="closed another version|the chain is broken"):
-        for seed in range(220, 240):  # the first seed that shows it is 229
-            disorder(seed)
+    with pytest.raises(AssertionError, match="closed another version"):
+        disorder(SEED_WITHOUT_MEMORY)

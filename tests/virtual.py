@@ -18,7 +18,9 @@ from diloco.exchange import messages as m
 from diloco.exchange.machine import Machine, Rules, Timing
 from diloco.types import Commit, Member
 
-RULES = Rules(run="virtual", contract="c0", parts=(6,), start_peers=1, lease_blocks=8, match_deadline_s=20.0)
+RULES = Rules(
+    run="virtual", contract="c0", parts=(6,), start_peers=1, lease_blocks=8, match_deadline_s=20.0, backlog_versions=4
+)
 TIMING = Timing(heartbeat_s=1.0, suspect_s=5.0, stall_s=5.0)
 BLOCKS = 4
 

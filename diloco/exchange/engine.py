@@ -59,7 +59,6 @@ class Terms:
     layout: Layout
     codec: Codec
     optimizer: OuterOptimizer
-    backlog_versions: int
     total_tokens: int
 
 
@@ -94,7 +93,7 @@ class Exchange:
         self._contribution: Contribution | None = None
         self._waiting: Future[Sequence[Closed] | Skip] | None = None
         self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
-        self._backlog: deque[Closed] = deque(maxlen=terms.backlog_versions)
+        self._backlog: deque[Closed] = deque(maxlen=terms.rules.backlog_versions)
         self._closed: deque[Closed] = deque()
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
@@ -138,7 +137,7 @@ class Exchange:
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
         event = m.StateHeld(state.version, state.digest, commit if copied else None)
-        self._call(self._hold, state, commit, event)
+        self._call(self._hold, state, commit, event, copied)
 
     def report(self, progress: Progress) -> None:
         """What the heartbeats tell of this peer."""
@@ -249,9 +248,19 @@ class Exchange:
         c = contribution
         self._feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving)))
 
-    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld) -> None:
+    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool) -> None:
         self._state, self._state_commit = state, commit
+        if copied:
+            self._close_again(state.version)
         self._feed(event)
+
+    def _close_again(self, version: int) -> None:
+        """A state that was copied may be older than what closed here: the versions in between are to be applied."""
+        with self._closed_changed:
+            later = [closed for closed in self._backlog if closed.commit.version > version]
+            self._closed = deque(later)
+            self.behind = bool(later) and later[0].commit.version != version + 1
+            self._closed_changed.notify_all()
 
     def _take_closed(self) -> Sequence[Closed]:
         taken = tuple(self._closed)
@@ -387,7 +396,7 @@ class Exchange:
     def _keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
         self._means[digest] = parts
         self._means.move_to_end(digest)
-        while len(self._means) > self.terms.backlog_versions + 2:
+        while len(self._means) > self.terms.rules.backlog_versions + 2:
             self._means.popitem(last=False)
 
     async def _tell_moved(self) -> None:

@@ -40,6 +40,8 @@ class Rules:
     lease_blocks: int
     """Data blocks that every member holds at least after a commit."""
     match_deadline_s: float
+    backlog_versions: int
+    """Commits that members keep for those who are behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,8 +451,15 @@ class Machine:
             self._announce(tally.proposal, tally.audience)
 
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
-        self._tell([member for member in audience if member != self.me], m.Committed(commit))
+        others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
+        self._tell(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)
+
+    def _newcomers(self) -> list[Member]:
+        """Joiners that are here, or so near that they catch up by commits: rounds may be shorter than heartbeats."""
+        oldest = max(self.version - self.rules.backlog_versions + 2, 0)
+        known = {member.peer for member in self.alive()}
+        return [member for member in self.roster.at_the_door(oldest, self._now) if member.peer not in known]
 
     def _next_commit(self, begin: m.Begin, mean_digest: str) -> Commit:
         assert self.commit is not None
@@ -458,8 +467,7 @@ class Machine:
         leaving = {peer for peer, ready in self._tally.ready.items() if ready.offer and ready.offer.leaving}
         leaving |= {entry.member.peer for entry in self.roster if entry.left} - self._evicted
         alive = self.alive()
-        newcomers = [member for member in begin.receivers if self._member(member) is None]
-        view = [member for member in (*alive, *newcomers) if member.peer not in leaving] or alive
+        view = [member for member in (*alive, *self._newcomers()) if member.peer not in leaving] or alive
         used = {counted.peer: counted.blocks for counted in begin.contributors}
         names = [member.peer for member in view]
         return Commit(

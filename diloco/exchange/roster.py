@@ -76,12 +76,12 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is not None and known.member.incarnation == member.incarnation and self._lives(known, now)
 
-    def at_the_door(self, version: int, now: float) -> list[Member]:
-        """Live peers that ask to be taken in and hold the state of `version`, by name."""
+    def at_the_door(self, oldest_version: int, now: float) -> list[Member]:
+        """Live peers that ask to be taken in and hold a state of `oldest_version` or later, by name."""
         waiting = [
             entry.member
             for entry in self
-            if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version == version
+            if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= oldest_version
             and self._lives(entry, now)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 import threading
 from collections.abc import Coroutine
@@ -73,7 +72,7 @@ def reachable(served: str, toward: str | None) -> str:
     `toward` is a member's `host:port`; None takes the default route. Nothing is sent.
     """
     host, port = split_address(served)
-    if not ipaddress.ip_address(host).is_unspecified:
+    if host not in ("0.0.0.0", "::"):
         return served
     other = split_address(toward)[0] if toward else ("192.0.2.1" if "." in host else "2001:db8::1")  # RFC 5737, 3849
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

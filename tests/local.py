@@ -1,0 +1,178 @@
+"""Real peers in one process: the in-process twin of the link instead of gRPC, no directory, nothing else replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from diloco.config import Contract, Site
+from diloco.exchange.link import Welcome
+from diloco.exchange.memory_link import MemoryNetwork
+from diloco.peer import Peer
+from diloco.telemetry import Events
+from diloco.types import Closed, Commit, Counted, Member, Skip
+from tests.peers import until
+
+ELEMENTS = 5000
+SITE = Site.model_validate({"timeouts": {"heartbeat_s": 0.2, "suspect_s": 2.0, "stall_s": 1.0, "rpc_s": 1.0}})
+
+
+def contract(count: int, **sections: dict[str, Any]) -> Contract:
+    tree: dict[str, Any] = {
+        "run": {"name": "local", "total_tokens": 10**9},
+        "membership": {"start_peers": count, "match_deadline_s": 10.0},
+        "model": {"kind": "external"},
+        "inner": {"steps": 1},
+        "sync": {"part_elements": 1024},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Contract.model_validate(tree)
+
+
+class NoDirectory:
+    """Nothing about correctness rests on the directory."""
+
+    addresses = ()
+
+    def open(self, run: str, bootstrap: Any, host: str, port: int) -> None: ...
+
+    def lookup(self) -> dict[str, Member]:
+        return {}
+
+    def announce(self, member: Member, version: int) -> bool:
+        return True
+
+    def withdraw(self, peer: str) -> bool:
+        return True
+
+
+class LocalRuntime:
+    """`diloco.exchange.runtime.Runtime` on a network in memory."""
+
+    def __init__(self, world: LocalWorld, address: str) -> None:
+        self.loop = world.loop
+        self.link = world.network.link(1.0)
+        self._world, self._address = world, address
+
+    def serve(self, service: Any, listen: str) -> str:
+        self._world.call(lambda: self._world.network.attach(self._address, service))
+        return self._address
+
+
+class LocalGate:
+    """`diloco.peer.Gate` on a network in memory."""
+
+    def __init__(self, world: LocalWorld, address: str, welcome: Welcome | None) -> None:
+        self.site = SITE
+        self.runtime = LocalRuntime(world, address)
+        self.directory = NoDirectory()
+        self.welcome = welcome
+
+
+class LocalPeer:
+    """A peer whose model is one vector, which inner steps pull towards a target of its own."""
+
+    def __init__(self, name: str, world: LocalWorld, through: LocalPeer | None) -> None:
+        self.name = name
+        self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        self.world = world
+        welcome = world.ask(through.peer.exchange.on_hello) if through else None
+        address = f"{name}:1"
+        self.peer = Peer(name, world.contract, SITE, self.model, LocalGate(world, address, welcome), Events(None, name))  # type: ignore[arg-type]
+        self.address = address
+        self.commits: list[Commit] = []
+        self.states: dict[int, str] = {}
+        self.copies = 0
+        copy = self.peer.copy_state
+
+        def counting(sources: list[str]) -> None:
+            self.copies += 1
+            copy(sources)
+
+        self.peer.copy_state = counting  # type: ignore[method-assign]
+        self.peer.open()
+
+    def on_closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]) -> None:
+        self.commits.append(commit)
+        self.states[commit.version] = self.peer.line.state.digest
+
+    def inner_steps(self) -> None:
+        target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(self.name[1:], 36) % 3)
+        with torch.no_grad():
+            self.model.weight.add_((target - self.model.weight) * 0.1)
+        self.peer.line.trained.add(10, 0)
+
+    def enter(self) -> None:
+        assert self.peer.enter(lambda: True, self.on_closed)
+
+    def round(self) -> Any:
+        return self.peer.round(self.inner_steps, self.on_closed, lambda: True)
+
+    @property
+    def version(self) -> int:
+        return self.peer.line.state.version
+
+    @property
+    def digest(self) -> str:
+        return self.peer.line.state.digest
+
+
+class LocalWorld:
+    """An event loop on a thread, a network in memory, and peers that train on threads of their own."""
+
+    def __init__(self, count: int = 3, **sections: dict[str, Any]) -> None:
+        self.contract = contract(count, **sections)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.network = MemoryNetwork()
+        self.pool = ThreadPoolExecutor(8)
+        self.peers: list[LocalPeer] = []
+        for index in range(count):
+            self.add(f"p{index}")
+        list(self.pool.map(LocalPeer.enter, self.peers))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10.0)
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        async def answer() -> Any:
+            return question()
+
+        return self.run(answer())
+
+    call = ask
+
+    def add(self, name: str) -> LocalPeer:
+        peer = LocalPeer(name, self, self.peers[0] if self.peers else None)
+        self.peers.append(peer)
+        return peer
+
+    def rounds(self, peers: list[LocalPeer], count: int = 1) -> list[list[tuple[Closed, ...] | Skip]]:
+        """Every peer does `count` rounds on a thread of its own."""
+        return list(self.pool.map(lambda peer: [peer.round() for _ in range(count)], peers))
+
+    def settle(self, peers: list[LocalPeer]) -> set[str]:
+        """Digests, once all have applied the latest version."""
+
+        def level() -> bool:
+            for peer in peers:
+                peer.peer.catch_up(peer.on_closed)
+            return len({peer.version for peer in peers}) == 1
+
+        until(level, "all stand at one version", 10.0)
+        return {peer.digest for peer in peers}
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.peer.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)
+        self.pool.shutdown(wait=False)
