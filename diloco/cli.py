@@ -304,6 +304,7 @@ class _PeerLines:
             "skip": lambda e: f"round for version {e['version']} skipped: {e['reason']}",
             "view": lambda e: f"v{e['version']}  view changed: {_changes(e)}",
             "eval": lambda e: f"v{e['version']}  held-out loss {e['val_loss']:.4f}",
+            "copying": lambda e: f"copying the state: {e['done_bytes']:,} of {e['total_bytes']:,} bytes",
             "state": lambda e: f"state of version {e['version']} is here",
             "reason": lambda e: "" if e["routine"] else f"      {e['text']}",
             "warning": lambda e: f"warning: {e['text']}",

@@ -39,7 +39,7 @@ from diloco.exchange.sockets import SocketCounter
 from diloco.fragments import Layout, named_parameters, read_fragment
 from diloco.outer import OuterState, open_outer
 from diloco.round import Diverged, Line, Trained, adopt_state, drop_progress, run_round, step_outer
-from diloco.telemetry import Events, timed
+from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class Peer:
         self.address = ""
         self.discarded_tokens = 0
         self.progress = Progress()
+        self._told_s = monotonic_s()
         self._presence: Presence | None = None
 
     # ------------------------------------------------------------ entering
@@ -179,12 +180,11 @@ class Peer:
     def copy_state(self, sources: Sequence[str]) -> None:
         """Copy anchor and outer state from these members. Raises StateError."""
         self.report(phase=Phase.JOINING)
-        with timed({}, "copy"):
-            timeout_s = self.site.timeouts.join_s
-            try:
-                state, offer = self.exchange.copy_state(sources, self.line.state, timeout_s, self._on_copied)
-            except TimeoutError as error:
-                raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
+        timeout_s = self.site.timeouts.join_s
+        try:
+            state, offer = self.exchange.copy_state(sources, self.line.state, timeout_s, self._on_copied)
+        except TimeoutError as error:
+            raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
         self._adopt(state, offer)
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
@@ -193,8 +193,10 @@ class Peer:
         self.events.emit("state", version=state.version, state_digest=state.digest)
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
-        if done_bytes == total_bytes:
-            self.events.emit("copied", bytes=total_bytes)
+        now = monotonic_s()
+        if now - self._told_s >= 1.0 or done_bytes == total_bytes:
+            self._told_s = now
+            self.events.emit("copying", done_bytes=done_bytes, total_bytes=total_bytes)
 
     def enter(self, patience: Callable[[], bool], on_closed: OnClosed) -> bool:
         """Wait until the view includes us: for the run to start, or for the next version. False: out of patience."""
