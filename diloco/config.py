@@ -153,6 +153,8 @@ class OuterSection(Section):
     """For `adam`."""
     eps: PositiveFloat = 0.1
     """For `adam`: large, as DiLoCo found it must be."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Outer steps of each fragment that only average, before the optimizer begins: helps runs from random weights."""
     weighting: Literal["uniform", "tokens"] = "uniform"
     """A contribution's weight in the mean."""
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import repeat
 from operator import mul
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -177,7 +176,10 @@ def _tensor(data: bytes | bytearray) -> Tensor:
 class OuterOptimizer(ABC):
     """A pure function from a fragment's state and a mean pseudo-gradient to its next state."""
 
-    slot_names: ClassVar[tuple[str, ...]]
+    @property
+    @abstractmethod
+    def slot_names(self) -> tuple[str, ...]:
+        """Names of the buffers that it keeps beside the anchor."""
 
     def start(self, anchor: Tensor) -> FragmentState:
         """The state before the first step: `anchor` (flat fp32, not to be written any more) and zero slots."""
@@ -192,8 +194,8 @@ class OuterOptimizer(ABC):
 class Sgd(OuterOptimizer):
     """θ ← θ − η g. At η = 1 the new anchor is the mean of the local weights (FedAvg, local SGD)."""
 
-    slot_names = ()
     lr: float
+    slot_names = ()
 
     def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
         return FragmentState(state.anchor - mean * self.lr, {}, state.steps + 1)
@@ -203,9 +205,9 @@ class Sgd(OuterOptimizer):
 class Nesterov(OuterOptimizer):
     """b ← μ b + g;  θ ← θ − η (g + μ b): `torch.optim.SGD(nesterov=True)`, DiLoCo's choice (arXiv 2311.08105)."""
 
-    slot_names = ("momentum",)
     lr: float
     momentum: float
+    slot_names = ("momentum",)
 
     def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
         momentum = state.slots["momentum"] * self.momentum + mean
@@ -220,10 +222,10 @@ class Adam(OuterOptimizer):
     `torch.optim.Adam`. DiLoCo found that ε must be large (0.1): a pseudo-gradient is no noisy gradient.
     """
 
-    slot_names = ("first_moment", "second_moment")
     lr: float
     betas: tuple[float, float]
     eps: float
+    slot_names = ("first_moment", "second_moment")
 
     def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
         steps = state.steps + 1
@@ -235,8 +237,35 @@ class Adam(OuterOptimizer):
         return FragmentState(state.anchor - update, {"first_moment": first, "second_moment": second}, steps)
 
 
+@dataclass(frozen=True)
+class WarmUp(OuterOptimizer):
+    """θ ← θ − g for the first `steps` outer steps of a fragment: plain averaging. Then `after`, from zero slots.
+
+    From random weights the first displacements point nowhere in particular, and momentum would carry them on for
+    1 / (1 − μ) steps. DiLoCo's main results begin from a pretrained model (arXiv 2311.08105, section 3).
+    """
+
+    after: OuterOptimizer
+    steps: int
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        return self.after.slot_names
+
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        if state.steps < self.steps:
+            return FragmentState(state.anchor - mean, state.slots, state.steps + 1)
+        after = self.after.step(FragmentState(state.anchor, state.slots, state.steps - self.steps), mean)
+        return FragmentState(after.anchor, after.slots, state.steps + 1)
+
+
 def open_outer(section: OuterSection) -> OuterOptimizer:
     """The outer optimizer that a contract asks for."""
+    optimizer = _open(section)
+    return WarmUp(optimizer, section.warmup_steps) if section.warmup_steps else optimizer
+
+
+def _open(section: OuterSection) -> OuterOptimizer:
     match section.optimizer:
         case "sgd":
             return Sgd(section.lr)

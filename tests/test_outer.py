@@ -280,3 +280,29 @@ def test_copy_with_wrong_steps(steps: list[int]) -> None:
     buffers = {key: buffer.numpy().tobytes() for key, buffer in state.buffers()}
     with pytest.raises(StateError, match="does not fit"):
         OuterState.assemble(1, steps, buffers, layout, optimizer)
+
+
+def test_warm_up_averages_plainly_and_then_begins_afresh() -> None:
+    """Weights 1.0, gradient 2: two plain steps, then the first Nesterov step as if there had been none before."""
+    optimizer = open_outer(OuterSection(lr=0.5, momentum=0.9, warmup_steps=2))
+    state = optimizer.start(torch.ones(3))
+    for expected in (-1.0, -3.0):
+        state = optimizer.step(state, torch.full((3,), 2.0))
+        assert state.anchor.tolist() == [expected] * 3
+        assert state.slots["momentum"].tolist() == [0.0] * 3
+    state = optimizer.step(state, torch.full((3,), 2.0))
+    assert state.steps == 3
+    torch.testing.assert_close(state.anchor, torch.full((3,), -3.0 - 0.5 * (2.0 + 0.9 * 2.0)))
+    assert state.slots["momentum"].tolist() == [2.0] * 3
+
+
+def test_warm_up_leaves_adams_bias_correction_alone() -> None:
+    section = OuterSection(optimizer="adam", lr=0.1)
+    plain, warmed = open_outer(section), open_outer(section.model_copy(update={"warmup_steps": 4}))
+    late = plain.start(torch.zeros(3))
+    state = warmed.start(torch.zeros(3))
+    for _ in range(4):
+        state = warmed.step(state, torch.zeros(3))
+    for gradient in (1.0, -2.0, 0.5):
+        late, state = (each.step(of, torch.full((3,), gradient)) for each, of in ((plain, late), (warmed, state)))
+        assert torch.equal(late.anchor, state.anchor)
