@@ -26,7 +26,7 @@ from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s
 from diloco.compress import PayloadError, open_codec
 from diloco.config import Contract, Site, contract_from_json
-from diloco.errors import EvictedError, StateError, TicketError, UsageError
+from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UsageError
 from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
 from diloco.exchange.engine import Exchange, Terms
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gate:
-    """The way out of this process: made before anything else, because the directory's process is forked from it."""
+    """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 
     def __init__(self, site: Site) -> None:
         listen = site.network.listen
@@ -99,7 +99,9 @@ class Peer:
         gate: Gate,
         events: Events,
         checkpoint: Checkpoint | None = None,
+        data: str = "",
     ) -> None:
+        """`data`: fingerprint of the training data, when leases say who trains on which block of it."""
         self.contract = contract
         self.site = site
         self.gate = gate
@@ -120,7 +122,7 @@ class Peer:
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, secrets.randbits(48), "")
         self.exchange = Exchange(
-            me, self._terms(), gate.runtime.link, lineage, welcome is None, gate.runtime.loop, self._on_reason
+            me, self._terms(data), gate.runtime.link, lineage, welcome is None, gate.runtime.loop, self._on_reason
         )
         self.address = ""
         self.discarded_tokens = 0
@@ -152,6 +154,8 @@ class Peer:
         network = self.site.network
         served = self.gate.runtime.serve(self.exchange, network.listen)
         welcome = self.gate.welcome
+        if welcome is not None:
+            self._check_alike(welcome)
         host, _ = split_address(network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         bootstrap = welcome.directory if welcome else ()
@@ -163,6 +167,17 @@ class Peer:
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = Presence(self.gate.directory, self.exchange)
         self.events.emit("listening", address=self.address, ticket=self.ticket)
+
+    def _check_alike(self, welcome: Welcome) -> None:
+        """Before anything is copied: the same parameters, the same data."""
+        terms = self.exchange.terms
+        if welcome.layout != terms.layout.digest:
+            cause = "this model has other parameters (names or shapes) than the run's"
+            raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
+        if welcome.data != terms.data:
+            cause = f"this peer's data ({terms.data[:12]}) is not the run's ({welcome.data[:12]})"
+            fix = "use the same files; for data.source 'stdlib', the same Python version"
+            raise IncompatibleError(cause, fix)
 
     def _meet_members(self, welcome: Welcome) -> None:
         found = self.gate.directory.lookup()
@@ -334,7 +349,7 @@ class Peer:
             self.parameters[name].data.copy_(tensor)
         line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
 
-    def _terms(self) -> Terms:
+    def _terms(self, data: str) -> Terms:
         contract, timeouts, layout = self.contract, self.site.timeouts, self.line.layout
         rules = Rules(
             run=contract.run.name,
@@ -353,6 +368,7 @@ class Peer:
             codec=self.line.codec,
             optimizer=self.line.optimizer,
             total_tokens=contract.run.total_tokens,
+            data=data,
         )
 
 

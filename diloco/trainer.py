@@ -83,7 +83,9 @@ class Trainer:
         self.dataset = open_dataset(contract.data, root)
         self.model = self._build(root)
         seed_everything(contract.run.seed)
-        self.peer = Peer(name, contract, site, self.model, gate, events, checkpoint) if gate else None
+        self.peer = (
+            Peer(name, contract, site, self.model, gate, events, checkpoint, self.dataset.fingerprint) if gate else None
+        )
         wrapped = island.wrap(self.model.to(island.device))
         total = contract.run.total_tokens
         self.inner = InnerLoop(wrapped, self._inner_section(), total, island.device, compile=site.device.compile)

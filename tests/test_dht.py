@@ -140,8 +140,6 @@ def test_says_that_a_host_is_not_of_this_machine() -> None:
 @pytest.fixture(scope="module")
 def three() -> Iterator[list[Directory]]:
     """Each joined through the one before, so the third never heard of the first."""
-    import hivemind  # noqa: F401  # shared by all that is forked from here on: 1 to 2 s less for each
-
     directories: list[Directory] = []
     try:
         for _ in range(3):

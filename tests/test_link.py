@@ -44,7 +44,7 @@ from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerService
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, m.Gather(4, 1, "for a test"))
 HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1)
-WELCOME = Welcome(b'{"run":{}}', "lineage", 3, True, (ALICE,), ("/ip4/127.0.0.1/tcp/1/p2p/Qm",))
+WELCOME = Welcome(b'{"run":{}}', "lineage", 3, True, (ALICE,), ("/ip4/127.0.0.1/tcp/1/p2p/Qm",), "layout", "data")
 MIB = 1 << 20
 
 

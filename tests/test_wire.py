@@ -83,7 +83,7 @@ def test_a_header_comes_back_the_same(sent):
     assert convert.header_from_wire(over_the_wire(convert.header_to_wire(sent))) == sent
 
 
-@given(st.builds(Welcome, st.binary(max_size=9), text, signed, st.booleans(), several_members, texts))
+@given(st.builds(Welcome, st.binary(max_size=9), text, signed, st.booleans(), several_members, texts, text, text))
 def test_a_welcome_comes_back_the_same(sent):
     assert convert.welcome_from_wire(over_the_wire(convert.welcome_to_wire(sent))) == sent
 

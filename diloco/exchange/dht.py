@@ -4,7 +4,8 @@ Any member's directory address is enough to find the others, whoever started the
 about correctness rests on it: records are hints from strangers, not authenticated, and whoever is reached at an
 address has to prove what it is.
 
-The node runs in a process of its own, forked at the start, with hivemind's p2pd (libp2p) as its child:
+The node runs in a process of its own, with hivemind's p2pd (libp2p) as its child. It is started afresh and not forked:
+a child forked from a process with gRPC's threads hangs as soon as hivemind touches gRPC.
 
     peer process --pipe--> directory process (hivemind.dht.DHTNode) --UNIX socket--> p2pd --TCP--> other peers' p2pd
 
@@ -24,6 +25,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -52,6 +54,7 @@ MAX_MEMBERS = 256
 _SHUTDOWN_S = 2.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/[\w.:-]+/tcp/\d{1,5}/p2p/\w+")
+_PROGRAM = "from diloco.exchange.dht import run_node; run_node()"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as PeerSection.name
 _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 
@@ -60,19 +63,19 @@ class Directory:
     """This peer's node of the run's directory. Methods block up to their timeouts; any thread may call them."""
 
     def __init__(self) -> None:
-        """Fork the directory's process, which then waits for `open`.
-
-        Do it before anything starts threads (gRPC) and after `import torch`, which hivemind imports, too.
-        """
+        """Start the directory's process, which imports hivemind (2 CPU-s) and then waits for `open`."""
         self.addresses: tuple[str, ...] = ()
         """Multiaddrs, `/ip4/HOST/tcp/PORT/p2p/ID`: what others give as `bootstrap`."""
         self._pipe, inner = mp.Pipe()
         self._lock = threading.Lock()
         self._answer_due = True  # the first says whether the node started
-        self._process = mp.get_context("fork").Process(
-            target=_run_node, args=(inner, self._pipe, os.getpid()), name="diloco-directory", daemon=True
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(inner.fileno()), str(os.getpid())],
+            pass_fds=[inner.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self._process.start()
         inner.close()
 
     @classmethod
@@ -128,12 +131,13 @@ class Directory:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the node and its p2pd: gracefully, or by force after `timeout_s`."""
         self._process.terminate()
-        self._process.join(timeout_s)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
         self._process.kill()
-        assert self._process.pid is not None
         with suppress(ProcessLookupError):  # p2pd, had its parent no time to end it
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.join(1.0)
+        self._process.wait()
+        self._pipe.close()
 
     def _store(self, peer: str, record: bytes, ttl_s: float, timeout_s: float) -> bool:
         stored = bool(self._ask(("store", peer, record, ttl_s), timeout_s))
@@ -206,11 +210,9 @@ class _Settings:
     timeout_s: float
 
 
-def _run_node(pipe: Connection, parents_end: Connection, parent: int) -> None:
-    """Serve until told to end or orphaned; leave no p2pd behind."""
-    parents_end.close()  # held here too, the pipe would not end with the parent
-    os.setsid()
-    signal.set_wakeup_fd(-1)  # the parent's, if it has an event loop: our signals would wake it
+def run_node() -> None:
+    """The directory's process: serve until told to end or orphaned; leave no p2pd behind."""
+    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # p2pd inherits this
     try:
         with suppress(asyncio.CancelledError):

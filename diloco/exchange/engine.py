@@ -60,6 +60,8 @@ class Terms:
     codec: Codec
     optimizer: OuterOptimizer
     total_tokens: int
+    data: str
+    """Fingerprint of the training data; empty when each peer has its own."""
 
 
 class Exchange:
@@ -537,6 +539,8 @@ class Exchange:
             machine.commit is not None,
             (machine.me, *others),
             self.directory,
+            self.terms.layout.digest,
+            self.terms.data,
         )
 
     def on_fetch_commits(self, since: int) -> list[Closed]:

@@ -77,6 +77,10 @@ class Welcome:
     """Who answers, first, and the other members."""
     directory: tuple[str, ...]
     """Multiaddresses of the peer directory (DHT)."""
+    layout: str
+    """Digest of the canonical layout: a joiner's model must have the same."""
+    data: str
+    """Fingerprint of the training data; empty when each peer has its own."""
 
 
 @dataclass(frozen=True, slots=True)

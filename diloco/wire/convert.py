@@ -351,6 +351,8 @@ def welcome_to_wire(welcome: Welcome) -> peer.Welcome:
         founded=welcome.founded,
         members=[_member_to_wire(member) for member in welcome.members],
         directory=welcome.directory,
+        layout=welcome.layout,
+        data=welcome.data,
     )
 
 
@@ -365,6 +367,8 @@ def welcome_from_wire(message: peer.Welcome) -> Welcome:
         founded=message.founded,
         members=_items(message.members, _member_from_wire, "members"),
         directory=_texts(message.directory, "directory"),
+        layout=_text(message.layout, "layout"),
+        data=_text(message.data, "data"),
     )
 
 

@@ -50,6 +50,8 @@ class Welcome(_message.Message):
     FOUNDED_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     contract: _builtins.bytes
     """canonical JSON"""
@@ -57,6 +59,10 @@ class Welcome(_message.Message):
     version: _builtins.int
     """of the state that can be downloaded; -1: none"""
     founded: _builtins.bool
+    layout: _builtins.str
+    """digest of the canonical layout: parameter names, shapes, fragments, parts"""
+    data: _builtins.str
+    """fingerprint of the training data; empty when each peer has its own"""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Member]:
         """who answers, first, and the others"""
@@ -75,10 +81,12 @@ class Welcome(_message.Message):
         founded: _builtins.bool = ...,
         members: _abc.Iterable[_control_pb2.Member] | None = ...,
         directory: _abc.Iterable[_builtins.str] | None = ...,
+        layout: _builtins.str = ...,
+        data: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "directory", b"directory", "founded", b"founded", "lineage", b"lineage", "members", b"members", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,90 @@
+"""The library around somebody else's loop: the example program, run as it is written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco
+from diloco.config import Contract, Site
+from diloco.errors import ConfigError, IncompatibleError, UnreachableError
+from tests.peers import until
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loop.py"
+
+
+def start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen([sys.executable, "-u", str(EXAMPLE), *arguments], stdout=output, stderr=output)
+
+
+@pytest.mark.slow
+def test_the_example_trains_one_model_in_two_processes(tmp_path: Path) -> None:
+    logs = [tmp_path / "founder.txt", tmp_path / "joiner.txt"]
+    founder = start(logs[0])
+    processes = [founder]
+    try:
+        line = until(lambda: re.search(r"own_loop.py (127\S+)", logs[0].read_text()), "the founder prints its address")
+        processes.append(start(logs[1], line.group(1)))
+        assert [process.wait(90) for process in processes] == [0, 0], [log.read_text() for log in logs]
+        ends = [re.search(r"version (\d+), loss (\S+), state (\S+)", log.read_text()) for log in logs]
+        assert all(ends)
+        assert ends[0].group(1, 3) == ends[1].group(1, 3)
+        assert all(float(end.group(2)) < 0.02 for end in ends)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_alone_and_left_in_good_order() -> None:
+    """One peer, outer SGD at rate 1, fp32: plain training, to rounding."""
+    tree = {
+        "run": {"name": "alone", "total_tokens": 10**6},
+        "model": {"kind": "external"},
+        "inner": {"steps": 5},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+        "codec": {"name": "fp32"},
+    }
+    torch.manual_seed(0)
+    model, twin = (torch.nn.Linear(8, 8) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    batches = torch.randn(12, 16, 8)
+    with diloco.found(Contract.model_validate(tree), model) as run:
+        assert run.peers == (run.name,)
+        outcomes = []
+        for batch in batches:
+            for each in (model, twin):
+                each.zero_grad()
+                (each(batch) - 1.0).square().mean().backward()
+                with torch.no_grad():
+                    for parameter in each.parameters():
+                        parameter.sub_(parameter.grad * 0.1)
+            outcomes.append(run.step(tokens=16))
+        assert [index for index, outcome in enumerate(outcomes) if outcome] == [4, 9]
+        assert run.version == 2
+        assert run.tokens == 160
+        for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, plain)
+    assert run.version == 3  # what was trained since the last sync was contributed on leaving
+
+
+@pytest.mark.slow
+def test_mistakes_are_named() -> None:
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="contract not found"):
+        diloco.found("no/such.toml", model)
+    with pytest.raises(UnreachableError, match="nobody answers"):
+        diloco.join("127.0.0.1:1", model)
+    tree = {"run": {"name": "shapes", "total_tokens": 1000}, "model": {"kind": "external"}}
+    founder = diloco.found(Contract.model_validate(tree), model, Site())
+    try:
+        with pytest.raises(IncompatibleError, match="parameters"):
+            diloco.join(founder.address, torch.nn.Linear(4, 5))
+    finally:
+        founder.close()
