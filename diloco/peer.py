@@ -250,7 +250,7 @@ class Peer:
             outcome = run_round(self.line, steps, self.exchange, apply, patience, leaving, seconds)
         except Diverged as error:
             outcome = Skip(str(error))
-            self.copy_state(self._others())
+            self._copy_again(str(error))
         except PayloadError as error:
             outcome = Skip(f"the progress is not finite and is discarded: {error}")
             self.discarded_tokens += drop_progress(self.line)
@@ -265,14 +265,19 @@ class Peer:
             for closed in self.exchange.closed(timeout_s):
                 self._apply(closed, {}, on_closed)
         except Diverged as error:
-            logger.warning("%s: copying the state", error)
-            self.exchange.behind = True
+            self._copy_again(str(error))
         if self.exchange.behind:
-            self.copy_state(self._others())
+            self._copy_again("too far behind to catch up by commits")
 
-    def _others(self) -> list[str]:
-        status = self.exchange.alive()
-        return [member.address for member in status if member.peer != self.name]
+    def _copy_again(self, why: str) -> None:
+        """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
+        self.events.emit("reason", text=f"{why}: copying the state", routine=False)
+        others = [member.address for member in self.exchange.alive() if member.peer != self.name]
+        try:
+            self.copy_state(others)
+        except StateError as error:
+            self.exchange.behind = True
+            self.events.emit("warning", text=error.cause)
 
     def _apply(self, closed: Closed, seconds: dict[str, float], on_closed: OnClosed) -> None:
         before = self.line.commit

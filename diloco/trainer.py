@@ -100,8 +100,7 @@ class Trainer:
         self._started_s = self._reported_s = monotonic_s()
 
     def _build(self, root: Path) -> nn.Module:
-        vocab_size = self.contract.model.vocab_size or self.dataset.vocab_size
-        return build_model(self.contract.model, vocab_size, self.contract.run.seed, root)
+        return build_model(self.contract.model, self.dataset.vocab_size, self.contract.run.seed, root)
 
     def _inner_section(self) -> Any:
         """Each rank trains its share of the peer's micro-batch."""
@@ -286,6 +285,7 @@ class Trainer:
     def _end(self) -> Ending:
         peer = self.peer
         commit = self._commit
+        wall_s = monotonic_s() - self._started_s
         if peer is None:
             self.island.close()
             return Ending("followed", 0, 0, "", "", None, 0)
@@ -312,7 +312,7 @@ class Trainer:
             "end",
             **{name: getattr(ending, name) for name in Ending.__dataclass_fields__},
             wire_bytes_sent=wire.sent if wire else None,
-            wall_s=monotonic_s() - self._started_s,
+            wall_s=wall_s,
         )
         self.save()
         peer.close()
@@ -332,7 +332,7 @@ class Trainer:
             "random": {name: value for name, value in randomness.items() if isinstance(value, torch.Tensor)},
         }
         meta: dict[str, Any] = {
-            "vocab_size": self.contract.model.vocab_size or self.dataset.vocab_size,
+            "vocab_size": self.dataset.vocab_size,
             "inner": {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)},
             "random": {name: value for name, value in randomness.items() if not isinstance(value, torch.Tensor)},
             "reader": self.reader.state_dict(),

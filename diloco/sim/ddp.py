@@ -27,7 +27,7 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
     """Train to `run.total_tokens`, emitting "step", "eval" and "end" events on rank 0."""
     dataset = open_dataset(contract.data, data_root)
     seed = contract.run.seed
-    model = build_model(contract.model, contract.model.vocab_size or dataset.vocab_size, seed, data_root)
+    model = build_model(contract.model, dataset.vocab_size, seed, data_root)
     seed_everything(seed)
     counter = SocketCounter()
     inner = InnerLoop(island.wrap(model), contract.inner, contract.run.total_tokens, island.device)
