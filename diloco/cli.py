@@ -148,6 +148,8 @@ def report(
     """Write report.html: one page that opens offline."""
     from diloco.report import write_plot, write_report
 
+    if not (directory / "events.jsonl").is_file() and not any(directory.glob("*/events.jsonl")):
+        raise UsageError(f"no events in {directory}", "give the --out folder of a simulation, or the --dir of a peer")
     page, plot = write_report(directory), write_plot(directory)
     print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
 

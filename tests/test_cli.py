@@ -52,6 +52,7 @@ def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "nothing to do", "peer")
     fails(2, "do not go together", "peer", str(QUICK), "--join", "127.0.0.1:1")
     fails(2, "--set changes a contract", "peer", "--join", "127.0.0.1:1", "--set", "inner.lr=1")
+    fails(2, "no events in", "report", "no/such/folder")
     fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
 
 

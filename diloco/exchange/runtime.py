@@ -48,7 +48,7 @@ class Runtime:
                 raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
             except (LinkDown, LinkSlow) as error:
                 if monotonic_s() >= deadline_s:
-                    cause = f"nobody answers at {address} ({error or 'no connection'})"
+                    cause = f"nobody answers at {address} ({short(error)})"
                     raise UnreachableError(cause, "check host and port; any live member of the run will do") from error
                 self.run(asyncio.sleep(0.25), 5.0)
 
@@ -64,6 +64,11 @@ class Runtime:
         self.run(self.link.close(), 5.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+
+
+def short(error: Exception) -> str:
+    """What a person needs of gRPC's account of a failed call: its last clause."""
+    return str(error).rpartition(": ")[2] or "no connection"
 
 
 def reachable(served: str, toward: str | None) -> str:
