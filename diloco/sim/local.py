@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -64,10 +64,8 @@ class Plan:
     peers: int
     directory: Path
     title: str
-
-    @property
-    def threads(self) -> int:
-        return max(1, (os.cpu_count() or 1) // self.peers)
+    threads: int
+    """Of each process: also one peer alone gets no more than it would beside the others."""
 
 
 COMPARISONS = ("ddp", "average", "alone")
@@ -106,7 +104,7 @@ def _plan(options: SimulateOptions) -> Plan:
     root = Path(site.data.root)
     return Plan(
         options.contract, contract, overrides, options.site, tuple(options.site_overrides), root, options.peers,
-        directory, contract.run.name,
+        directory, contract.run.name, max(1, (os.cpu_count() or 1) // options.peers),
     )  # fmt: skip
 
 
@@ -267,9 +265,8 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
         overrides = (*plan.overrides, "membership.start_peers=1", f"run.total_tokens={alone_tokens}")
         peers, title = 1, "one peer alone, as many inner steps as each of the others"
     contract = load_contract(plan.contract_path, overrides).value
-    other = Plan(
-        plan.contract_path, contract, overrides, plan.site, plan.site_overrides, plan.data_root, peers, directory, title
-    )
+    changes = {"overrides": overrides, "contract": contract, "peers": peers, "directory": directory, "title": title}
+    other = replace(plan, **changes)
     (directory / "contract.json").write_text(contract.to_json())
     ends = _train_peers(other, stop, out, live)
     reached = _summary(other, ends)
