@@ -265,8 +265,7 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
         overrides = (*plan.overrides, "membership.start_peers=1", f"run.total_tokens={alone_tokens}")
         peers, title = 1, "one peer alone, as many inner steps as each of the others"
     contract = load_contract(plan.contract_path, overrides).value
-    changes = {"overrides": overrides, "contract": contract, "peers": peers, "directory": directory, "title": title}
-    other = replace(plan, **changes)
+    other = replace(plan, overrides=overrides, contract=contract, peers=peers, directory=directory, title=title)
     (directory / "contract.json").write_text(contract.to_json())
     ends = _train_peers(other, stop, out, live)
     reached = _summary(other, ends)
