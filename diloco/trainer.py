@@ -300,7 +300,7 @@ class Trainer:
             peer.leave("done")
         ending = Ending(
             "done" if done else "left",
-            commit.version if commit else 0,
+            peer.line.state.version,
             commit.tokens if commit else 0,
             peer.line.state.digest,
             commit.digest if commit else "",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.exchange.view import votes_needed
 from tests.virtual import RULES, World
 
 SEED_WITHOUT_MEMORY = 229
@@ -130,11 +131,33 @@ def test_seeds_of_loss_deaths_stops_and_joins_never_disagree(first: int):
         disorder(seed)
 
 
+def test_one_of_two_goes_on_when_the_others_death_is_proven():
+    world = started(2)
+    world.deaths_are_proven = True
+    world.run(10)
+    world.kill("p1")
+    before = versions(world)["p0"]
+    world.run(20)
+    assert versions(world)["p0"] >= before + 3
+
+
+@pytest.mark.parametrize("members", range(1, 12))
+def test_votes_needed_always_meet(members: int):
+    """Whatever deaths two coordinators know of, the later one more than the earlier: their quorums share a voter."""
+    for known in range(members):
+        for later in range(known, members):
+            first, second = votes_needed(members, known), votes_needed(members, later)
+            if second <= members - later:
+                died_since = later - known
+                assert max(first - died_since, 0) + second > members - later
+
+
 def disorder(seed: int) -> None:
     """One minute of a run in which much goes wrong; `World` checks agreement at every commit."""
     dice = random.Random(seed)
     count = dice.randint(2, 5)
     world = started(count, seed, loss=dice.choice([0.0, 0.02, 0.1]), delay_s=dice.choice([0.01, 0.1, 0.5]))
+    world.deaths_are_proven = seed % 2 == 0
     for _ in range(dice.randint(1, 4)):
         name = f"p{dice.randrange(count)}"
         fault = dice.choice(["kill", "freeze", "leave", "join"])
@@ -157,7 +180,7 @@ def disturb(world: World, fault: str, name: str, at_s: float) -> None:
 
 def test_the_world_notices_a_commit_without_a_majority(monkeypatch: pytest.MonkeyPatch):
     """The check above can fail: with the majority taken out, two halves of a run go on apart."""
-    monkeypatch.setattr("diloco.exchange.machine.majority", lambda electorate: 1)
+    monkeypatch.setattr("diloco.exchange.machine.votes_needed", lambda members, gone: 1)
     world = started(4)
     world.run(10)
     world.cut = lambda a, b: (a in ("p0", "p1")) != (b in ("p0", "p1"))

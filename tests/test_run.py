@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -126,14 +127,26 @@ def test_a_run_ends_when_it_has_its_tokens(tmp_path: Path) -> None:
         assert Path(json.loads(reported.stdout)["report"]).is_file()
 
 
-def test_majority_gone_trains_on_until_evicted(tmp_path: Path) -> None:
+def test_one_of_two_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
+    """On one machine a refused connection proves the death, so that nobody has to be asked."""
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket())
+        peers.append(b)
+        at = a.reaches(2, ["a", "b"])["version"]
+        b.kill()
+        a.reaches(at + 1, ["a"], deadline_s=20.0)
+
+
+def test_majority_silent_trains_on_until_evicted(tmp_path: Path) -> None:
     with ending([]) as peers:
         a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
         peers.append(a)
         b = PeerProcess("b", tmp_path, "--join", a.ticket())
         peers.append(b)
         a.reaches(2, ["a", "b"])
-        b.kill()
+        b.process.send_signal(signal.SIGSTOP)  # it may only be cut off: nobody must go on without asking
         skip = until(lambda: a.events("skip"), "a round is skipped")[0]
         assert "voters can be reached" in skip["reason"]
         until(lambda: len(a.events("skip")) > 1, "training goes on")

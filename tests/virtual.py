@@ -52,6 +52,7 @@ class World:
         self.commits: dict[tuple[str, int], Commit] = {}
         self.transcript: list[str] = []
         self.cut: Callable[[str, str], bool] = lambda a, b: False
+        self.deaths_are_proven = False
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._incarnation = itertools.count(1)
@@ -173,7 +174,7 @@ class World:
         if to.peer not in self.peers or self.cut(source, to.peer) or self.random.random() < self.loss:
             return
         if not self.peers[to.peer].alive:
-            self.later(self.delay_s, lambda: self.event(source, m.Unreachable(to.peer)))
+            self.later(self.delay_s, lambda: self.event(source, m.Unreachable(to, self.deaths_are_proven)))
             return
         for _ in range(2 if self.random.random() < self.loss else 1):
             self.later(self.delay_s * self.random.random(), lambda: self.event(to.peer, event))

@@ -34,6 +34,7 @@ from diloco.exchange.link import (
     Welcome,
 )  # fmt: skip
 from diloco.exchange.machine import Machine, Rules, Timing
+from diloco.exchange.probe import nobody_listens
 from diloco.exchange.statesync import download
 from diloco.exchange.status import status_json
 from diloco.exchange.work import BadContribution, Work
@@ -312,13 +313,16 @@ class Exchange:
         try:
             reply = await self.link.deliver(effect.to.address, self._envelope(effect.body))
         except LinkDown:
-            self._feed(m.Unreachable(effect.to.peer))
+            await self._lost(effect.to)
         except LinkSlow:
             logger.debug("%s did not answer %s", effect.to.peer, type(effect.body).__name__)
         except LinkRefused as error:
             self._note_refusal(effect.to, error.reply)
         else:
             self._note_refusal(effect.to, reply)
+
+    async def _lost(self, member: Member) -> None:
+        self._feed(m.Unreachable(member, proven=await nobody_listens(member.address)))
 
     def _note_refusal(self, by: Member, reply: m.Reply) -> None:
         if reply is not m.Reply.OK and reply is not self.refused:
@@ -330,7 +334,7 @@ class Exchange:
         try:
             reply = await self.link.send_parts(to.address, self._header(kind, key), parts, stall_s)
         except LinkDown:
-            self._feed(m.Unreachable(to.peer))
+            await self._lost(to)
         except (LinkSlow, LinkRefused) as error:
             logger.info("%s of %s to %s: %s", kind.name.lower(), key, to.peer, error)
         else:
@@ -398,7 +402,7 @@ class Exchange:
     def _keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
         self._means[digest] = parts
         self._means.move_to_end(digest)
-        while len(self._means) > self.terms.rules.backlog_versions + 2:
+        while len(self._means) > self.terms.rules.means_kept:
             self._means.popitem(last=False)
 
     async def _tell_moved(self) -> None:

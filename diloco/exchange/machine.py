@@ -23,7 +23,7 @@ from diloco.exchange import messages as m
 from diloco.exchange.reduction import Reduction, well_formed
 from diloco.exchange.roster import Roster
 from diloco.exchange.tally import Tally
-from diloco.exchange.view import Decision, coordinator, decide_sync, majority, spans
+from diloco.exchange.view import Decision, coordinator, decide_sync, spans, votes_needed
 from diloco.types import Commit, Member, Progress
 
 
@@ -42,6 +42,11 @@ class Rules:
     match_deadline_s: float
     backlog_versions: int
     """Commits that members keep for those who are behind."""
+
+    @property
+    def means_kept(self) -> int:
+        """Encoded means that a peer holds: those of the backlog, and of attempts that may still be proposed again."""
+        return self.backlog_versions + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Machine:
         self._held: list[str] = []
         self._heirs: dict[str, str] = {}
         self._evicted: set[str] = set()
+        self._dead: set[tuple[str, int]] = set()
         self._without: tuple[str, ...] = ()
         self._heartbeat_at = now
         self._resend_at = now
@@ -550,7 +556,7 @@ class Machine:
             self._out.append(m.SealMean(*reduction.key))
 
     def _on_mean_held(self, event: m.MeanHeld) -> None:
-        self._held = [*self._held[-7:], event.mean_digest]
+        self._held = [*self._held, event.mean_digest][-self.rules.means_kept :]
         reduction = self._reduction
         if reduction is not None and reduction.key == (event.version, event.attempt):
             reduction.mean_digest = event.mean_digest
@@ -673,6 +679,7 @@ class Machine:
         names = {member.peer for member in commit.view}
         self._heirs = {peer: heir for peer, heir in self._heirs.items() if peer in names}
         self._evicted &= names
+        self._dead &= {(member.peer, member.incarnation) for member in commit.view}
         self.roster.meet(commit.view, self._now)
         self._heartbeat_at = self._now  # tell the new version at once: who is done waits to see it everywhere
         if not self.joining and not self.in_view:
@@ -685,10 +692,14 @@ class Machine:
     # ------------------------------------------------------------ members
 
     def _electorate(self) -> set[str]:
-        return {member.peer for member in self.view} - self._evicted
+        """Members that may still vote."""
+        living = {member.peer for member in self.view if (member.peer, member.incarnation) not in self._dead}
+        return living - self._evicted
 
     def _needed(self) -> int:
-        return majority(self._electorate())
+        living = len(self._electorate())
+        needed = votes_needed(len(self.view), len(self.view) - living)
+        return min(needed, living) if self._evicted else needed  # an operator answers for what the dead may have agreed
 
     def _member(self, member: Member) -> Member | None:
         """The view's entry for this very life of a peer."""
@@ -717,7 +728,9 @@ class Machine:
         self._note(f"an operator declared {body.peer} dead")
 
     def _on_unreachable(self, event: m.Unreachable) -> None:
-        self.roster.unreachable(event.peer)
+        self.roster.unreachable(event.member.peer)
+        if event.proven:
+            self._dead.add((event.member.peer, event.member.incarnation))
 
     def _on_received(self, event: m.Received) -> None:
         if isinstance(event.body, m.Evict) or self.roster.heard(event.sender, self._now):

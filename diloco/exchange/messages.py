@@ -206,7 +206,9 @@ class Received:
 class Unreachable:
     """The link failed to deliver to this peer: refused or reset, not merely slow."""
 
-    peer: str
+    member: Member
+    proven: bool = False
+    """That life of the peer is over for certain, and not only cut off."""
 
 
 @dataclass(frozen=True, slots=True)

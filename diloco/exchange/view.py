@@ -20,9 +20,14 @@ def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) ->
     return view[(first + attempt) % len(view)]
 
 
-def majority(electorate: Collection[str]) -> int:
-    """How many votes decide."""
-    return len(electorate) // 2 + 1
+def votes_needed(members: int, gone: int) -> int:
+    """How many votes of a view of `members` decide when `gone` of them are dead for certain and vote no more.
+
+    A majority of the living, and so many that every earlier majority of all members has somebody among them: what it
+    accepted is then known. Two of two, one of two when the other is gone; three of five, also when two are gone.
+    """
+    majority = members // 2 + 1
+    return max(members - majority + 1, (members - gone) // 2 + 1)
 
 
 def spans(parts: int, owners: Sequence[str]) -> tuple[Span, ...]:
