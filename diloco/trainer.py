@@ -238,6 +238,7 @@ class Trainer:
         self.events.emit(
             "version",
             version=commit.version,
+            lineage=commit.lineage,
             fragment=commit.fragment,
             tokens=commit.tokens,
             members=[member.peer for member in commit.view],

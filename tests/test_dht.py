@@ -327,6 +327,7 @@ OWNER = """
 import os, signal, time
 from diloco.exchange.dht import Directory
 from diloco.types import Member
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 directory = Directory.start("run")
 if os.fork() == 0:  # as a data loader's worker: holds our end of the directory's pipe open
     signal.signal(signal.SIGINT, signal.SIG_DFL)
