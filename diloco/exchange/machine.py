@@ -567,6 +567,8 @@ class Machine:
             self._decide(self._decided, self.me)
         elif self._proposal is not None and self._proposal.commit.mean_digest == event.mean_digest:
             self._accept(self._proposal)
+        elif self._proposal is not None:
+            self._out.append(m.FetchMean(self._proposal.commit, tuple(self._others(self._seat(self.attempt)))))
 
     def _check_reduction(self) -> None:
         """Bytes that do not come: the coordinator tries without the peer that owes them, or a new one takes over."""
@@ -613,8 +615,12 @@ class Machine:
         self._proposal = body
         if body.commit.mean_digest in self._held:
             self._accept(body)
-        elif not asked_before and (self._reduction is None or self._reduction.complete):
+        elif not asked_before and not self._mean_is_coming():
             self._out.append(m.FetchMean(body.commit, tuple(self._others(sender))))
+
+    def _mean_is_coming(self) -> bool:
+        """Whether a reduction here is still receiving or hashing its mean: then nothing needs to be fetched."""
+        return self._reduction is not None and not self._reduction.mean_digest
 
     def _others(self, first: Member) -> list[Member]:
         alive = [member for member in self.alive() if member not in (self.me, first)]
@@ -645,8 +651,7 @@ class Machine:
             self._close(commit)
         else:
             self._decided = commit
-            reduced_here = self._reduction is not None and not self._reduction.complete
-            if not reduced_here:
+            if not self._mean_is_coming():
                 self._catch_up(source, commit.version)
 
     def _catch_up(self, source: Member, version: int) -> None:
