@@ -230,7 +230,7 @@ class Machine:
         self.roster.heard(sender, self._now, body)
         if self.commit is not None and (body.version < self.version or not body.founded):
             self._send(sender, m.Committed(self.commit))
-        elif body.founded and body.version > self.version:
+        elif body.founded and body.version > self.version and not self._is_closing(body.version):
             self._catch_up(sender, body.version)
 
     # ------------------------------------------------------------ the training side
@@ -343,9 +343,15 @@ class Machine:
             return False
         if version < self.making:
             self._send(sender, m.Committed(self.commit))
-        elif version > self.making:
+        elif version > self.making and not self._is_closing(version - 1):
             self._catch_up(sender, version - 1)
         return version == self.making
+
+    def _is_closing(self, version: int) -> bool:
+        """Others stand at the version that closes here, too, any moment: its commit is on its way."""
+        reduction = self._reduction
+        recent = reduction is not None and self._now - reduction.progress_at_s < self.timing.stall_s
+        return recent and version == self.making
 
     # ------------------------------------------------------------ coordinating
 
