@@ -195,3 +195,18 @@ def test_simulate_writes_a_summary_and_beats_ddp_in_bytes(tmp_path: Path) -> Non
     assert (out / "plot.png").is_file()
     assert (out / "report.html").is_file()
     assert "All peers hold the same state" in done.stdout
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """Two peers, one stopped: leaving in good order would wait for it."""
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket())
+        peers.append(b)
+        a.reaches(1, ["a", "b"])
+        b.process.send_signal(signal.SIGSTOP)
+        a.process.send_signal(signal.SIGTERM)
+        until(lambda: "once more to end at once" in a.log.read_text(), "the first signal is answered")
+        a.process.send_signal(signal.SIGTERM)
+        assert a.wait(10.0) == 143
