@@ -203,7 +203,7 @@ class Peer:
         self._adopt(state, offer)
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
-        adopt_state(self.line, state, offer.commit)
+        self.discarded_tokens += adopt_state(self.line, state, offer.commit)
         self.exchange.hold(state, offer.commit, copied=True)
         self.events.emit("state", version=state.version, state_digest=state.digest)
 
@@ -216,7 +216,7 @@ class Peer:
     def enter(self, patience: Callable[[], bool], on_closed: OnClosed) -> bool:
         """Wait until the view includes us: for the run to start, or for the next version. False: out of patience."""
         refused_s = monotonic_s()
-        while not (self.exchange.in_view and self.line.commit is not None) and not self.done:
+        while not (self._stands_in_view() or self.done):
             if not patience():
                 return False
             self.catch_up(on_closed, timeout_s=0.2)
@@ -225,6 +225,11 @@ class Peer:
             elif monotonic_s() - refused_s > 3 * self.site.timeouts.suspect_s:
                 raise EvictedError(f"the run has a live peer named {self.name}", "choose another peer.name")
         return True
+
+    def _stands_in_view(self) -> bool:
+        """Whether the version that we have applied, and not only heard of, includes us."""
+        commit = self.line.commit
+        return self.exchange.in_view and commit is not None and commit.member(self.name) is not None
 
     # ------------------------------------------------------------ rounds
 

@@ -160,13 +160,22 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
 
 
-def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> None:
-    """Take over a copied state; progress that is not committed yet is carried onto the new anchor."""
+def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
+    """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
+
+    A contribution that was sent may be counted in the versions that were skipped, and must not count twice: it is not
+    carried. Returns its tokens, which are discarded if it was not counted.
+    """
+    sent, discarded = line.sent, 0
     for fragment in line.layout.fragments:
-        before = line.state.fragments[fragment.index].anchor
-        local = carry(read_fragment(line.parameters, fragment), before, state.fragments[fragment.index].anchor)
+        base = line.state.fragments[fragment.index].anchor
+        if sent is not None and sent.contribution.fragment == fragment.index:
+            base, discarded = sent.local, sent.contribution.tokens
+        local = carry(read_fragment(line.parameters, fragment), base, state.fragments[fragment.index].anchor)
         write_fragment(line.parameters, fragment, local)
     line.state, line.commit, line.sent = state, commit, None
+    line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
+    return discarded
 
 
 def drop_progress(line: Line) -> int:

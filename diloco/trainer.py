@@ -115,6 +115,7 @@ class Trainer:
             self.peer.open()
             self._emit_start(self.peer)
             self.peer.enter(lambda: not self.stop(), self._on_closed)
+            self._take_over(self.peer)
         self._follow()
         while not self._ended():
             self._round()
@@ -125,6 +126,7 @@ class Trainer:
         if self.peer is None:
             self._inner_steps()
             return
+        self._take_over(self.peer)
         leave_s = self.site.timeouts.leave_s
         deadline_s = self.contract.membership.round_deadline_s
         asked_s: list[float] = []
@@ -226,9 +228,25 @@ class Trainer:
             return
         newly = before is None or peer.name not in before.leases.held
         if newly and self._resumed_version != commit.version:
-            self.reader = BlockReader(self.dataset, self.contract.run.seed)
-            peer.line.trained.blocks = 0
-        self.reader.lease(held, mine.blocks if mine else 0)
+            self._lease_anew(peer, commit)
+        else:
+            try:
+                self.reader.lease(held, mine.blocks if mine else 0)
+            except ValueError:  # versions were skipped by copying the state: what is held is not what it was
+                self._lease_anew(peer, commit)
+
+    def _lease_anew(self, peer: Peer, commit: Commit) -> None:
+        self.reader = BlockReader(self.dataset, self.contract.run.seed)
+        self.reader.lease(commit.leases.held[peer.name])
+        peer.line.trained.blocks = 0
+
+    def _take_over(self, peer: Peer) -> None:
+        """Stand at the version of a state that was copied: no version closed here, so nobody told us of its lease."""
+        commit = peer.line.commit
+        if commit is not None and commit is not self._commit:
+            self._commit = commit
+            if peer.name in commit.leases.held:
+                self._lease_anew(peer, commit)
 
     def _emit_version(
         self, peer: Peer, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]

@@ -199,7 +199,7 @@ class Machine:
         """The founder starts the run when enough peers hold its state."""
         if not self.founder or self.commit is not None or self._state.version < 0:
             return
-        here = [self.me, *self.roster.at_the_door(self._state.version, self._now)]
+        here = [self.me, *self.roster.at_the_door(0, self._now)]
         if len(here) < self.rules.start_peers:
             self._note(f"{len(here)} of {self.rules.start_peers} peers are here")
             return
@@ -227,7 +227,7 @@ class Machine:
         )
 
     def _on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
-        self.roster.heard(sender, self._now, body)
+        self.roster.heard(sender, self._now, body, self.version)
         if self.commit is not None and (body.version < self.version or not body.founded):
             self._send(sender, m.Committed(self.commit))
         elif body.founded and body.version > self.version and not self._is_closing(body.version):
@@ -410,8 +410,7 @@ class Machine:
         self._note(decision.reason, decision.routine)
         if decision.group is None:
             return
-        door = self.roster.at_the_door(self.version, self._now)
-        newcomers = [member for member in door if member.peer not in alive]
+        newcomers = [member for member in self._newcomers() if self._stands_here(member)]
         parts = self.rules.parts[self.fragment]
         begin = m.Begin(
             self.making,
@@ -467,11 +466,16 @@ class Machine:
         self._tell(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)
 
+    def _stands_here(self, member: Member) -> bool:
+        """Whether a joiner could take part in the reduction of the next version."""
+        entry = self.roster.get(member.peer)
+        return entry is not None and entry.heartbeat is not None and entry.heartbeat.version == self.version
+
     def _newcomers(self) -> list[Member]:
         """Joiners that are here, or so near that they catch up by commits: rounds may be shorter than heartbeats."""
-        oldest = max(self.version - self.rules.backlog_versions + 2, 0)
+        near = max(self.rules.backlog_versions - 2, 0)
         known = {member.peer for member in self.alive()}
-        return [member for member in self.roster.at_the_door(oldest, self._now) if member.peer not in known]
+        return [member for member in self.roster.at_the_door(near, self._now) if member.peer not in known]
 
     def _next_commit(self, begin: m.Begin, mean_digest: str) -> Commit:
         assert self.commit is not None

@@ -19,6 +19,8 @@ class Entry:
     member: Member
     heard_at_s: float
     heartbeat: Heartbeat | None = None
+    lag: int = 0
+    """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
     unreachable: bool = False
     left: bool = False
 
@@ -44,7 +46,7 @@ class Roster:
             if member.peer != self.me.peer and (known is None or known.member.incarnation != member.incarnation):
                 self._entries[member.peer] = Entry(member, now)
 
-    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None) -> bool:
+    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> bool:
         """A message came from `member`. False: another life of that name is alive, so this one is an impostor."""
         known = self._entries.get(member.peer)
         if member.peer == self.me.peer:
@@ -56,7 +58,8 @@ class Roster:
         known.member = member
         known.heard_at_s = now
         known.unreachable = False
-        known.heartbeat = heartbeat or known.heartbeat
+        if heartbeat is not None:
+            known.heartbeat, known.lag = heartbeat, version - heartbeat.version
         return True
 
     def unreachable(self, peer: str) -> None:
@@ -76,13 +79,13 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is not None and known.member.incarnation == member.incarnation and self._lives(known, now)
 
-    def at_the_door(self, oldest_version: int, now: float) -> list[Member]:
-        """Live peers that ask to be taken in and hold a state of `oldest_version` or later, by name."""
+    def at_the_door(self, most_lag: int, now: float) -> list[Member]:
+        """Live peers that ask to be taken in and were at most so many versions behind when last heard, by name."""
         waiting = [
             entry.member
             for entry in self
-            if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= oldest_version
-            and self._lives(entry, now)
+            if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
+            and entry.lag <= most_lag and self._lives(entry, now)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 

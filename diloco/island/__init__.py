@@ -104,6 +104,7 @@ class Island:
         return total.item() / self.size
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
         if self.size > 1 and dist.is_initialized():
+            dist.barrier()
             dist.destroy_process_group()
