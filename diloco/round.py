@@ -137,6 +137,7 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     mine = next((counted for counted in commit.counted if counted.peer == line.peer), None)
     if commit.fragment >= 0:
         if commit.state_digest != line.state.digest:
+            line.sent = line.sent if mine is not None else None  # not counted for certain: all of it is still progress
             raise Diverged(commit.version)
         _move_anchor(line, closed, mine, seconds)
     line.commit = commit
