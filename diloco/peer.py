@@ -16,7 +16,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -76,15 +76,6 @@ class Gate:
         """End link, server and directory."""
         self.runtime.close()
         self.directory.close()
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a checkpoint gives back to the outer side."""
-
-    name: str
-    state: OuterState
-    commit: Commit | None
 
 
 class Peer:
@@ -152,10 +143,10 @@ class Peer:
         Raises ResourceError (port in use), StateError (nobody gives the state), IncompatibleError (other model).
         """
         network = self.site.network
-        served = self.gate.runtime.serve(self.exchange, network.listen)
         welcome = self.gate.welcome
         if welcome is not None:
             self._check_alike(welcome)
+        served = self.gate.runtime.serve(self.exchange, network.listen)
         host, _ = split_address(network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         bootstrap = welcome.directory if welcome else ()

@@ -198,10 +198,6 @@ class Exchange:
         self.directory = directory
         self._call(lambda: self._start(address))
 
-    def status(self) -> str:
-        """JSON, as `diloco status` prints it."""
-        return self._ask(self.on_status)
-
     # ------------------------------------------------------------ the loop's thread from here on
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
