@@ -9,16 +9,32 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from diloco.compress import Codec, PayloadError
-from diloco.fragments import Fragment
+from diloco.fragments import Fragment, Layout
+from diloco.outlier import outlier, root_mean_square
+from diloco.types import Commit
 
 
-def fold(payloads: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
+class BadTerm(PayloadError):
+    """One of the contributions to a part is refused."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        """Its place among the payloads."""
+
+
+def fold(
+    payloads: Sequence[tuple[int, bytes]],
+    elements: int,
+    codec: Codec,
+    max_norm_ratio: float = 0.0,
+    trained: Sequence[int] = (),
+) -> bytes:
     """The encoded mean of one part: sum of weight * values, over the sum of weights.
 
     `payloads` are (weight >= 0, encoded values), at least one, in the order of the view, never of arrival: the sum
@@ -26,13 +42,40 @@ def fold(payloads: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> 
     equal weights give the plain mean's bits and a single contribution its own. A sum that overflows saturates, lest
     one hostile contribution make a mean that everybody has to refuse; without any weight the mean is zero.
 
-    Raises PayloadError when a payload is refused (`Codec.decode`).
+    Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
+    size of the others (`diloco.outlier`; 0: never). `trained`: tokens behind each payload. Who was alone for long has
+    gone far, and honestly: at most as many times as far as it trained more.
     """
     weights = [weight for weight, _ in payloads]
     unit = math.gcd(*weights) or 1
-    terms = (codec.decode(payload, elements).mul_(float(weight // unit)) for weight, payload in payloads)
-    total = reduce(Tensor.add_, terms)
+    shares = _shares(trained) if trained else [1.0] * len(payloads)
+    sizes: list[float] = []
+    total: Tensor | None = None
+    for index, (weight, payload) in enumerate(payloads):
+        values = _decode(payload, elements, codec, index)
+        if max_norm_ratio:
+            sizes.append(root_mean_square(values) / shares[index])
+        values.mul_(float(weight // unit))
+        total = values if total is None else total.add_(values)
+    absurd = outlier(sizes, max_norm_ratio)
+    if absurd is not None:
+        raise BadTerm(absurd, f"a part is absurdly large: root mean square {sizes[absurd]:.3g}")
+    assert total is not None
     return codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
+
+
+def _shares(trained: Sequence[int]) -> list[float]:
+    """How many times more than usual (the lower median) each has trained; at least 1."""
+    some = sorted(tokens for tokens in trained if tokens > 0)
+    usual = some[(len(some) - 1) // 2] if some else 1
+    return [max(tokens / usual, 1.0) for tokens in trained]
+
+
+def _decode(payload: bytes, elements: int, codec: Codec, index: int) -> Tensor:
+    try:
+        return codec.decode(payload, elements)
+    except PayloadError as error:
+        raise BadTerm(index, str(error)) from error
 
 
 def unpack(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
@@ -49,3 +92,12 @@ def unpack(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
 def mean_digest(parts: Sequence[bytes]) -> str:
     """SHA-256, hexadecimal, over the SHA-256 of each encoded part in order (`Commit.mean_digest`)."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:
+    """Whether these are the encoded parts of the mean that a commit names; of a founding there are none."""
+    if commit.fragment == -1:
+        return not parts
+    if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
+        return False
+    return mean_digest(parts) == commit.mean_digest

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from diloco import failpoints
 from diloco.errors import ResourceError, StateError
 from diloco.fragments import Layout
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, buffer_bytes
@@ -97,6 +98,7 @@ def save(
                 file = beside / f"{group}.safetensors"
                 assert _FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
                 write_tensors(file, tensors)
+                failpoints.hit("mid-checkpoint")
                 files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
         # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
         fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
@@ -209,7 +211,9 @@ def _retain(directory: Path, version: int, keep: int) -> None:
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
-        _remove(path)
+        leftover = _beside(path, "tmp")
+        path.rename(leftover)  # half deleted, it must not look like a checkpoint
+        _remove(leftover)
 
 
 # ---------------------------------------------------------------- load

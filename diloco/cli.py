@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -17,7 +18,11 @@ import typer
 from diloco.errors import DilocoError, UsageError
 
 if TYPE_CHECKING:
+    from diloco.sim.virtual.search import Choice
     from diloco.telemetry import Event
+
+PLANTED_SEEDS = 1000
+"""Seeds that a planted bug may stay hidden in."""
 
 app = typer.Typer(
     help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
@@ -83,9 +88,38 @@ def peer(
         print(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16]}")
 
 
-@app.command(epilog="Example:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try")
+@app.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
+def witness(
+    join: Annotated[str, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST].")],
+    site: SitePath = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    name: Annotated[str | None, typer.Option(help="This witness's name in the run.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where events go.")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+) -> None:
+    """Vote in a run without training: with a witness, one of two peers goes on when the other is gone.
+
+    Takes a few kilobytes per round, no accelerator and no copy of the model. Put it where both peers can reach it.
+    """
+    from diloco.launch import PeerOptions
+    from diloco.witness import run_witness
+
+    options = PeerOptions(None, join, site, None, (), overrides or [], insecure, name, directory)
+    ending = run_witness(options, _signals(), _print_json_event if json_lines else _PeerLines())
+    if not json_lines:
+        print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens")
+
+
+@app.command(
+    epilog="Examples:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try   |   "
+    "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json"
+)
 def simulate(
-    contract: ContractPath,
+    contract: Annotated[
+        Path | None,
+        typer.Argument(help="The run contract (configs/*.toml): what is trained. With --virtual: FILE for --json."),
+    ] = None,
     peers: Annotated[int, typer.Option(min=1, max=64, help="Real peer processes on loopback.")] = 4,
     compare: Annotated[
         list[str] | None,
@@ -96,18 +130,90 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="Folder for results; runs/<run> by default.")] = None,
     site: SitePath = None,
     overrides: Overrides = None,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON for programs. With --virtual --json FILE: write it there.")
+    ] = False,
+    virtual: Annotated[
+        bool,
+        typer.Option("--virtual", help="No processes: the protocol in virtual time, faults drawn from a seed."),
+    ] = False,
+    seed: Annotated[int | None, typer.Option(help="--virtual: run one seed and tell what happened.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="--virtual: run the seeds A:B (B excluded) on all cores.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="--virtual: run what this text says (tests/transcripts).")] = None,
+    policy: Annotated[str, typer.Option(help="--virtual: only sync or only quorum.")] = "",
+    without_majority: Annotated[str, typer.Option(help="--virtual: only wait or only continue.")] = "",
+    planted: Annotated[
+        bool, typer.Option("--planted", help="--virtual: how many seeds it takes to notice each of five planted bugs.")
+    ] = False,
 ) -> None:
-    """Train with N real peer processes on this machine, through the code path of a real run, and compare."""
+    """Train with N real peer processes on this machine, through the code path of a real run, and compare.
+
+    With --virtual: run the protocol itself through thousands of seeds of faults in virtual time; exit code 1 when an
+    invariant breaks. The failure is shrunk to a short plan and told as a transcript.
+    """
+    if virtual:
+        from diloco.sim.virtual.search import Choice
+
+        _simulate_virtual(seed, seeds, plan, Choice(policy, without_majority), planted, as_json, contract)
+        return
+    if contract is None:
+        raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
+    _simulate_real(contract, peers, compare or [], out, site, overrides or [], as_json)
+
+
+def _simulate_real(
+    contract: Path, peers: int, compare: list[str], out: Path | None, site: Path | None, overrides: list[str],
+    as_json: bool,
+) -> None:  # fmt: skip
     from diloco.sim.local import SimulateOptions, run_simulation
 
-    names = [part for text in compare or [] for part in text.split(",") if part]
-    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    names = [part for text in compare for part in text.split(",") if part]
+    site_overrides, contract_overrides = _split_overrides(overrides)
     options = SimulateOptions(contract, peers, tuple(names), out, site, contract_overrides, site_overrides)
     live = sys.stdout.isatty() and not as_json
     result = run_simulation(options, _signals(), sys.stderr if as_json else sys.stdout, live)
     print(json.dumps(result.summary, indent=2) if as_json else result.text)
     raise typer.Exit(result.exit_code)
+
+
+def _simulate_virtual(
+    seed: int | None, seeds: str | None, plan: Path | None, choice: Choice, planted: bool, as_json: bool,
+    file: Path | None,
+) -> None:  # fmt: skip
+    from diloco.sim.virtual import search
+
+    choice.check()
+    if planted:
+        table = list(search.catch_planted(PLANTED_SEEDS))
+        lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
+        _print_or_write(lines, [asdict(caught) for caught in table], as_json, file)
+        raise typer.Exit(0 if all(caught.seeds for caught in table) else 1)
+    if seeds is not None:
+        first, last = search.seed_range(seeds)
+        report = search.search(first, last, choice, _print_tally)
+        _print_or_write(search.report_lines(report), report, as_json, file)
+        raise typer.Exit(1 if report["violations"] else 0)
+    outcome = search.tell(search.read_plan(plan) if plan else search.draw_plan(seed or 0, choice))
+    if outcome.violation:
+        print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
+        outcome = search.explain(outcome.plan)
+    _print_or_write(search.outcome_lines(outcome), search.outcome_json(outcome), as_json, file)
+    raise typer.Exit(1 if outcome.violation else 0)
+
+
+def _print_tally(done: int, total: int, violations: int) -> None:
+    text = f"{done:,} of {total:,} seeds, {violations} violations"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text} " + ("\n" if done >= total else ""))
+    elif done >= total or done % 1000 == 0:
+        sys.stderr.write(f"{text}\n")
+
+
+def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
+    """Text for people, JSON for programs, or both: JSON in the file."""
+    if as_json and file is not None:
+        file.write_text(json.dumps(tree, indent=2) + "\n")
+    print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
 
 
 # ---------------------------------------------------------------- looking
@@ -152,6 +258,45 @@ def report(
         raise UsageError(f"no events in {directory}", "give the --out folder of a simulation, or the --dir of a peer")
     page, plot = write_report(directory), write_plot(directory)
     print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
+
+
+PeerFolders = Annotated[
+    list[Path], typer.Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")
+]
+
+
+@app.command(epilog="Example:  diloco audit runs/demo")
+def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
+    """Lay the ledgers of several peers side by side: is everything counted once, on one chain, with one state?
+
+    Exits with 1 when anything is not as it must be.
+    """
+    from diloco.audit import audit as audit_folders
+    from diloco.audit import audit_text
+
+    result = audit_folders(directories)
+    print(json.dumps(result.tree(), indent=2) if as_json else audit_text(result))
+    raise typer.Exit(0 if result.clean else 1)
+
+
+@app.command(
+    epilog="Example:  diloco simulate configs/quick.toml --set storage.record=true && diloco replay runs/quick"
+)
+def replay(
+    directories: PeerFolders,
+    data_root: Annotated[Path, typer.Option(help="Folder that the contract's paths are relative to.")] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Make every version once more from the contributions that the peers recorded, and compare the digests.
+
+    Exits with 1 when one comes out otherwise.
+    """
+    from diloco.replay import replay as replay_folders
+    from diloco.replay import replay_text
+
+    result = replay_folders(directories, data_root, _print_versions)
+    print(json.dumps(result.tree(), indent=2) if as_json else replay_text(result))
+    raise typer.Exit(0 if result.exact else 1)
 
 
 @app.command(epilog="Example:  diloco export runs/demo/p0 exported && ls exported")
@@ -282,6 +427,12 @@ def _print_progress(done: int, total: int) -> None:
         sys.stderr.write("\n" if done >= total else "")
 
 
+def _print_versions(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done:,} of {total:,} commits")
+        sys.stderr.write("\n" if done == total else "")
+
+
 class _PeerLines:
     """One line for each event that a person wants to see."""
 
@@ -303,6 +454,8 @@ class _PeerLines:
             return f"listening on {event['address']}\njoin with:  diloco peer --join {event['ticket']}"
         lines: dict[str, Callable[[Any], str]] = {
             "version": self._version,
+            "witnessed": lambda e: f"v{e['version']}  {e['tokens']:,} tokens  counted {', '.join(e['counted'])}",
+            "lineage": lambda e: f"lineage {e['lineage']} goes on; {e['void_tokens']:,} tokens of ours are void",
             "skip": lambda e: f"round for version {e['version']} skipped: {e['reason']}",
             "view": lambda e: f"v{e['version']}  view changed: {_changes(e)}",
             "eval": lambda e: f"v{e['version']}  held-out loss {e['val_loss']:.4f}",
@@ -331,6 +484,7 @@ def _changes(event: Any) -> str:
 def main() -> NoReturn:
     """Entry point: errors for people go to standard error in two lines, with the exit code of their class."""
     logging.basicConfig(level=os.environ.get("DILOCO_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("grpc").setLevel(logging.CRITICAL)  # it logs what the network damaged; we report what follows
     try:
         app(standalone_mode=True)
     except DilocoError as error:

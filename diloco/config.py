@@ -53,8 +53,26 @@ class RunSection(Section):
 class MembershipSection(Section):
     start_peers: PositiveInt = 1
     """The run starts when this many peers are there."""
-    policy: Literal["sync"] = "sync"
-    """When a version closes. `sync`: when all live members have contributed."""
+    policy: Literal["sync", "quorum"] = "sync"
+    """When a version closes. `sync`: when all live members have contributed; `quorum`: when `quorum_peers` have, and
+    whoever follows within `grace_s`."""
+    quorum_peers: PositiveInt = 2
+    """For `quorum`."""
+    grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """For `quorum`."""
+    without_majority: Literal["wait", "continue"] = "wait"
+    """When most of the view is gone: commits `wait` (never a fork), or go on in a lineage apart (`continue`); where
+    lineages meet, the one with more committed tokens goes on and the work of the other is void."""
+    continue_after_s: PositiveFloat = 60.0
+    """For `continue`: how long to wait for the majority first."""
+    offences_allowed: PositiveInt = 3
+    """Contributions that no honest peer sends, before their sender is put out of the run."""
+    max_norm_ratio: Annotated[float, Field(ge=0)] = 100.0
+    """A part so many times larger than that of the other contributors (root mean square, for the same tokens) is
+    refused; 0: none is."""
+    stragglers: Literal["wait", "cut"] = "wait"
+    """`cut`: a peer for which most others wait ends its inner steps early and contributes what it has; a peer that was
+    stopped for a while so keeps nobody waiting. Goes with `outer.weighting = "tokens"`."""
     match_deadline_s: PositiveFloat = 120.0
     """How long the first ready peers wait for a live but slower one before they close the version without it."""
     round_deadline_s: PositiveFloat = 300.0
@@ -256,6 +274,8 @@ class DeviceSection(Section):
     """CPU threads for torch; torch's own default when not given."""
     compile: bool = False
     """`torch.compile` the model (needs a compiler)."""
+    step_s: NonNegativeFloat = 0.0
+    """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
 
 
 class NetworkSection(Section):
@@ -267,6 +287,8 @@ class NetworkSection(Section):
     """Allow listening beyond loopback although traffic is neither encrypted nor authenticated yet."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
+    serve_bps: NonNegativeFloat = 400e6
+    """Most bits per second that this peer sends to joiners that copy the state; 0: no limit."""
 
 
 class StorageSection(Section):
@@ -276,6 +298,10 @@ class StorageSection(Section):
     """Versions between checkpoints; 0: only at the end."""
     keep: PositiveInt = 2
     """Checkpoints kept."""
+    record: bool = False
+    """Keep the payloads of own contributions, for `diloco replay`."""
+    record_versions: Annotated[int, Field(ge=0)] = 0
+    """Versions whose payloads are kept; 0: all."""
 
 
 class SiteDataSection(Section):
@@ -286,11 +312,11 @@ class SiteDataSection(Section):
 class TimeoutsSection(Section):
     """Local, monotonic. The defaults suit a LAN; `peers/wan.toml` has slower ones."""
 
-    heartbeat_s: PositiveFloat = 1.0
-    """How often a peer tells the others that it lives, and how far it is."""
-    suspect_s: PositiveFloat = 5.0
-    """No word from a peer for this long: it is out of the round."""
-    stall_s: PositiveFloat = 5.0
+    heartbeat_s: PositiveFloat = 0.5
+    """How often a peer tells the others that it lives, and how far it is. One that was killed is missed by then."""
+    suspect_s: PositiveFloat = 4.0
+    """No word from a peer for this long: it is out of the round. Eight heartbeats: a busy machine delays some."""
+    stall_s: PositiveFloat = 4.0
     """No progress of bytes in a round for this long: the attempt is given up, without those who stalled."""
     rpc_s: PositiveFloat = 5.0
     """Deadline of one control message."""

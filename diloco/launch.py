@@ -37,7 +37,7 @@ class PeerOptions:
 def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> Ending:
     """Live the life of a peer. Raises DilocoError; everything that can be wrong beforehand is found beforehand."""
     _check(options)
-    site = _site(options)
+    site = open_site(options)
     contract = load_contract(options.contract, options.contract_overrides).value if options.contract else None
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
     island = Island.here(device_of(site))
@@ -45,8 +45,8 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     try:
         contract = _contract(options, island, gate, contract, checkpoint)
         name = peer_name(site, checkpoint)
-        directory = _directory(options, site, contract, name, checkpoint, island)
-        events = Events(directory / "events.jsonl" if island.leads else None, name, [_card(directory), listener])
+        directory = open_directory(options, site, contract, name, checkpoint, island.leads)
+        events = Events(directory / "events.jsonl" if island.leads else None, name, [event_card(directory), listener])
         trainer = Trainer(name, contract, site, island, gate, events, directory, stop, checkpoint)
         return trainer.run()
     finally:
@@ -65,7 +65,8 @@ def _check(options: PeerOptions) -> None:
         raise UsageError("a contract and --resume do not go together", "the checkpoint holds its contract")
 
 
-def _site(options: PeerOptions) -> Site:
+def open_site(options: PeerOptions) -> Site:
+    """The site file with what the command line says on top."""
     overrides = list(options.site_overrides)
     if options.insecure:
         overrides.append("network.insecure=true")
@@ -104,10 +105,15 @@ def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
     return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
 
 
-def _directory(
-    options: PeerOptions, site: Site, contract: Contract, name: str, checkpoint: Checkpoint | None, island: Island
+def open_directory(
+    options: PeerOptions,
+    site: Site,
+    contract: Contract,
+    name: str,
+    checkpoint: Checkpoint | None = None,
+    leads: bool = True,
 ) -> Path:
-    """Where this peer writes. A checkpoint's peer goes on in its old folder."""
+    """Where this peer writes. A checkpoint's peer goes on in its old folder; whoever `leads` its island makes it."""
     if options.directory is not None:
         directory = options.directory
     elif site.storage.directory is not None:
@@ -116,7 +122,7 @@ def _directory(
         directory = checkpoint.path.parent.parent
     else:
         directory = Path("runs") / contract.run.name / name
-    if island.leads:
+    if leads:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -124,7 +130,7 @@ def _directory(
     return directory
 
 
-def _card(directory: Path) -> Callable[[Event], None]:
+def event_card(directory: Path) -> Callable[[Event], None]:
     """Keeps `peer.json` beside the events: where this peer listens, for programs that started it."""
 
     def listen(event: Event) -> None:

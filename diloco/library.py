@@ -34,7 +34,7 @@ class Run:
         directory = Path(site.storage.directory) if site.storage.directory else None
         self.contract = contract
         self._events = Events(directory / "events.jsonl" if directory else None, name)
-        self._peer = Peer(name, contract, site, model, gate, self._events)
+        self._peer = Peer(name, contract, site, model, gate, self._events, directory=directory)
         self._inner_steps = 0
         self._due_at_step = contract.steps_per_round
         self._leaving = False
@@ -100,11 +100,15 @@ class Run:
         Returns None between syncs; after one the versions that closed, or the reason why the round was skipped
         (nothing is lost then: the progress counts next time). The model's weights have moved to the new anchor.
         """
-        self._peer.line.trained.add(tokens, 0)
+        self._peer.journal.trained(tokens, 0)
         self._inner_steps += 1
-        if self._inner_steps < self._due_at_step:
+        if self._inner_steps < self._due_at_step and not self._cut_short():
             return None
         return self.sync()
+
+    def _cut_short(self) -> bool:
+        """Whether to sync early, because most others wait (`membership.stragglers`)."""
+        return self.contract.membership.stragglers == "cut" and self._peer.exchange.awaited()
 
     def sync(self) -> Sequence[Closed] | Skip:
         """One round, now: pseudo-gradient, compress, exchange, average, outer step, merge."""

@@ -39,7 +39,8 @@ def evict_peer(address: str, peer: str) -> list[str]:
         if peer not in known:
             raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
         operator = Member("operator", 0, "")
-        envelope = m.Envelope(tree["run"], tree["contract_digest"], tree["lineage"], operator, m.Evict(peer))
+        run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
+        envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer))
         others = [entry for entry in known.values() if entry["alive"] and entry["peer"] != peer]
         for entry in others:
             _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))

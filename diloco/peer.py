@@ -21,22 +21,26 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from diloco import failpoints
 from diloco.checkpoint import Checkpoint, JsonValue, outer_state
 from diloco.checkpoint import save as save_checkpoint
-from diloco.clock import monotonic_s
+from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codec
 from diloco.config import Contract, Site, contract_from_json
-from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UsageError
+from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
 from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
 from diloco.exchange.engine import Exchange, Terms
 from diloco.exchange.link import StateOffer, Welcome
-from diloco.exchange.machine import Rules, Timing
 from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
+from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
+from diloco.exchange.view import Policy
 from diloco.fragments import Layout, named_parameters, read_fragment
+from diloco.journal import Journal
+from diloco.ledger import Opening
 from diloco.outer import OuterState, open_outer
 from diloco.round import Diverged, Line, Trained, adopt_state, drop_progress, run_round, step_outer
 from diloco.telemetry import Events
@@ -49,6 +53,7 @@ class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 
     def __init__(self, site: Site) -> None:
+        failpoints.arm_from_environment()
         listen = site.network.listen
         if not is_loopback(listen) and not site.network.insecure:
             cause = f"listening on {listen} is open to anybody: traffic is neither encrypted nor authenticated yet"
@@ -72,6 +77,19 @@ class Gate:
             raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
         return contract
 
+    def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
+        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others."""
+        network = self.site.network
+        host, _ = split_address(network.listen)
+        bootstrap = self.welcome.directory if self.welcome is not None else ()
+        try:
+            self.directory.open(run, bootstrap, host, network.dht_port)
+        except UnreachableError as error:
+            warn(f"{error.cause}; going on without it")
+            self.directory.close()
+            self.directory = Directory()
+            self.directory.open(run, (), host, network.dht_port)
+
     def close(self) -> None:
         """End link, server and directory."""
         self.runtime.close()
@@ -91,8 +109,10 @@ class Peer:
         events: Events,
         checkpoint: Checkpoint | None = None,
         data: str = "",
+        directory: Path | None = None,
     ) -> None:
-        """`data`: fingerprint of the training data, when leases say who trains on which block of it."""
+        """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
+        where the ledger goes, if anywhere."""
         self.contract = contract
         self.site = site
         self.gate = gate
@@ -111,12 +131,24 @@ class Peer:
             self._restore(checkpoint)
         welcome = gate.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
-        me = Member(name, secrets.randbits(48), "")
+        me = Member(name, new_incarnation(), "")
         self.exchange = Exchange(
             me, self._terms(data), gate.runtime.link, lineage, welcome is None, gate.runtime.loop, self._on_reason
         )
         self.address = ""
-        self.discarded_tokens = 0
+        opening = Opening(
+            peer=name,
+            incarnation=me.incarnation,
+            run=contract.run.name,
+            contract_digest=contract.digest,
+            lineage=lineage,
+            founds=welcome is None,
+            resumed=checkpoint is not None,
+        )
+        self.journal = Journal(opening, self.line, directory, site.storage, self._warn)
+        self._outgoing = self.journal.outgoing(self.exchange)
+        self.void_tokens = 0
+        """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()
         self._told_s = monotonic_s()
         self._presence: Presence | None = None
@@ -147,12 +179,12 @@ class Peer:
         if welcome is not None:
             self._check_alike(welcome)
         served = self.gate.runtime.serve(self.exchange, network.listen)
-        host, _ = split_address(network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
-        bootstrap = welcome.directory if welcome else ()
-        self.gate.directory.open(self.contract.run.name, bootstrap, host, network.dht_port)
+        self.gate.open_directory(self.contract.run.name, self._warn)
         self.exchange.start(self.address, self.gate.directory.addresses)
+        self.journal.opened(self.contract)
         if welcome is not None:
+            self.journal.discarded(drop_progress(self.line), "the run may have counted it before the restart")
             self._meet_members(welcome)
             self._get_state(welcome)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
@@ -162,7 +194,7 @@ class Peer:
     def _check_alike(self, welcome: Welcome) -> None:
         """Before anything is copied: the same parameters, the same data."""
         terms = self.exchange.terms
-        if welcome.layout != terms.layout.digest:
+        if welcome.layout != terms.layout_digest:
             cause = "this model has other parameters (names or shapes) than the run's"
             raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
         if welcome.data != terms.data:
@@ -186,6 +218,8 @@ class Peer:
     def copy_state(self, sources: Sequence[str]) -> None:
         """Copy anchor and outer state from these members. Raises StateError."""
         self.report(phase=Phase.JOINING)
+        total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
+        self.events.emit("copying", done_bytes=0, total_bytes=total_bytes)
         timeout_s = self.site.timeouts.join_s
         try:
             state, offer = self.exchange.copy_state(sources, self.line.state, timeout_s, self._on_copied)
@@ -194,11 +228,14 @@ class Peer:
         self._adopt(state, offer)
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
-        self.discarded_tokens += adopt_state(self.line, state, offer.commit)
+        self.journal.adopted(adopt_state(self.line, state, offer.commit))
         self.exchange.hold(state, offer.commit, copied=True)
-        self.events.emit("state", version=state.version, state_digest=state.digest)
+        wire = self.counter.sample()
+        received = wire.received if wire else None
+        self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=received)
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
+        failpoints.hit("copying-state")
         now = monotonic_s()
         if now - self._told_s >= 1.0 or done_bytes == total_bytes:
             self._told_s = now
@@ -236,20 +273,21 @@ class Peer:
 
         def steps() -> None:
             inner_steps()
-            self.report(phase=Phase.SYNCING)
+            failpoints.hit("after-inner-steps")
             self.catch_up(on_closed)
+            self.report(phase=Phase.SYNCING)
 
         def apply(closed: Closed, seconds: dict[str, float]) -> None:
             self._apply(closed, seconds, on_closed)
 
         try:
-            outcome = run_round(self.line, steps, self.exchange, apply, patience, leaving, seconds)
+            outcome = run_round(self.line, steps, self._outgoing, apply, patience, leaving, seconds)
         except Diverged as error:
             outcome = Skip(str(error))
             self._copy_again(str(error))
         except PayloadError as error:
             outcome = Skip(f"the progress is not finite and is discarded: {error}")
-            self.discarded_tokens += drop_progress(self.line)
+            self.journal.discarded(drop_progress(self.line), outcome.reason)
         if isinstance(outcome, Skip):
             self.events.emit("skip", version=self.line.state.version + 1, reason=outcome.reason)
         self.report(phase=Phase.TRAINING)
@@ -263,14 +301,21 @@ class Peer:
         except Diverged as error:
             self._copy_again(str(error))
         if self.exchange.behind:
+            self._tell_void_tokens()
             self._copy_again("too far behind to catch up by commits")
+
+    def _tell_void_tokens(self) -> None:
+        """Another lineage of the run went on, and ours is void since the two parted."""
+        void = self.exchange.void_tokens - self.void_tokens
+        if void:
+            self.void_tokens += void
+            self.events.emit("lineage", lineage=self.exchange.machine.lineage, void_tokens=void)
 
     def _copy_again(self, why: str) -> None:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
         self.events.emit("reason", text=f"{why}: copying the state", routine=False)
-        others = [member.address for member in self.exchange.alive() if member.peer != self.name]
         try:
-            self.copy_state(others)
+            self.copy_state(self.exchange.sources())
         except StateError as error:
             self.exchange.behind = True
             self.events.emit("warning", text=error.cause)
@@ -279,11 +324,14 @@ class Peer:
         before = self.line.commit
         if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
             return  # already in a state that was copied meanwhile
+        failpoints.hit("before-outer")
+        offered = self.line.sent is not None  # else an entry of our name is that of an earlier life
         mine = step_outer(self.line, closed, seconds)
+        self.journal.committed(closed.commit, mine if offered else None)
         self.exchange.hold(self.line.state, closed.commit)
         if mine is not None and self.progress.first_counted_version < 0:
             self.report(first_counted_version=closed.commit.version)
-        self.report(version=closed.commit.version)
+        self.report(version=closed.commit.version, phase=Phase.TRAINING)
         self._emit_view(before, closed.commit)
         on_closed(closed.commit, before, mine, seconds)
 
@@ -301,6 +349,9 @@ class Peer:
         self.progress = replace(self.progress, **finite)  # type: ignore[arg-type]
         self.exchange.report(self.progress)
 
+    def _warn(self, text: str) -> None:
+        self.events.emit("warning", text=text)
+
     def _on_reason(self, reason: str, routine: bool) -> None:
         self.events.emit("reason", text=reason, routine=routine)
 
@@ -309,16 +360,17 @@ class Peer:
     def leave(self, reason: str) -> None:
         """Say goodbye: our vote goes to another member, our unused data goes back, our progress is discarded."""
         self.report(phase=Phase.DONE if self.done else Phase.LEAVING)
-        if self.done:
-            self.exchange.settle(self.site.timeouts.suspect_s)
+        self.exchange.settle(self.site.timeouts.suspect_s)
         self.exchange.leave(self.site.timeouts.rpc_s + 1.0)
-        self.discarded_tokens += drop_progress(self.line)
+        self.journal.discarded(drop_progress(self.line), reason)
+        self.journal.closed(reason)
         if self._presence is not None:
             self._presence.end()
 
     def close(self) -> None:
         """End the exchange, goodbye or not. The gate is the caller's."""
         self.exchange.stop()
+        self.journal.close()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -351,26 +403,45 @@ class Peer:
         line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
 
     def _terms(self, data: str) -> Terms:
-        contract, timeouts, layout = self.contract, self.site.timeouts, self.line.layout
-        rules = Rules(
-            run=contract.run.name,
-            contract=contract.digest,
-            parts=tuple(fragment.parts for fragment in layout.fragments),
-            start_peers=contract.membership.start_peers,
-            lease_blocks=contract.lease_blocks,
-            match_deadline_s=contract.membership.match_deadline_s,
-            backlog_versions=contract.membership.backlog_versions,
-        )
+        contract, layout = self.contract, self.line.layout
         return Terms(
             contract_json=contract.to_json().encode(),
-            rules=rules,
-            timing=Timing(timeouts.heartbeat_s, timeouts.suspect_s, timeouts.stall_s),
+            rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
+            timing=timing_of(self.site),
             layout=layout,
+            layout_digest=layout.digest,
             codec=self.line.codec,
             optimizer=self.line.optimizer,
             total_tokens=contract.run.total_tokens,
             data=data,
+            max_norm_ratio=contract.membership.max_norm_ratio,
+            serve_bps=self.site.network.serve_bps,
         )
+
+
+def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
+    """What the protocol needs of a contract. `parts`: of each fragment."""
+    membership = contract.membership
+    return Rules(
+        run=contract.run.name,
+        contract=contract.digest,
+        parts=parts,
+        start_peers=membership.start_peers,
+        lease_blocks=contract.lease_blocks,
+        policy=Policy(
+            quorum_peers=membership.quorum_peers if membership.policy == "quorum" else None,
+            grace_s=membership.grace_s,
+            match_deadline_s=membership.match_deadline_s,
+        ),
+        backlog_versions=membership.backlog_versions,
+        continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
+        offences_allowed=membership.offences_allowed,
+    )
+
+
+def timing_of(site: Site) -> Timing:
+    """What the protocol needs of a site."""
+    return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)
 
 
 OnClosed = Callable[[Commit, Commit | None, Counted | None, dict[str, float]], None]

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from diloco import failpoints
 from diloco.average import unpack
 from diloco.compress import Codec
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
@@ -134,12 +135,15 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     Raises Diverged when the version was made on another state than ours, and PayloadError when the mean is no mean.
     """
     commit = closed.commit
-    mine = next((counted for counted in commit.counted if counted.peer == line.peer), None)
-    if commit.fragment >= 0:
-        if commit.state_digest != line.state.digest:
-            line.sent = line.sent if mine is not None else None  # not counted for certain: all of it is still progress
-            raise Diverged(commit.version)
-        _move_anchor(line, closed, mine, seconds)
+    if commit.fragment < 0:  # a founding moves no anchor: what was sent stays what it is
+        line.commit = commit
+        return None
+    ours = (counted for counted in commit.counted if counted.peer == line.peer)
+    mine = next(ours, None) if line.sent is not None else None  # else it is that of an earlier life of this peer
+    if commit.state_digest != line.state.digest:
+        line.sent = line.sent if mine is not None else None  # not counted for certain: all of it is still progress
+        raise Diverged(commit.version)
+    _move_anchor(line, closed, mine, seconds)
     line.commit = commit
     line.sent = None
     if mine is not None:
@@ -154,11 +158,23 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
         mean = unpack(closed.parts, fragment, line.codec)
     with timed(seconds, "outer"):
         after = line.optimizer.step(before, mean)
+    failpoints.hit("before-merge")
     with timed(seconds, "merge"):
-        base = line.sent.local if mine is not None and line.sent is not None else before.anchor
+        base = _counted_from(line, closed.commit, fragment, before.anchor) if mine is not None else before.anchor
         local = carry(read_fragment(line.parameters, fragment), base, after.anchor)
         write_fragment(line.parameters, fragment, local)
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
+
+
+def _counted_from(line: Line, commit: Commit, fragment: Fragment, anchor: Tensor) -> Tensor:
+    """What to carry progress from: where we counted, the weights that we sent; where a part omitted us, the anchor."""
+    assert line.sent is not None
+    omitted = [entry for entry in commit.omitted if entry.peer == line.peer]
+    base = line.sent.local.clone() if omitted else line.sent.local
+    for entry in omitted:
+        start, stop = fragment.part_bounds(entry.start)[0], fragment.part_bounds(entry.stop - 1)[1]
+        base[start:stop] = anchor[start:stop]
+    return base
 
 
 def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,9 @@ class Trainer:
         self.model = self._build(root)
         seed_everything(contract.run.seed)
         self.peer = (
-            Peer(name, contract, site, self.model, gate, events, checkpoint, self.dataset.fingerprint) if gate else None
+            Peer(name, contract, site, self.model, gate, events, checkpoint, self.dataset.fingerprint, directory)
+            if gate
+            else None
         )
         wrapped = island.wrap(self.model.to(island.device))
         total = contract.run.total_tokens
@@ -164,16 +167,26 @@ class Trainer:
         self._losses = []
         inner = self.contract.inner
         for _ in range(self.contract.steps_per_round):
-            if self._asked_to_stop():
+            if self._asked_to_stop() or self._cut_short():
                 return
+            began_s = monotonic_s()
+            fresh = min(inner.sequences_per_step, self.reader.remaining)  # blocks read again are nobody's to count
             block = self.reader.next(inner.sequences_per_step)
             self._trained += self.contract.tokens_per_step
             loss = self.inner.step(self._my_share(block), self._position())
             self._losses.append(self.island.mean(loss))
             self._tokens_here += self.contract.tokens_per_step
+            time.sleep(max(began_s + self.site.device.step_s - monotonic_s(), 0.0))
             if self.peer is not None:
-                self.peer.line.trained.add(self.contract.tokens_per_step, inner.sequences_per_step)
+                self.peer.journal.trained(self.contract.tokens_per_step, fresh)
                 self._report(self.peer)
+
+    def _cut_short(self) -> bool:
+        """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""
+        if self.contract.membership.stragglers == "wait":
+            return False
+        awaited = self.peer is not None and bool(self._losses) and self.peer.exchange.awaited()
+        return bool(self.island.share("cut" if awaited else ""))
 
     def _asked_to_stop(self) -> bool:
         return bool(json.loads(self.island.share(json.dumps(self.stop()))))
@@ -324,7 +337,7 @@ class Trainer:
             peer.line.state.digest,
             commit.digest if commit else "",
             val_loss,
-            peer.discarded_tokens,
+            peer.journal.discarded_tokens,
         )
         wire = peer.counter.sample()
         self.events.emit(

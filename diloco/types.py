@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 
@@ -21,9 +22,11 @@ class Member:
     peer: str
     """Name, unique in the run; kept when the peer comes back."""
     incarnation: int
-    """Drawn anew at each start of the process, so that an earlier life is not mistaken for this one."""
+    """Larger at each start of the process (`clock.new_incarnation`), so that no earlier life is taken for this one."""
     address: str
     """`host:port` of its exchange."""
+    witness: bool = False
+    """It only votes: it holds no state, trains nothing, owns no parts and coordinates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,18 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class Omitted:
+    """Parts `start` to `stop` (exclusive) of a mean without a contribution that the mean counts elsewhere.
+
+    The contributor's progress in these parts stays its own and goes into its next pseudo-gradient.
+    """
+
+    peer: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Commit:
     """The record that makes a version. Commits form a chain by `previous`."""
 
@@ -80,6 +95,9 @@ class Commit:
     view: tuple[Member, ...]
     """Who is in the run from this version on, in order of admission."""
     counted: tuple[Counted, ...]
+    """In the order of summation; each counts in at least one part."""
+    omitted: tuple[Omitted, ...]
+    """Where somebody counted does not count, by peer, then by part; empty when all went well."""
     mean_digest: str
     """SHA-256 over the SHA-256 of the encoded mean's parts in order, hexadecimal; empty for a founding."""
     tokens: int
@@ -92,10 +110,15 @@ class Commit:
         """Canonical JSON (UTF-8, sorted keys, no blanks)."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of `to_bytes()`, hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def counts(self, peer: str, part: int) -> bool:
+        """Whether this part of the mean counts the contribution of `peer`."""
+        omitted = any(entry.peer == peer and entry.start <= part < entry.stop for entry in self.omitted)
+        return not omitted and any(counted.peer == peer for counted in self.counted)
 
     def member(self, peer: str) -> Member | None:
         """The entry of `peer` in the view."""
@@ -122,6 +145,7 @@ def _commit(tree: dict[str, Any]) -> Commit:
         fragment=_int(tree["fragment"], low=-1),
         view=tuple(_member(entry) for entry in tree["view"]),
         counted=tuple(_counted(entry) for entry in tree["counted"]),
+        omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
         mean_digest=_text(tree["mean_digest"]),
         tokens=_int(tree["tokens"]),
         leases=_leases(tree["leases"]),
@@ -130,12 +154,16 @@ def _commit(tree: dict[str, Any]) -> Commit:
 
 
 def _member(tree: dict[str, Any]) -> Member:
-    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]))
+    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]), _flag(tree["witness"]))
 
 
 def _counted(tree: dict[str, Any]) -> Counted:
     names = ("base_version", "weight", "tokens", "blocks")
     return Counted(_text(tree["peer"]), *(_int(tree[name]) for name in names))
+
+
+def _omitted(tree: dict[str, Any]) -> Omitted:
+    return Omitted(_text(tree["peer"]), _int(tree["start"]), _int(tree["stop"]))
 
 
 def _leases(tree: dict[str, Any]) -> Leases:
@@ -150,6 +178,12 @@ def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
 def _int(value: Any, low: int = 0) -> int:
     if type(value) is not int or not low <= value < 2**63:
         raise ValueError(f"expected a whole number of at least {low}, got {value!r}"[:100])
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, got {value!r}"[:100])
     return value
 
 
@@ -197,6 +231,7 @@ class Phase(StrEnum):
     JOINING = "joining"
     TRAINING = "training"
     SYNCING = "syncing"
+    WITNESS = "witness"  # votes, and does not train
     LEAVING = "leaving"
     DONE = "done"
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from diloco.types import Closed, Commit, Counted, Member, Skip
 from tests.peers import until
 
 ELEMENTS = 5000
-SITE = Site.model_validate({"timeouts": {"heartbeat_s": 0.2, "suspect_s": 2.0, "stall_s": 1.0, "rpc_s": 1.0}})
+SITE = Site.model_validate(
+    {"storage": {"record": True}, "timeouts": {"heartbeat_s": 0.2, "suspect_s": 2.0, "stall_s": 1.0, "rpc_s": 1.0}}
+)
 
 
 def contract(count: int, **sections: dict[str, Any]) -> Contract:
@@ -39,8 +42,6 @@ class NoDirectory:
     """Nothing about correctness rests on the directory."""
 
     addresses = ()
-
-    def open(self, run: str, bootstrap: Any, host: str, port: int) -> None: ...
 
     def lookup(self) -> dict[str, Member]:
         return {}
@@ -74,6 +75,9 @@ class LocalGate:
         self.directory = NoDirectory()
         self.welcome = welcome
 
+    def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
+        """There is none."""
+
 
 class LocalPeer:
     """A peer whose model is one vector, which inner steps pull towards a target of its own."""
@@ -85,7 +89,9 @@ class LocalPeer:
         self.world = world
         welcome = world.ask(through.peer.exchange.on_hello) if through else None
         address = f"{name}:1"
-        self.peer = Peer(name, world.contract, SITE, self.model, LocalGate(world, address, welcome), Events(None, name))  # type: ignore[arg-type]
+        gate = LocalGate(world, address, welcome)
+        directory = world.directory / name if world.directory else None
+        self.peer = Peer(name, world.contract, SITE, self.model, gate, Events(None, name), directory=directory)  # type: ignore[arg-type]
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}
@@ -107,7 +113,7 @@ class LocalPeer:
         target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(self.name[1:], 36) % 3)
         with torch.no_grad():
             self.model.weight.add_((target - self.model.weight) * 0.1)
-        self.peer.line.trained.add(10, 0)
+        self.peer.journal.trained(10, 0)
 
     def enter(self) -> None:
         assert self.peer.enter(lambda: True, self.on_closed)
@@ -127,7 +133,9 @@ class LocalPeer:
 class LocalWorld:
     """An event loop on a thread, a network in memory, and peers that train on threads of their own."""
 
-    def __init__(self, count: int = 3, **sections: dict[str, Any]) -> None:
+    def __init__(self, count: int = 3, directory: Path | None = None, **sections: dict[str, Any]) -> None:
+        """`directory`: where every peer has a folder with its ledger and its recorded contributions, if anywhere."""
+        self.directory = directory
         self.contract = contract(count, **sections)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)

@@ -42,9 +42,11 @@ sequences = 32
 """
 
 
-def tiny_contract(directory: Path, peers: int = 1, tokens: int = 10**9, steps: int = 8) -> Path:
+def tiny_contract(directory: Path, peers: int = 1, tokens: int = 10**9, steps: int = 8, membership: str = "") -> Path:
+    """`membership`: more lines of that section."""
     path = directory / "tiny.toml"
-    path.write_text(TINY.format(peers=peers, tokens=tokens, steps=steps))
+    text = TINY.format(peers=peers, tokens=tokens, steps=steps)
+    path.write_text(text.replace("[membership]", f"[membership]\n{membership}"))
     return path
 
 
@@ -60,15 +62,17 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
 
 
 class PeerProcess:
-    """One `diloco peer`."""
+    """One `diloco peer`, or another command that takes part."""
 
-    def __init__(self, name: str, directory: Path, *how: str, launcher: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, directory: Path, *how: str, launcher: Sequence[str] = (), command: str = "peer"
+    ) -> None:
         self.name = name
         self.directory = directory / name
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "peer.json").unlink(missing_ok=True)
         self.log = self.directory / "log.txt"
-        arguments = ["peer", *how, "--dir", str(self.directory), "--set", "device.threads=1"]
+        arguments = [command, *how, "--dir", str(self.directory), "--set", "device.threads=1"]
         if "--resume" not in how:
             arguments += ["--name", name]
         with self.log.open("ab") as output:

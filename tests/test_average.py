@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.average import fold, mean_digest, unpack
+from diloco.average import BadTerm, fold, mean_digest, unpack
 from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecSection
 from diloco.fragments import Layout
@@ -135,3 +135,10 @@ def test_digest_of_the_mean() -> None:
     inner = hashlib.sha256(b"one").digest() + hashlib.sha256(b"two").digest()
     assert mean_digest(parts) == hashlib.sha256(inner).hexdigest()
     assert len({mean_digest(p) for p in (parts, parts[::-1], [b"onetwo"], [b"on", b"etwo"])}) == 4
+
+
+def test_who_trained_more_may_have_gone_as_much_farther():
+    usual, far = (FP32.encode(torch.full((4,), size)) for size in (0.01, 5.0))
+    with pytest.raises(BadTerm):
+        fold([(1, usual), (1, far)], 4, FP32, 100.0, [1000, 1000])
+    assert fold([(1, usual), (1, far)], 4, FP32, 100.0, [1000, 6000]) == fold([(1, usual), (1, far)], 4, FP32)

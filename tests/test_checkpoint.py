@@ -491,9 +491,9 @@ def kill_at(operation):
             os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
 
-step, operation, status = 3, 0, 9
-write(2, 10)
+step, operation, status = 4, 0, 9
 write(3, 10)
+write(4, 10)
 while status:
     operation += 1
     child = os.fork()

@@ -127,7 +127,7 @@ def test_config_show_says_where_values_come_from() -> None:
     assert values["outer.lr"] == {"value": 0.5, "from": "--set"}
     assert values["run.name"]["from"].endswith("quick.toml")
     assert values["outer.momentum"]["from"] == "default"
-    assert values["timeouts.suspect_s"]["value"] == 5.0
+    assert values["timeouts.suspect_s"]["value"] == 4.0
 
 
 def test_data_pack(tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
+from diloco.config import Site
 from diloco.errors import ResourceError, UnreachableError, UsageError
 from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, Directory, _parse_record
+from diloco.exchange.link import Welcome
 from diloco.exchange.sockets import _socket_inodes
+from diloco.peer import Gate
 from diloco.types import Member
 
 NOBODY = "12D3KooWRewQaQbxfswwda6yHi83rGL497ErE691b7UYGoAmfTj5"
@@ -372,3 +375,19 @@ def test_works_on_after_ctrl_c(owner: tuple[subprocess.Popen[str], int]) -> None
     assert process.stdout is not None
     assert process.stdout.readline() == "left\n"
     assert process.wait(10) == 0
+
+
+def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
+    dead = Directory.start("run")
+    addresses = dead.addresses
+    dead.close()
+    gate = Gate(Site())
+    warnings: list[str] = []
+    try:
+        gate.welcome = Welcome(b"", "lineage", 0, True, (), addresses, "layout", "data")
+        gate.open_directory("run", warnings.append)
+        assert "going on without it" in warnings[0]
+        assert gate.directory.addresses
+        assert gate.directory.addresses != addresses
+    finally:
+        gate.close()

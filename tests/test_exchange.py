@@ -118,7 +118,7 @@ def test_progress_that_is_not_finite_is_discarded(world: LocalWorld) -> None:
     outcome = bad.round()
     assert isinstance(outcome, Skip)
     assert "not finite" in outcome.reason
-    assert bad.peer.discarded_tokens == 10
+    assert bad.peer.journal.discarded_tokens == 10
     assert torch.isfinite(bad.model.weight).all()
     world.rounds(world.peers, 1)
     assert counted(world.peers[0])[-1] == ["p0", "p1", "p2"]

@@ -107,7 +107,7 @@ def test_kill_everything_and_resume(tmp_path: Path) -> None:
         told = [event for peer in (a, b) for event in peer.events("version")]
         kept = [e for e in told if e["lineage"] == first["lineage"] or e["version"] <= before.version]
         runs = sorted(tuple(run) for event in kept for run in event["blocks"])
-        assert len(runs) >= 14
+        assert len(runs) >= 2 * (before.version + 3) - 2  # of each, the kill may have taken the last event
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(runs)), "a block was trained twice"
         for peer in (a, b):
             peer.interrupt()

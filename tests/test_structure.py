@@ -25,21 +25,24 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
-        diloco.launch diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report diloco.screen
-        diloco.history""",
-    "peer": "diloco.peer",
+        diloco.launch diloco.witness diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report
+        diloco.screen diloco.history diloco.audit diloco.replay""",
+    "peer": "diloco.peer diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange",
     "edges": """
         diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.sockets diloco.wire
-        diloco.island diloco.clock diloco.checkpoint diloco.telemetry diloco.data diloco.models""",
+        diloco.island diloco.clock diloco.checkpoint diloco.telemetry diloco.failpoints diloco.ledger
+        diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.outer diloco.merge diloco.fragments
-        diloco.models.transformer diloco.models.export_map""",
+        diloco.models.transformer diloco.models.export_map diloco.outlier""",
     "protocol": """
-        diloco.exchange.machine diloco.exchange.messages diloco.exchange.view diloco.exchange.roster
-        diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link diloco.exchange.address
-        diloco.data.leases diloco.data.order""",
-    "values": "diloco.types diloco.errors diloco.config diloco.models.presets",
+        diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
+        diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages
+        diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
+        diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
+        diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
+    "values": "diloco.types diloco.chain diloco.errors diloco.config diloco.models.presets",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

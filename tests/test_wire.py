@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco.exchange import messages as m
 from diloco.exchange.link import Kind, Part, StateOffer, StreamHeader, Welcome
-from diloco.types import Blocks, Commit, Counted, Leases, Member, Progress
+from diloco.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 
@@ -23,26 +23,29 @@ signed = st.integers(-1, 2**63 - 1)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(["", "x" * 256])
 texts = st.lists(text, max_size=3).map(tuple)
 number = st.floats(allow_nan=False, allow_infinity=False)
-members = st.builds(Member, text, whole, text)
+members = st.builds(Member, text, whole, text, st.booleans())
 counted = st.builds(Counted, text, whole, whole, whole, whole)
 blocks = st.lists(st.builds(Blocks, whole, whole), max_size=2).map(tuple)
 leases = st.builds(Leases, whole, st.dictionaries(text, blocks, max_size=2), blocks, whole)
 several_members = st.lists(members, max_size=3).map(tuple)
 several_counted = st.lists(counted, max_size=3).map(tuple)
+several_omitted = st.lists(st.builds(Omitted, text, whole, whole), max_size=3).map(tuple)
 commits = st.builds(
-    Commit, whole, text, text, signed, several_members, several_counted, text, whole, leases, text
+    Commit, whole, text, text, signed, several_members, several_counted, several_omitted, text, whole, leases, text
 )  # fmt: skip
 maybe_commit = st.none() | commits
 offers = st.builds(m.Offer, whole, whole, whole, whole, st.booleans())
 progress = st.builds(Progress, text, whole, whole, whole, number, number, whole, signed)
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
+forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
 bodies = st.one_of(
-    st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress),
+    st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress, whole, forks),
     st.builds(m.Ready, whole, whole, st.none() | offers, text, signed, maybe_commit, texts),
     st.builds(m.Gather, whole, whole, text),
     st.builds(m.Begin, whole, whole, several_counted, several_members, spans),
-    st.builds(m.Stalled, whole, whole, texts, text),
-    st.builds(m.Abort, whole, whole, texts, text),
+    st.builds(m.Stalled, whole, whole, texts, text, st.booleans()),
+    st.builds(m.Repair, whole, whole, whole, texts, spans, text),
+    st.builds(m.Abort, whole, whole, texts, text, st.booleans()),
     st.builds(m.Propose, whole, whole, commits),
     st.builds(m.Accept, whole, whole, text, texts),
     st.builds(m.Committed, commits),
@@ -58,7 +61,7 @@ HEARTBEAT = m.Heartbeat(3, True, False, PROGRESS)
 
 
 def envelope(body: m.Body) -> m.Envelope:
-    return m.Envelope("run", "contract", "lineage", ALICE, body)
+    return m.Envelope("run", "contract", "lineage", ALICE, "view", 3, body)
 
 
 def over_the_wire(message: Message) -> Message:
@@ -68,7 +71,7 @@ def over_the_wire(message: Message) -> Message:
 # ---------------------------------------------------------------- round trips
 
 
-@given(st.builds(m.Envelope, text, text, text, members, bodies))
+@given(st.builds(m.Envelope, text, text, text, members, text, whole, bodies))
 def test_an_envelope_comes_back_the_same(sent):
     assert convert.envelope_from_wire(over_the_wire(convert.envelope_to_wire(sent))) == sent
 
@@ -78,7 +81,7 @@ def test_every_body_has_a_place_in_the_envelope():
     assert {field.name for field in fields} == {kind.__name__.lower() for kind in m.Body.__args__}
 
 
-@given(st.builds(StreamHeader, text, text, text, members, st.sampled_from(Kind), whole, whole))
+@given(st.builds(StreamHeader, text, text, text, members, st.sampled_from(Kind), whole, whole, whole))
 def test_a_header_comes_back_the_same(sent):
     assert convert.header_from_wire(over_the_wire(convert.header_to_wire(sent))) == sent
 
@@ -128,7 +131,7 @@ def test_random_bytes_raise_nothing_else(kind, data):
     read(kind, data)
 
 
-@given(st.builds(m.Envelope, text, text, text, members, bodies), st.data())
+@given(st.builds(m.Envelope, text, text, text, members, text, whole, bodies), st.data())
 def test_damaged_envelopes_raise_nothing_else(sent, data):
     damaged = bytearray(convert.envelope_to_wire(sent).SerializeToString())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -207,7 +210,7 @@ def test_unknown_enums_are_refused():
         convert.reply_from_wire(control_pb2.DeliverReply(reply=99))
     with pytest.raises(ValueError, match="unknown reply 0"):
         convert.reply_from_wire(control_pb2.DeliverReply())
-    header = convert.header_to_wire(StreamHeader("r", "c", "l", ALICE, Kind.MEAN, 1, 1))
+    header = convert.header_to_wire(StreamHeader("r", "c", "l", ALICE, Kind.MEAN, 1, 1, 0))
     header.kind = 0
     with pytest.raises(ValueError, match="unknown kind 0"):
         convert.header_from_wire(header)
@@ -312,19 +315,21 @@ def interleave(messages):
 
 
 def grow(messages):
-    messages[2].chunks[0].part_bytes += 1
+    chunk = messages[2].chunks[0]
+    chunk.part_bytes += 1
+    chunk.checksum = chunks.checksum(chunk.payload, chunk.part, chunk.part_bytes, chunk.offset)
 
 
 def overflow(messages):
     chunk = messages[-1].chunks[0]
     chunk.payload += b"!"
-    chunk.checksum = chunks.checksum(chunk.payload, chunk.part, chunk.offset)
+    chunk.checksum = chunks.checksum(chunk.payload, chunk.part, chunk.part_bytes, chunk.offset)
 
 
 def crumble(messages):
     chunk = messages[1].chunks[0]
     chunk.payload = chunk.payload[:100]
-    chunk.checksum = chunks.checksum(chunk.payload, chunk.part, chunk.offset)
+    chunk.checksum = chunks.checksum(chunk.payload, chunk.part, chunk.part_bytes, chunk.offset)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from diloco.average import mean_digest
+from diloco import failpoints
+from diloco.average import is_mean_of, mean_digest
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
@@ -33,21 +34,29 @@ from diloco.exchange.link import (
     StreamHeader,
     Welcome,
 )  # fmt: skip
-from diloco.exchange.machine import Machine, Rules, Timing
+from diloco.exchange.machine import Machine
+from diloco.exchange.pace import RateLimit
 from diloco.exchange.probe import nobody_listens
-from diloco.exchange.statesync import download
+from diloco.exchange.rules import Rules, Timing
+from diloco.exchange.statesync import Snapshots, download, make_offer
 from diloco.exchange.status import status_json
 from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
-from diloco.outer import OuterOptimizer, OuterState, StateChunk
+from diloco.outer import OuterOptimizer, OuterState
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICKS_PER_HEARTBEAT = 10
-SNAPSHOTS = 2
-"""States kept for joiners that are copying them, besides the latest."""
+ASK_TRIES = 60
+"""Seconds for which the loop may be busy, at most."""
+STREAM_TRIES = 3
+STREAM_PAUSE_S = 0.1
+"""How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
+
+_FAILPOINTS = {m.Accept: "accept", m.Propose: "propose", m.Committed: "commit"}
+"""Messages before and after which a drill can place a death."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +67,49 @@ class Terms:
     rules: Rules
     timing: Timing
     layout: Layout
+    """Without fragments for a witness."""
+    layout_digest: str
+    """What a joiner's model must have, too."""
     codec: Codec
     optimizer: OuterOptimizer
     total_tokens: int
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""
+    max_norm_ratio: float = 0.0
+    """A contribution that is so many times larger than the others' is refused; 0: none is."""
+    serve_bps: float = 0.0
+    """Limit for serving the state to joiners, bits per second; 0: none."""
+
+
+class Outlets:
+    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
+
+    What was averaged stays here, so that a stream that broke can begin again.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.waiting = set(parts)
+        """Parts that are not averaged yet."""
+        self.streams: list[asyncio.Task[None]] = []
+        self._count = len(parts)
+        self._ready: list[Part] = []
+        self._news = asyncio.Event()
+
+    def put(self, part: Part) -> None:
+        """One more is ready."""
+        self.waiting.remove(part.index)
+        self._ready.append(part)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def flow(self) -> AsyncIterator[Part]:
+        """All of them, as they get ready."""
+        for index in range(self._count):
+            if index == self._count // 2:
+                failpoints.hit("mid-mean")
+            while index >= len(self._ready):
+                await self._news.wait()
+            yield self._ready[index]
 
 
 class Exchange:
@@ -82,7 +129,8 @@ class Exchange:
         self.link = link
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
         self.directory: tuple[str, ...] = ()
-        self.max_part_bytes = max(terms.codec.max_bytes(fragment.part_elements) for fragment in terms.layout.fragments)
+        sizes = (terms.codec.max_bytes(fragment.part_elements) for fragment in terms.layout.fragments)
+        self.max_part_bytes = max(sizes, default=0)
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
         self.refused: m.Reply = m.Reply.OK
@@ -92,6 +140,7 @@ class Exchange:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
+        self._outlets: list[Outlets] = []
         self._moved = asyncio.Condition()
         self._contribution: Contribution | None = None
         self._waiting: Future[Sequence[Closed] | Skip] | None = None
@@ -101,10 +150,19 @@ class Exchange:
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
         self._state_commit: Commit | None = None
-        self._snapshots: OrderedDict[str, tuple[OuterState, tuple[StateChunk, ...]]] = OrderedDict()
+        self._snapshots = Snapshots(terms.rules.backlog_versions)
+        self._serving = RateLimit(terms.serve_bps)
+        self.void_tokens = 0
+        """Tokens committed on lineages that ended, as far as this peer followed them."""
+        self._resync_from: list[str] = []
         self._failure: BaseException | None = None
 
     # ------------------------------------------------------------ for the training side (any thread)
+
+    @property
+    def name(self) -> str:
+        """This peer's."""
+        return self.machine.me.peer
 
     @property
     def in_view(self) -> bool:
@@ -154,14 +212,36 @@ class Exchange:
         Raises StateError, and TimeoutError after `timeout_s`.
         """
         terms = self.terms
-        task = download(self.link, sources, local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
-        result = asyncio.run_coroutine_threadsafe(task, self._loop).result(timeout_s)
+        stall_s, lineage = terms.timing.stall_s, self.machine.lineage
+        task = download(self.link, sources, local, terms.layout, terms.optimizer, stall_s, progress, lineage)
+        future = asyncio.run_coroutine_threadsafe(task, self._loop)
+        try:
+            result = future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
         self.behind = False
+        self._resync_from = []
         return result
 
     def alive(self) -> list[Member]:
         """Members of the view that are not suspected."""
         return self._ask(self.machine.alive)
+
+    def sources(self) -> list[str]:
+        """Addresses of those who can give us the state: of the view, or before we have one, of whom we heard."""
+        return self._ask(self._sources)
+
+    def _sources(self) -> list[str]:
+        machine = self.machine
+        others = [member.address for member in machine.alive() if member != machine.me and not member.witness]
+        heard = [entry for entry in machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
+        addresses = [entry.member.address for entry in heard if not entry.left and not entry.member.witness]
+        return others or [*self._resync_from, *addresses]
+
+    def awaited(self) -> bool:
+        """Whether most others have done their inner steps and wait for those that have not."""
+        return self._ask(self.machine.awaited)
 
     def said_goodbye(self) -> set[str]:
         """Peers that left in good order."""
@@ -174,10 +254,18 @@ class Exchange:
             time.sleep(0.05)
 
     def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of the loop's thread. Tries are counted, and not seconds: this process may have been stopped."""
+
         async def answer() -> T:
             return question()
 
-        return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(5.0)
+        future = asyncio.run_coroutine_threadsafe(answer(), self._loop)
+        for _ in range(ASK_TRIES):
+            try:
+                return future.result(1.0)
+            except TimeoutError:
+                self._raise_failure()
+        raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
 
     def leave(self, timeout_s: float) -> None:
         """Say goodbye and give the vote away; to those who do not answer in time we have died."""
@@ -251,6 +339,7 @@ class Exchange:
         self._state, self._state_commit = state, commit
         if copied:
             self._close_again(state.version)
+        self._snapshots.forget(state.version, monotonic_s())
         self._feed(event)
 
     def _close_again(self, version: int) -> None:
@@ -267,7 +356,10 @@ class Exchange:
         return taken
 
     def _feed(self, event: m.Event) -> None:
-        for effect in self.machine.handle(event, monotonic_s()):
+        self._perform_all(self.machine.handle(event, monotonic_s()))
+
+    def _perform_all(self, effects: Sequence[m.Effect]) -> None:
+        for effect in effects:
             self._perform(effect)
 
     def _perform(self, effect: m.Effect) -> None:
@@ -278,10 +370,12 @@ class Exchange:
                 self._begin(begin)
             case m.SendContribution():
                 self._spawn(self._send_contribution(effect))
-            case m.FoldPart(version, attempt, part):
-                self._spawn(self._fold((version, attempt), part))
-            case m.SendMean(version, attempt, part, to):
-                self._put_in_outlets((version, attempt), part, to)
+            case m.RepairReduction(repair):
+                self._repair(repair)
+            case m.FoldPart(version, attempt, part, omitted):
+                self._spawn(self._fold((version, attempt), part, omitted))
+            case m.SendMean(version, attempt, part, omitted):
+                self._put_in_outlets((version, attempt), part, omitted)
             case m.SealMean(version, attempt):
                 self._spawn(self._seal((version, attempt)))
             case m.FetchMean(commit, sources):
@@ -292,104 +386,157 @@ class Exchange:
                 self._close(commit)
             case m.GiveUp(reason, exposed):
                 self._answer(Skip(reason, exposed))
+            case m.Resync(source, discarded_tokens):
+                self._leave_lineage(source, discarded_tokens)
             case m.Note(reason, routine):
                 self._on_reason(reason, routine)
 
     # ------------------------------------------------------------ sending
 
-    def _envelope(self, body: m.Body) -> m.Envelope:
+    def _header(self, kind: Kind, key: tuple[int, int], generation: int) -> StreamHeader:
         rules = self.terms.rules
-        return m.Envelope(rules.run, rules.contract, self.machine.lineage, self.machine.me, body)
-
-    def _header(self, kind: Kind, key: tuple[int, int]) -> StreamHeader:
-        rules = self.terms.rules
-        return StreamHeader(rules.run, rules.contract, self.machine.lineage, self.machine.me, kind, *key)
+        return StreamHeader(rules.run, rules.contract, self.machine.lineage, self.machine.me, kind, *key, generation)
 
     async def _send(self, effect: m.Send) -> None:
+        step = _FAILPOINTS.get(type(effect.envelope.body))
+        if step:
+            failpoints.hit(f"before-{step}")
         try:
-            reply = await self.link.deliver(effect.to.address, self._envelope(effect.body))
+            reply = await self.link.deliver(effect.to.address, effect.envelope)
         except LinkDown:
             await self._lost(effect.to)
         except LinkSlow:
-            logger.debug("%s did not answer %s", effect.to.peer, type(effect.body).__name__)
+            logger.debug("%s did not answer %s", effect.to.peer, type(effect.envelope.body).__name__)
         except LinkRefused as error:
             self._note_refusal(effect.to, error.reply)
         else:
             self._note_refusal(effect.to, reply)
+        if step:
+            failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
         self._feed(m.Unreachable(member, proven=await nobody_listens(member.address)))
 
     def _note_refusal(self, by: Member, reply: m.Reply) -> None:
+        if reply in (m.Reply.STALE, m.Reply.REPLAYED):
+            return  # the weather: it has moved on meanwhile
         if reply is not m.Reply.OK and reply is not self.refused:
             logger.warning("%s refuses: %s", by.peer, reply.name)
         self.refused = reply
 
-    async def _stream(self, to: Member, kind: Kind, key: tuple[int, int], parts: AsyncIterator[Part]) -> None:
-        stall_s = self.terms.timing.stall_s
+    async def _stream(self, to: Member, header: StreamHeader, parts: Callable[[], AsyncIterator[Part]]) -> None:
+        """Send parts, from the start again when the line breaks: the receiver ignores what it has."""
+        for _ in range(STREAM_TRIES):
+            if await self._stream_once(to, header, parts()) or self._work is None:
+                return
+            await asyncio.sleep(STREAM_PAUSE_S)
+            if self._work is None or self._work.key != (header.version, header.attempt):
+                return
+
+    async def _stream_once(self, to: Member, header: StreamHeader, parts: AsyncIterator[Part]) -> bool:
+        """Whether there is nothing more to try."""
+        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
         try:
-            reply = await self.link.send_parts(to.address, self._header(kind, key), parts, stall_s)
+            reply = await self.link.send_parts(to.address, header, parts, self.terms.timing.stall_s)
         except LinkDown:
             await self._lost(to)
-        except (LinkSlow, LinkRefused) as error:
-            logger.info("%s of %s to %s: %s", kind.name.lower(), key, to.peer, error)
-        else:
-            if reply is not m.Reply.OK:
-                logger.debug("%s of %s to %s: %s", kind.name.lower(), key, to.peer, reply.name)
+            return False
+        except LinkSlow as error:
+            logger.info("%s: %s", what, error)
+            return True
+        except LinkRefused as error:
+            logger.info("%s: %s", what, error)
+            reply = error.reply
+        if reply is not m.Reply.OK:
+            logger.debug("%s: %s", what, reply.name)
+        return reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY)
 
     async def _send_contribution(self, effect: m.SendContribution) -> None:
         contribution = self._contribution
-        assert contribution is not None
+        if contribution is None:
+            return
+        start, stop = effect.span.start, effect.span.stop
 
         async def parts() -> AsyncIterator[Part]:
-            for index in range(effect.span.start, effect.span.stop):
+            for index in range(start, stop):
+                if index == (start + stop) // 2:
+                    failpoints.hit("mid-contribution")
                 yield Part(index, contribution.parts[index])
 
-        await self._stream(effect.to, Kind.CONTRIBUTION, (effect.version, effect.attempt), parts())
+        failpoints.hit("before-contribution")
+        header = self._header(Kind.CONTRIBUTION, (effect.version, effect.attempt), effect.generation)
+        await self._stream(effect.to, header, parts)
+        failpoints.hit("after-contribution")
 
     # ------------------------------------------------------------ reducing
 
     def _begin(self, begin: m.Begin) -> None:
         fragment = self.terms.layout.fragments[self.machine.fragment]
         self._drop_work()
-        work = self._work = Work(begin, self.machine.me, fragment, self.terms.codec)
+        me = self.machine.me.peer
+        work = self._work = Work(begin, me, fragment, self.terms.codec, self.terms.max_norm_ratio)
         if self._contribution is not None:
-            work.take_own(self.machine.me, self._contribution)
-        for receiver in begin.receivers:
-            if work.owned and receiver.peer != self.machine.me.peer:
-                work.outlets[receiver.peer] = asyncio.Queue()
-                stream = self._stream(receiver, Kind.MEAN, work.key, work.outlet(receiver.peer))
-                work.streams.append(self._spawn(stream))
+            work.take_own(self._contribution)
+        self._open_outlets(work, work.owned())
         self._spawn(self._tell_moved())
 
+    def _repair(self, repair: m.Repair) -> None:
+        failpoints.hit("in-repair")
+        work = self._work
+        if work is not None and work.key == (repair.version, repair.attempt):
+            self._open_outlets(work, work.repair(repair.generation, repair.spans))
+            self._spawn(self._tell_moved())
+
+    def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
+        """A stream to every receiver for these parts of mine, which are yet to be averaged."""
+        if not parts:
+            return
+        outlets = Outlets(parts)
+        for member in work.begin.receivers:
+            if member.peer != self.machine.me.peer:
+                header = self._header(Kind.MEAN, work.key, work.generation)
+                outlets.streams.append(self._spawn(self._stream(member, header, outlets.flow)))
+        self._outlets.append(outlets)
+
     def _drop_work(self) -> None:
-        if self._work is not None:
-            self._work.abandon()
+        """Streams whose parts were all averaged go on to their end: others may still need them."""
+        for outlets in self._outlets:
+            if outlets.waiting:
+                for stream in outlets.streams:
+                    stream.cancel()
+        self._outlets = []
         self._work = None
 
-    def _put_in_outlets(self, key: tuple[int, int], part: int, to: Sequence[Member]) -> None:
+    def _put_in_outlets(self, key: tuple[int, int], part: int, omitted: Sequence[str]) -> None:
         work = self._work
         if work is None or work.key != key:
             return
         payload = work.mean[part]
         assert payload is not None
-        for member in to:
-            work.outlets[member.peer].put_nowait(Part(part, payload))
+        places = [entry.peer for entry in work.begin.contributors]
+        sent = Part(part, payload, tuple(places.index(peer) for peer in omitted))
+        for outlets in self._outlets:
+            if part in outlets.waiting:
+                outlets.put(sent)
 
-    async def _fold(self, key: tuple[int, int], part: int) -> None:
+    async def _fold(self, key: tuple[int, int], part: int, omitted: Sequence[str]) -> None:
         work = self._work
         if work is None or work.key != key:
             return
+        failpoints.hit("before-fold")
         try:
-            await self._loop.run_in_executor(self._pool, work.fold, part)
+            mean = await self._loop.run_in_executor(self._pool, work.fold, part, omitted)
         except BadContribution as error:
             self._feed(m.ContributionRefused(*key, error.sender, str(error)))
-        else:
+            return
+        failpoints.hit("after-fold")
+        if work.keep(part, mean):
             self._feed(m.PartFolded(*key, part))
 
     async def _seal(self, key: tuple[int, int]) -> None:
         work = self._work
         if work is not None and work.key == key:
+            failpoints.hit("after-mean")
             parts = work.sealed()
             digest = await self._loop.run_in_executor(self._pool, mean_digest, parts)
             self._keep_mean(digest, parts)
@@ -408,8 +555,10 @@ class Exchange:
     # ------------------------------------------------------------ closing versions
 
     def _close(self, commit: Commit) -> None:
-        closed = Closed(commit, self._means[commit.mean_digest] if commit.mean_digest else ())
-        self._backlog.append(closed)
+        held = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
+        closed = Closed(commit, held)
+        if not self.machine.me.witness:
+            self._backlog.append(closed)
         self._drop_work()
         self._contribution = None
         with self._closed_changed:
@@ -418,6 +567,17 @@ class Exchange:
         if self._waiting is not None:
             self._answer(self._take_closed())
         self._spawn(self._tell_moved())
+
+    def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
+        """Nothing that closed on our lineage, and was not applied yet, counts any more."""
+        self.void_tokens += discarded_tokens
+        self._backlog.clear()
+        self._drop_work()
+        self._contribution = None
+        with self._closed_changed:
+            self._closed.clear()
+        self._resync_from = [source.address]
+        self.behind = True
 
     def _answer(self, outcome: Sequence[Closed] | Skip) -> None:
         waiting, self._waiting = self._waiting, None
@@ -431,7 +591,7 @@ class Exchange:
                 parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
             except (LinkDown, LinkSlow, LinkRefused):
                 continue
-            if self._good_mean(commit, parts):
+            if is_mean_of(parts, commit, self.terms.layout):
                 self._keep_mean(commit.mean_digest, parts)
                 self._feed(m.MeanHeld(commit.mean_digest))
                 return
@@ -446,63 +606,55 @@ class Exchange:
             return
         if not missed:
             self.behind = True
-            self._answer(Skip("too far behind to catch up by commits: the state must be copied"))
+            self._answer(Skip("too far behind to catch up by commits: the state must be copied", self.machine.exposed))
         for closed in missed:
-            if not self._good_mean(closed.commit, closed.parts):
+            if not is_mean_of(closed.parts, closed.commit, self.terms.layout):
                 logger.warning("%s sent a mean that does not match its commit", source.peer)
                 return
             self._keep_mean(closed.commit.mean_digest, closed.parts)
             self._feed(m.Learned(closed.commit))
 
-    def _good_mean(self, commit: Commit, parts: Sequence[bytes]) -> bool:
-        if commit.fragment == -1:
-            return not parts
-        layout = self.terms.layout
-        if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
-            return False
-        return mean_digest(parts) == commit.mean_digest
-
     # ------------------------------------------------------------ what others ask (Service)
 
-    def _admits(self, run: str, contract: str, lineage: str) -> m.Reply:
-        if run != self.terms.rules.run:
-            return m.Reply.OTHER_RUN
-        if contract != self.terms.rules.contract:
-            return m.Reply.OTHER_CONTRACT
-        if lineage != self.machine.lineage:
-            return m.Reply.OTHER_LINEAGE
-        return m.Reply.OK
-
     async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
-        reply = self._admits(envelope.run, envelope.contract, envelope.lineage)
-        by_peer = not isinstance(envelope.body, m.Evict)
-        if reply is m.Reply.OK and by_peer and not self.machine.roster.heard(envelope.sender, monotonic_s()):
-            reply = m.Reply.FENCED
-        if reply is m.Reply.OK:
-            self._feed(m.Received(envelope.sender, envelope.body))
+        reply, effects = self.machine.receive(envelope, monotonic_s())
+        self._perform_all(effects)
         return reply
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        reply = self._admits(header.run, header.contract, header.lineage)
+        reply = self.machine.admits(header.run, header.contract, header.lineage, header.sender, monotonic_s())
         if reply is not m.Reply.OK:
             return reply
         key = (header.version, header.attempt)
-        work = await self._reach(key)
+        work = await self._reach(key, header.generation)
         if work is None:
-            return m.Reply.STALE if (self.machine.reducing or (self.machine.making, -1)) > key else m.Reply.TOO_EARLY
-        async for part in parts:
-            if self._work is not work:
-                return m.Reply.STALE
-            reply = await self._take(work, header, part)
-            if reply is not m.Reply.OK:
-                return reply
+            reached = self.machine.reducing or (self.machine.making, -1, 0)
+            return m.Reply.STALE if reached > (*key, header.generation) else m.Reply.TOO_EARLY
+        try:
+            async for part in parts:
+                if self._work is not work:
+                    return m.Reply.STALE
+                reply = await self._take(work, header, part)
+                if reply is not m.Reply.OK:
+                    return reply
+        except LinkRefused as error:
+            if error.reply is not m.Reply.DAMAGED:
+                self._refuse(key, header.sender.peer, str(error))
+            elif work.damaged(header.sender.peer) >= STREAM_TRIES:
+                self._refuse(key, header.sender.peer, str(error), offence=False)
+            raise
         return m.Reply.OK
 
-    async def _reach(self, key: tuple[int, int]) -> Work | None:
-        """Wait for our own `Begin` of that attempt: bytes may overtake it. Not reading holds the sender back."""
+    def _refuse(self, key: tuple[int, int], sender: str, reason: str, offence: bool = True) -> m.Reply:
+        """Bytes that are no good: the attempt does not wait for better ones."""
+        self._feed(m.ContributionRefused(*key, sender, reason, offence))
+        return m.Reply.MALFORMED
+
+    async def _reach(self, key: tuple[int, int], generation: int) -> Work | None:
+        """Wait for our own `Begin` or `Repair`: bytes may overtake it. Not reading holds the sender back."""
         deadline_s = monotonic_s() + self.terms.timing.stall_s
         async with self._moved:
-            while (self._work is None or self._work.key < key) and self.machine.making <= key[0]:
+            while self._before((*key, generation)) and self.machine.making <= key[0]:
                 left_s = deadline_s - monotonic_s()
                 if left_s <= 0:
                     break
@@ -512,20 +664,31 @@ class Exchange:
                     break
         return self._work if self._work is not None and self._work.key == key else None
 
+    def _before(self, moment: tuple[int, int, int]) -> bool:
+        """Whether we have not come to this repair of this attempt yet."""
+        return self._work is None or (*self._work.key, self._work.generation) < moment
+
     async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
         sender, key = header.sender.peer, work.key
-        if not work.expects(header.kind, sender, part.index) or len(part.payload) > work.max_bytes(part.index):
-            return m.Reply.MALFORMED
+        if not work.expects(header.kind, sender, part.index):
+            if work.generation:
+                return m.Reply.STALE  # it has another owner since a repair
+            return self._refuse(key, sender, f"part {part.index} is not its to send to me")
+        if len(part.payload) > work.max_bytes(part.index):
+            return self._refuse(key, sender, f"part {part.index} has {len(part.payload)} bytes")
         if header.kind is Kind.CONTRIBUTION:
             work.put_contribution(sender, part.index, part.payload)
             self._feed(m.ContributionArrived(*key, sender, part.index))
             return m.Reply.OK
         try:
-            await self._loop.run_in_executor(self._pool, work.put_mean, part.index, part.payload)
+            omitted = work.named(part.omitted)
+            await self._loop.run_in_executor(self._pool, work.check_mean, part.index, part.payload)
         except PayloadError as error:
-            self._feed(m.ContributionRefused(*key, sender, f"sent a mean that does not decode: {error}"))
-            return m.Reply.MALFORMED
-        self._feed(m.MeanArrived(*key, sender, part.index))
+            return self._refuse(key, sender, f"sent a mean that does not decode: {error}")
+        if not work.expects(header.kind, sender, part.index):
+            return m.Reply.STALE  # repaired while we looked at it
+        work.put_mean(part.index, part.payload)
+        self._feed(m.MeanArrived(*key, sender, part.index, omitted))
         return m.Reply.OK
 
     def on_hello(self) -> Welcome:
@@ -539,7 +702,7 @@ class Exchange:
             machine.commit is not None,
             (machine.me, *others),
             self.directory,
-            self.terms.layout.digest,
+            self.terms.layout_digest,
             self.terms.data,
         )
 
@@ -555,17 +718,15 @@ class Exchange:
             raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
         # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
         state, commit = self._state, self._state_commit if self.machine.commit is not None else None
-        manifest = await self._loop.run_in_executor(self._pool, state.manifest)
-        self._snapshots[state.digest] = (state, manifest)
-        self._snapshots.move_to_end(state.digest)
-        while len(self._snapshots) > SNAPSHOTS:
-            self._snapshots.popitem(last=False)
-        steps = tuple(fragment.steps for fragment in state.fragments)
-        return StateOffer(state.version, commit, state.digest, steps, tuple(chunk.sha256 for chunk in manifest))
+        offer = await self._loop.run_in_executor(self._pool, make_offer, state, commit)
+        return self._snapshots.offer(state, offer, monotonic_s())
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
-        state, manifest = self._snapshots.get(digest, (None, ()))
-        return state.chunk(manifest[chunk]) if state is not None and 0 <= chunk < len(manifest) else None
+        failpoints.hit("serving-state")
+        return self._snapshots.chunk(digest, chunk, monotonic_s())
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:
         return status_json(self.machine, self._state, self.terms.total_tokens, self.directory, monotonic_s())

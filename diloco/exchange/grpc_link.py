@@ -38,7 +38,7 @@ from diloco.exchange.messages import Envelope, Reply
 from diloco.exchange.outbox import Outbox
 from diloco.types import Closed
 from diloco.wire import convert
-from diloco.wire.chunks import MAX_PARTS, Joiner, Pace, cut
+from diloco.wire.chunks import MAX_PARTS, Damaged, Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
 
@@ -78,9 +78,9 @@ class GrpcLink(Link):
         self._channels: dict[tuple[str, bool], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
-        request = convert.envelope_to_wire(envelope)
+        request = convert.seal(envelope)
         with _weather(address):
-            answer = await self._peer(address).Deliver(request, timeout=self._rpc_s)
+            answer = _there(await self._peer(address).Deliver(request, timeout=self._rpc_s))
         return _reply(answer)
 
     async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
@@ -92,7 +92,7 @@ class GrpcLink(Link):
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
         with _weather(address):
-            answer = await self._peer(address).Hello(request, timeout=timeout_s)
+            answer = _there(await self._peer(address).Hello(request, timeout=timeout_s))
         return _parsed(convert.welcome_from_wire, answer)
 
     async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
@@ -119,7 +119,7 @@ class GrpcLink(Link):
     async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer:
         with _weather(address):
             request = peer_pb2.FetchStateOfferRequest()
-            answer = await self._peer(address).FetchStateOffer(request, timeout=timeout_s)
+            answer = _there(await self._peer(address).FetchStateOffer(request, timeout=timeout_s))
         return _parsed(convert.state_offer_from_wire, answer)
 
     async def fetch_state(
@@ -140,7 +140,7 @@ class GrpcLink(Link):
 
     async def status(self, address: str, timeout_s: float) -> str:
         with _weather(address):
-            answer = await self._peer(address).Status(peer_pb2.StatusRequest(), timeout=timeout_s)
+            answer = _there(await self._peer(address).Status(peer_pb2.StatusRequest(), timeout=timeout_s))
         return answer.json
 
     async def close(self) -> None:
@@ -242,7 +242,7 @@ class _Sending:
     async def _answer(self) -> control_pb2.DeliverReply:
         taken_bytes, told_at_s = 0, monotonic_s()
         async for reply in self._call:
-            if reply.HasField("reply"):
+            if _there(reply).HasField("reply"):
                 return reply.reply
             if not taken_bytes < reply.taken_bytes <= self._sent_bytes:
                 continue  # no progress, whatever it says
@@ -290,6 +290,13 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, max_part_bytes: in
                 raise LinkRefused(Reply.MALFORMED, f"part {part.index} of a mean where {len(payloads)} should be")
             payloads.append(part.payload)
     return payloads
+
+
+def _there(answer: M | None) -> M:
+    """gRPC gives None for an answer whose bytes were damaged so that it has status but no message."""
+    if answer is None:
+        raise LinkDown("an answer without a message")
+    return answer
 
 
 def _reply(answer: control_pb2.DeliverReply) -> Reply:
@@ -386,7 +393,7 @@ class _Peer(PeerServicer):
             _parsed(convert.check_version, request.wire_version)
             return convert.welcome_to_wire(self._service.on_hello())
 
-    async def Deliver(self, request: control_pb2.Envelope, context: Context) -> control_pb2.DeliverReply:
+    async def Deliver(self, request: control_pb2.Sealed, context: Context) -> control_pb2.DeliverReply:
         return await _replying(self._deliver(request))
 
     async def SendParts(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
@@ -397,7 +404,7 @@ class _Peer(PeerServicer):
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
             for closed in self._service.on_fetch_commits(request.since):
-                header = parts_pb2.CommitHeader(commit=closed.commit.to_bytes(), parts=len(closed.parts))
+                header = parts_pb2.CommitHeader(commit=convert.commit_to_wire(closed.commit), parts=len(closed.parts))
                 await self._write(context, parts_pb2.FetchCommitsReply(header=header))
                 await self._write_parts(context, _numbered(closed.parts), parts_pb2.FetchCommitsReply)
 
@@ -419,13 +426,15 @@ class _Peer(PeerServicer):
                 payload = await self._service.on_state_chunk(request.digest, index)
                 if payload is None:
                     raise LinkRefused(Reply.STALE, f"chunk {index} of that state is not here")
-                await self._write_parts(context, [Part(index, payload)], parts_pb2.FetchStateReply)
+                for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, Pace(_FETCH_MESSAGE_BYTES)):
+                    await self._service.on_state_bytes(sum(len(chunk.payload) for chunk in reply.chunks.chunks))
+                    await self._write(context, reply)
 
     async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
         return peer_pb2.StatusReply(json=self._service.on_status())
 
-    async def _deliver(self, request: control_pb2.Envelope) -> Reply:
-        return await self._service.on_envelope(_parsed(convert.envelope_from_wire, request))
+    async def _deliver(self, request: control_pb2.Sealed) -> Reply:
+        return await self._service.on_envelope(_parsed(convert.unseal, request))
 
     async def _receive(self, context: Context) -> Reply:
         first = await self._read(context)
@@ -454,7 +463,7 @@ class _Peer(PeerServicer):
             async with _progress(self._idle_s):
                 request = await context.read()
         except DecodeError as error:
-            raise LinkRefused(Reply.MALFORMED, "no message") from error
+            raise LinkRefused(Reply.DAMAGED, "no message") from error
         return None if request is _EOF else request
 
     async def _write(self, context: Context, message: Message) -> None:
@@ -507,6 +516,8 @@ async def _progress(within_s: float) -> AsyncIterator[None]:
 def _parsed(convert_: Callable[[M], T], message: M) -> T:
     try:
         return convert_(message)
+    except Damaged as error:
+        raise LinkRefused(Reply.DAMAGED, str(error)) from error
     except ValueError as error:
         raise LinkRefused(Reply.MALFORMED, str(error)) from error
 

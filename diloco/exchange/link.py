@@ -53,6 +53,8 @@ class StreamHeader:
     kind: Kind
     version: int
     attempt: int
+    generation: int
+    """Repairs that the receiver must know of before it takes these parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Part:
 
     index: int
     payload: bytes
+    omitted: tuple[int, ...] = ()
+    """Of a mean's part: contributors that it does not count, by their place in `Begin.contributors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,10 @@ class Service(Protocol):
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         """One chunk of the snapshot with that digest; None when it is gone."""
+        ...
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        """Wait until so many bytes of a state may be sent: trainers go first."""
         ...
 
     def on_status(self) -> str:

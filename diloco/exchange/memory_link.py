@@ -133,6 +133,7 @@ class _MemoryLink(Link):
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             _check_sizes([payload], max_chunk_bytes)
+            await self._ask(address, stall_s, _state_bytes(len(payload)))
             yield index, payload
 
     async def status(self, address: str, timeout_s: float) -> str:
@@ -191,6 +192,10 @@ def _asynchronously(ask: Callable[[Service], T]) -> Callable[[Service], Awaitabl
 
 def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes | None]]:
     return lambda service: service.on_state_chunk(digest, index)
+
+
+def _state_bytes(size_bytes: int) -> Callable[[Service], Awaitable[None]]:
+    return lambda service: service.on_state_bytes(size_bytes)
 
 
 def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:

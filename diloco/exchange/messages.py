@@ -16,6 +16,14 @@ from diloco.types import Commit, Counted, Member, Progress
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A lineage that was left, and the committed tokens at which that was."""
+
+    lineage: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """I live, and this is how far I am."""
 
@@ -26,6 +34,10 @@ class Heartbeat:
     joining: bool
     """I am not in the view and ask to be taken in."""
     progress: Progress
+    committed_tokens: int = 0
+    """Tokens of the chain I stand on: where two lineages meet, the one with more goes on."""
+    forks: tuple[Fork, ...] = ()
+    """The lineages that led to mine, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,26 @@ class Stalled:
     attempt: int
     missing: tuple[str, ...]
     reason: str
+    offence: bool = False
+    """The bytes came, and no honest peer sends such bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """From the coordinator: go on without `gone`. What they owned has new owners, what they owe is not waited for.
+
+    What had arrived of theirs before a part was averaged stays counted in it, and the part's result says so. Each
+    repair tells all since `Begin`, so that only the latest matters.
+    """
+
+    version: int
+    attempt: int
+    generation: int
+    """Counts repairs of an attempt, from 1."""
+    gone: tuple[str, ...]
+    spans: tuple[Span, ...]
+    """All parts with their owners from now on."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +137,8 @@ class Abort:
     attempt: int
     without: tuple[str, ...]
     reason: str
+    offence: bool = False
+    """`without` sent what no honest peer sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +191,7 @@ class Evict:
 
 
 Body = (
-    Heartbeat | Ready | Gather | Begin | Stalled | Abort | Propose | Accept | Committed | Goodbye | Evict
+    Heartbeat | Ready | Gather | Begin | Stalled | Repair | Abort | Propose | Accept | Committed | Goodbye | Evict
 )  # fmt: skip
 
 
@@ -170,6 +204,10 @@ class Envelope:
     """Digest of the sender's contract."""
     lineage: str
     sender: Member
+    view: str
+    """Digest of the commit that the sender stands on: its view is in there. Empty before its first."""
+    sequence: int
+    """Counts the messages of one life of the sender, from 1: none is taken twice."""
     body: Body
 
 
@@ -179,11 +217,15 @@ class Reply(IntEnum):
     OK = 0
     OTHER_RUN = 1  # I train another run
     OTHER_CONTRACT = 2  # your contract's digest is not mine
-    OTHER_LINEAGE = 3  # the run was founded anew since you joined
-    STALE = 4  # that version or attempt is over
-    FENCED = 5  # I know a later life of yours, or the view goes on without you
+    OTHER_LINEAGE = 3  # the run was founded anew since you joined, or went on in two parts and you are in the other
+    STALE = 4  # that version or attempt is over here
+    FENCED = 5  # I know a later life of yours, or an earlier one that still lives
     MALFORMED = 6  # I cannot make sense of these bytes
     TOO_EARLY = 7  # I did not reach that attempt within my patience
+    OTHER_VIEW = 8  # of the version you stand on I know another commit: one of us must copy the state
+    REPLAYED = 9  # I have had this very message, or one so much later that I cannot tell
+    BARRED = 10  # you sent what no honest peer sends, too often
+    DAMAGED = 11  # your bytes were damaged on the way: say it again
 
 
 # ---------------------------------------------------------------- events: what happens to a peer
@@ -192,14 +234,6 @@ class Reply(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message arrived and was let in."""
-
-    sender: Member
-    body: Body
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +279,14 @@ class ContributionArrived:
 
 @dataclass(frozen=True, slots=True)
 class ContributionRefused:
-    """A contribution's part that decodes to nothing sensible."""
+    """A part, of a contribution or of the mean, that is no good: it decodes to nothing, is absurd, or was damaged."""
 
     version: int
     attempt: int
     sender: str
     reason: str
+    offence: bool = True
+    """No honest peer sends this; else it is the network's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +306,8 @@ class MeanArrived:
     attempt: int
     sender: str
     part: int
+    omitted: tuple[str, ...] = ()
+    """Contributors that it does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +333,7 @@ class LeaveWanted:
 
 
 Event = (
-    Tick | Received | Unreachable | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
+    Tick | Unreachable | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
     | PartFolded | MeanArrived | MeanHeld | Learned | LeaveWanted
 )  # fmt: skip
 
@@ -307,7 +345,7 @@ class Send:
     """Deliver a message; report Unreachable if that is refused."""
 
     to: Member
-    body: Body
+    envelope: Envelope
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,22 +356,33 @@ class BeginReduction:
 
 
 @dataclass(frozen=True, slots=True)
+class RepairReduction:
+    """Owners changed: forget the parts that moved, make room for those that I own now."""
+
+    repair: Repair
+
+
+@dataclass(frozen=True, slots=True)
 class SendContribution:
     """Stream my encoded parts of this span to its owner."""
 
     version: int
     attempt: int
+    generation: int
+    """How many repairs the owner must know of before it takes them."""
     span: Span
     to: Member
 
 
 @dataclass(frozen=True, slots=True)
 class FoldPart:
-    """Average one part that I own; all its contributions are here."""
+    """Average one part that I own: all contributions that are waited for are here."""
 
     version: int
     attempt: int
     part: int
+    omitted: tuple[str, ...]
+    """Contributors that it does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +392,7 @@ class SendMean:
     version: int
     attempt: int
     part: int
+    omitted: tuple[str, ...]
     to: tuple[Member, ...]
 
 
@@ -388,6 +438,15 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Resync:
+    """Another lineage of the run has more tokens and goes on: copy its state; ours ends here."""
+
+    source: Member
+    discarded_tokens: int
+    """Committed on our lineage since the two parted, and now void."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """The reason of the latest decision, when it changed."""
 
@@ -397,6 +456,6 @@ class Note:
 
 
 Effect = (
-    Send | BeginReduction | SendContribution | FoldPart | SendMean | SealMean | FetchMean | CatchUp | Close
-    | GiveUp | Note
+    Send | BeginReduction | RepairReduction | SendContribution | FoldPart | SendMean | SealMean | FetchMean | CatchUp
+    | Close | GiveUp | Resync | Note
 )  # fmt: skip

@@ -8,7 +8,7 @@ from diloco.exchange.dht import ANNOUNCE_EVERY_S, Directory
 from diloco.exchange.engine import Exchange
 
 LOOK_AGAIN_S = 10.0
-"""How often a peer outside the view looks for members."""
+"""How often a peer looks for members when it is outside the view, or most of the view cannot be reached."""
 
 
 class Presence:
@@ -25,10 +25,10 @@ class Presence:
         while True:
             me = self._exchange.machine.me
             self._directory.announce(me, max(self._exchange.machine.version, 0))
-            joining = not self._exchange.in_view
-            if joining:
+            looking = not self._exchange.in_view or self._exchange.machine.alone
+            if looking:
                 self._exchange.meet(list(self._directory.lookup().values()))
-            if self._ended.wait(LOOK_AGAIN_S if joining else ANNOUNCE_EVERY_S):
+            if self._ended.wait(LOOK_AGAIN_S if looking else ANNOUNCE_EVERY_S):
                 return
 
     def end(self) -> None:

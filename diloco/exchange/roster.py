@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.exchange.messages import Heartbeat
 from diloco.types import Member
 
 FORGET_S = 60.0
 """How long a peer outside the view is remembered."""
+
+
+FORMER_LIVES = 16
+"""How many earlier lives of a peer are known, and not listened to any more."""
 
 
 @dataclass(slots=True)
@@ -23,15 +28,21 @@ class Entry:
     """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
     unreachable: bool = False
     left: bool = False
+    former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LIVES))
 
 
 class Roster:
     """All peers heard of, members or not. A peer that was not heard for `suspect_s` is suspected, not forgotten."""
 
-    def __init__(self, me: Member, suspect_s: float) -> None:
+    def __init__(self, me: Member, suspect_s: float, offences_allowed: int) -> None:
         self.me = me
         self.suspect_s = suspect_s
+        self.offences_allowed = offences_allowed
+        self.offences: Counter[str] = Counter()
+        """Contributions of a peer that no honest peer sends. Kept when the peer goes and comes back."""
         self._entries: dict[str, Entry] = {}
+        self._remembered: set[str] = set()
+        self._strangers: dict[str, tuple[Member, float]] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -39,28 +50,60 @@ class Roster:
     def get(self, peer: str) -> Entry | None:
         return self._entries.get(peer)
 
-    def meet(self, members: Sequence[Member], now: float) -> None:
-        """Members of a view that was adopted: those unknown so far get the benefit of the doubt."""
+    def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
+        """Members of a view, or peers that somebody told of: those unknown so far get the benefit of the doubt.
+
+        A life that was in the view `before` is over when the view has another of that name. Any other life that is
+        heard here may be the later one: a view can be an old one, from a checkpoint.
+        """
         for member in members:
             known = self._entries.get(member.peer)
-            if member.peer != self.me.peer and (known is None or known.member.incarnation != member.incarnation):
-                self._entries[member.peer] = Entry(member, now)
+            if member.peer == self.me.peer or (known is not None and member.incarnation == known.member.incarnation):
+                continue
+            if known is None or (member.incarnation not in known.former and known.member in before):
+                self._entries[member.peer] = self._next_life(known, member, now)
+            elif member.incarnation > known.member.incarnation and not self._lives(known, now):
+                self._entries[member.peer] = Entry(member, now, former=known.former)
 
     def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> bool:
-        """A message came from `member`. False: another life of that name is alive, so this one is an impostor."""
+        """A message came from `member`. False: it is an earlier life of that peer, or another peer has the name."""
         known = self._entries.get(member.peer)
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
         if known is None or known.member.incarnation != member.incarnation:
-            if known is not None and self._lives(known, now):
+            if known is not None and not self._succeeds(member, known, now):
                 return False
-            known = self._entries[member.peer] = Entry(member, now)
+            known = self._entries[member.peer] = self._next_life(known, member, now)
         known.member = member
         known.heard_at_s = now
         known.unreachable = False
         if heartbeat is not None:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
         return True
+
+    def _succeeds(self, member: Member, known: Entry, now: float) -> bool:
+        """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
+        if member.incarnation in known.former:
+            return False
+        if member.incarnation > known.member.incarnation:
+            return member.address == known.member.address or not self._lives(known, now)
+        return now - known.heard_at_s > FORGET_S  # its clock was set back between two lives
+
+    @staticmethod
+    def _next_life(known: Entry | None, member: Member, now: float) -> Entry:
+        entry = Entry(member, now)
+        if known is not None:
+            entry.former.extend((*known.former, known.member.incarnation))
+        return entry
+
+    def introduce(self, member: Member, now: float) -> None:
+        """A peer of another lineage spoke. It is to hear of ours, and says nothing of whoever has that name here."""
+        self._strangers[member.peer] = (member, now)
+
+    def strangers(self, now: float) -> list[Member]:
+        """Peers of other lineages that spoke lately."""
+        self._strangers = {peer: seen for peer, seen in self._strangers.items() if now - seen[1] <= self.suspect_s}
+        return [member for member, _ in self._strangers.values()]
 
     def unreachable(self, peer: str) -> None:
         """Delivery to `peer` failed outright. The next word from it takes this back."""
@@ -71,6 +114,23 @@ class Roster:
         """`peer` said goodbye."""
         if peer in self._entries:
             self._entries[peer].left = True
+
+    def offended(self, peer: str) -> None:
+        """`peer` sent what no honest peer sends."""
+        self.offences[peer] += 1
+
+    def barred(self, peer: str) -> bool:
+        """Whether `peer` offended too often to be in the run."""
+        return self.offences[peer] >= self.offences_allowed
+
+    def part_with(self, peers: Collection[str]) -> None:
+        """The run was cut. Go on calling those on the other side, however long they are silent: so it heals.
+
+        What they and strangers said was said in another lineage: whoever wants in must ask again.
+        """
+        self._remembered |= set(peers)
+        for entry in self:
+            entry.heartbeat = None
 
     def alive(self, member: Member, now: float) -> bool:
         """Whether this very life of the peer is not suspected."""
@@ -85,7 +145,7 @@ class Roster:
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.lag <= most_lag and self._lives(entry, now)
+            and entry.lag <= most_lag and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 
@@ -94,7 +154,7 @@ class Roster:
         self._entries = {
             peer: entry
             for peer, entry in self._entries.items()
-            if peer in keep or now - entry.heard_at_s <= FORGET_S
+            if peer in keep or peer in self._remembered or now - entry.heard_at_s <= FORGET_S
         }  # fmt: skip
 
     def _lives(self, entry: Entry, now: float) -> bool:

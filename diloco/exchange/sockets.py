@@ -58,6 +58,7 @@ class SocketCounter:
         """Cookies of other processes' open sockets, so that /proc is read only when a new socket shows up."""
         self._sent = self._received = 0
         self._unsupported = False
+        self._supported = False
 
     def sample(self) -> SocketBytes | None:
         """Bytes so far; None where the system cannot tell (not Linux, or a sandbox without sock_diag).
@@ -69,7 +70,10 @@ class SocketCounter:
                 return None
             try:
                 self._update(_tcp_sockets())
+                self._supported = True
             except OSError as error:
+                if self._supported:  # a busy kernel may refuse once; what was counted before stays true
+                    return SocketBytes(self._sent, self._received)
                 self._unsupported = True
                 logger.warning("bytes on sockets are not counted: the system does not tell them (%s)", error)
                 return None
@@ -147,14 +151,19 @@ def _dump(link: socket.socket, family: int) -> Iterator[_Socket]:
             if kind == _MESSAGE_ERROR:
                 code = -struct.unpack_from("=i", body)[0]
                 raise OSError(code, os.strerror(code))
-            yield _parse(body)
+            entry = _parse(body)
+            if entry is not None:
+                yield entry
             start += (length + 3) & ~3
 
 
-def _parse(body: bytes) -> _Socket:
+def _parse(body: bytes) -> _Socket | None:
+    """None for a socket that is just coming or going: the kernel says nothing more of it."""
     (cookie,) = struct.unpack_from("=Q", body, _COOKIE_AT)
     (inode,) = struct.unpack_from("=I", body, _INODE_AT)
     info = _attribute(body, _INFO)
+    if not info:
+        return None
     if len(info) < _RECEIVED_AT + 8:
         raise OSError("the kernel does not count bytes per socket")
     # Before Linux 4.19 there is only what was acknowledged: one more for the SYN, and no retransmissions.

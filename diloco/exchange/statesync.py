@@ -1,7 +1,9 @@
 """Copying the state: anchor and outer state from several members at once, every chunk verified before it is kept.
 
 The chunks of one snapshot are striped over all members that hold it; a member that dies, stalls or sends a bad
-chunk is left out and its chunks are fetched from the others. Memory: the state once.
+chunk is left out and its chunks are fetched from the others. When nobody holds the snapshot any more, the next pass
+goes for what is offered then, and fetches only the chunks that differ. Memory: a joiner holds the state once, beside
+the one it began with; a member holds `SNAPSHOTS` states at most beside its own, and shares what did not change.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
@@ -24,11 +27,78 @@ from diloco.outer import (
     chunk_bounds,
     manifest_digest,
 )
+from diloco.types import Commit
 
 logger = logging.getLogger(__name__)
 
 STRIPE_CHUNKS = 4
 """Chunks asked for in one call."""
+FRUITLESS_PASSES = 3
+"""Passes over all members, in a row, that bring nothing: then the copy has failed."""
+PAUSE_S = 0.5
+"""Between such passes."""
+SNAPSHOTS = 2
+"""States kept for those who are copying them, besides the latest."""
+IDLE_S = 60.0
+"""A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
+
+
+# ---------------------------------------------------------------- giving
+
+
+def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
+    """What a joiner is told of a state. Hashes only what no version hashed before."""
+    steps = tuple(fragment.steps for fragment in state.fragments)
+    hashes = tuple(chunk.sha256 for chunk in state.manifest())
+    return StateOffer(state.version, commit, state.digest, steps, hashes)
+
+
+@dataclass
+class _Snapshot:
+    state: OuterState
+    offer: StateOffer
+    manifest: tuple[StateChunk, ...]
+    read_at_s: float
+
+
+class Snapshots:
+    """States that others are copying. One that is being read stays, for as long as commits lead on from it."""
+
+    def __init__(self, backlog_versions: int) -> None:
+        """`backlog_versions`: who holds a state older than that has to copy again, so it is worth nothing."""
+        self._backlog_versions = backlog_versions
+        self._kept: dict[str, _Snapshot] = {}
+
+    def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
+        """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
+        self.forget(state.version, now_s)
+        full = len(self._kept) >= SNAPSHOTS and offer.digest not in self._kept
+        if not full:
+            self._kept[offer.digest] = _Snapshot(state, offer, state.manifest(), now_s)
+            return offer
+        latest = max(self._kept.values(), key=lambda snapshot: snapshot.offer.version)
+        latest.read_at_s = now_s
+        return latest.offer
+
+    def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
+        """One chunk of the state with that digest; None when it is not here (any more)."""
+        snapshot = self._kept.get(digest)
+        if snapshot is None or not 0 <= index < len(snapshot.manifest):
+            return None
+        snapshot.read_at_s = now_s
+        return snapshot.state.chunk(snapshot.manifest[index])
+
+    def forget(self, version: int, now_s: float) -> None:
+        """Drop what nobody reads, and what is too far behind `version`, where we stand."""
+        oldest = version - self._backlog_versions
+        self._kept = {
+            digest: snapshot
+            for digest, snapshot in self._kept.items()
+            if now_s - snapshot.read_at_s <= IDLE_S and snapshot.offer.version >= oldest
+        }
+
+
+# ---------------------------------------------------------------- taking
 
 
 async def download(
@@ -39,36 +109,58 @@ async def download(
     optimizer: OuterOptimizer,
     stall_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    lineage: str = "",
 ) -> tuple[OuterState, StateOffer]:
-    """The state that most of `sources` (addresses) offer. Raises StateError when none can be copied whole.
+    """The state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError when none
+    can be copied whole.
 
-    Nothing is copied when `local` is that state already: peers that start a run together, from one seed and on like
-    machines, have it. `progress` is told (bytes here, bytes in all).
+    Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
+    machines, have them all. `progress` is told (bytes here, bytes in all). Ends by itself when nothing arrives; a copy
+    that crawls is for the caller to cancel.
     """
-    offers = await _offers(link, sources, stall_s)
-    if not offers:
-        raise StateError(f"none of {len(sources)} members offers its state", "try another address, or again later")
-    counts = Counter(offer.digest for offer in offers.values())
-    newest = max(offers.values(), key=lambda offer: (counts[offer.digest], offer.version))
-    holders = [address for address, offer in offers.items() if offer.digest == newest.digest]
-    if newest.digest == local.digest:
-        return OuterState(newest.version, local.fragments), newest
-    manifest = _manifest(newest, layout, optimizer)
-    buffers = await _Download(link, newest, manifest, stall_s, progress).run(holders)
-    state = OuterState.assemble(newest.version, newest.steps, buffers, layout, optimizer)
-    return state, newest
+    local_digest = await asyncio.to_thread(lambda: local.digest)
+    copy: _Copy | None = None
+    fruitless = 0
+    while True:
+        offer, manifest, holders = await _best_offer(link, sources, layout, optimizer, stall_s, lineage)
+        if offer.digest == local_digest:
+            return OuterState(offer.version, local.fragments), offer
+        if copy is None:
+            copy = await asyncio.to_thread(_Copy, link, local, stall_s, progress)
+        fetched_bytes = copy.fetched_bytes
+        if await copy.fetch(offer.digest, manifest, holders):
+            return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
+        fruitless = fruitless + 1 if copy.fetched_bytes == fetched_bytes else 0
+        if fruitless == FRUITLESS_PASSES:
+            cause = f"{copy.here_bytes} of {copy.total_bytes} bytes of the state arrived, then no more came"
+            raise StateError(cause, "try again: the run goes on without you")
+        logger.info("%d of %d bytes of the state are here: asking all members again", copy.here_bytes, copy.total_bytes)
+        await asyncio.sleep(PAUSE_S if fruitless else 0)
 
 
-async def _offers(link: Link, sources: Sequence[str], timeout_s: float) -> dict[str, StateOffer]:
-    async def ask(address: str) -> StateOffer | None:
+async def _best_offer(
+    link: Link, sources: Sequence[str], layout: Layout, optimizer: OuterOptimizer, timeout_s: float, lineage: str
+) -> tuple[StateOffer, list[StateChunk], list[str]]:
+    """What most members offer (of several, the latest), its manifest, and who holds it."""
+
+    async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
         try:
-            return await link.fetch_state_offer(address, timeout_s)
-        except (LinkDown, LinkSlow, LinkRefused) as error:
+            offer = await link.fetch_state_offer(address, timeout_s)
+            if lineage and offer.commit is not None and offer.commit.lineage != lineage:
+                raise StateError("its state belongs to a lineage that ended")
+            return offer, _manifest(offer, layout, optimizer)
+        except (LinkDown, LinkSlow, LinkRefused, StateError) as error:
             logger.info("no state from %s: %s", address, error)
             return None
 
     answers = await asyncio.gather(*(ask(address) for address in sources))
-    return {address: offer for address, offer in zip(sources, answers, strict=True) if offer is not None}
+    found = {address: answer for address, answer in zip(sources, answers, strict=True) if answer is not None}
+    if not found:
+        cause = f"none of {len(sources)} members offers a state that fits this run"
+        raise StateError(cause, "try another address, or again later")
+    counts = Counter(offer.digest for offer, _ in found.values())
+    offer, manifest = max(found.values(), key=lambda answer: (counts[answer[0].digest], answer[0].version))
+    return offer, manifest, [address for address, answer in found.items() if answer[0].digest == offer.digest]
 
 
 def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> list[StateChunk]:
@@ -86,59 +178,61 @@ def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> l
     return manifest
 
 
-class _Download:
-    def __init__(
-        self,
-        link: Link,
-        offer: StateOffer,
-        manifest: Sequence[StateChunk],
-        stall_s: float,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self.link = link
-        self.offer = offer
-        self.manifest = manifest
-        self.stall_s = stall_s
-        self.progress = progress
-        self.wanted = list(reversed(range(len(manifest))))
-        self.total_bytes = sum(chunk.stop_byte - chunk.start_byte for chunk in manifest)
-        self.done_bytes = 0
-        sizes: dict[str, int] = {}
-        for chunk in manifest:
-            sizes[chunk.buffer] = chunk.stop_byte
-        self.buffers = {name: bytearray(size) for name, size in sizes.items()}
+class _Copy:
+    """The buffers of a state as they fill, whatever snapshot their chunks came from."""
 
-    async def run(self, holders: Sequence[str]) -> dict[str, bytearray]:
+    def __init__(self, link: Link, local: OuterState, stall_s: float, progress: Callable[[int, int], None]) -> None:
+        """Begin with a copy of `local`."""
+        self._link = link
+        self._stall_s = stall_s
+        self._progress = progress
+        self._digest = local.digest
+        self._manifest: Sequence[StateChunk] = local.manifest()
+        self._hashes = [chunk.sha256 for chunk in self._manifest]
+        """Of what stands in each place now."""
+        self._wanted: list[int] = []
+        self.buffers = {name: bytearray(buffer.numpy().data) for name, buffer in local.buffers()}
+        self.total_bytes = sum(map(len, self.buffers.values()))
+        self.here_bytes = self.total_bytes
+        self.fetched_bytes = 0
+
+    async def fetch(self, digest: str, manifest: Sequence[StateChunk], holders: Sequence[str]) -> bool:
+        """Take all that is not here yet from those who hold it. False: some is missing still."""
+        self._digest, self._manifest = digest, manifest
+        missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.sha256]
+        self._wanted = missing[::-1]
+        self.here_bytes = self.total_bytes - sum(_size(manifest[index]) for index in missing)
         await asyncio.gather(*(self._pull(address) for address in holders))
-        if self.done_bytes < self.total_bytes:
-            cause = (
-                f"{self.done_bytes} of {self.total_bytes} bytes of the state arrived, then no member was left to ask"
-            )
-            raise StateError(cause, "try again: the run goes on without you")
-        return self.buffers
+        return self.here_bytes == self.total_bytes
 
     async def _pull(self, address: str) -> None:
         """Take chunks from one member for as long as it delivers."""
-        while self.wanted:
-            batch = [self.wanted.pop() for _ in range(min(STRIPE_CHUNKS, len(self.wanted)))]
+        while self._wanted:
+            batch = [self._wanted.pop() for _ in range(min(STRIPE_CHUNKS, len(self._wanted)))]
             missing = set(batch)
             try:
-                stream = self.link.fetch_state(address, self.offer.digest, batch, STATE_CHUNK_BYTES, self.stall_s)
+                stream = self._link.fetch_state(address, self._digest, batch, STATE_CHUNK_BYTES, self._stall_s)
                 async for index, data in stream:
                     if index in missing and self._keep(index, data):
                         missing.remove(index)
             except (LinkDown, LinkSlow, LinkRefused) as error:
                 logger.info("state from %s: %s", address, error)
             if missing:
-                self.wanted += sorted(missing, reverse=True)
+                self._wanted += sorted(missing, reverse=True)
                 return
 
     def _keep(self, index: int, data: bytes) -> bool:
-        chunk = self.manifest[index]
+        chunk = self._manifest[index]
         if hashlib.sha256(data).hexdigest() != chunk.sha256:
             logger.warning("a chunk of the state does not match its hash")
             return False
         self.buffers[chunk.buffer][chunk.start_byte : chunk.stop_byte] = data
-        self.done_bytes += len(data)
-        self.progress(self.done_bytes, self.total_bytes)
+        self._hashes[index] = chunk.sha256
+        self.here_bytes += len(data)
+        self.fetched_bytes += len(data)
+        self._progress(self.here_bytes, self.total_bytes)
         return True
+
+
+def _size(chunk: StateChunk) -> int:
+    return chunk.stop_byte - chunk.start_byte

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import math
 
-from diloco.exchange.messages import Begin, Offer, Ready
+from diloco.exchange.messages import Begin, Offer, Ready, Repair
 from diloco.types import Commit, Counted, Member
 
 
 class Tally:
     """Promises, offers and votes of one attempt."""
 
-    def __init__(self, attempt: int, now: float) -> None:
+    def __init__(self, attempt: int) -> None:
         self.attempt = attempt
         self.ready: dict[str, Ready] = {}
-        self.first_offer_at_s = now
+        self.offered_at_s: dict[str, float] = {}
         self.begin: Begin | None = None
+        self.repair: Repair | None = None
         self.proposal: Commit | None = None
+        self.proposed_at_s = math.inf
+        self.witnesses_asked = False
+        self.lost: set[str] = set()
+        """Digests of accepted commits whose mean died with evicted peers."""
         self.audience: tuple[Member, ...] = ()
         self.accepts: dict[str, set[str]] = {}
         self.majority_at_s = math.inf
 
     def hear(self, peer: str, ready: Ready, now: float) -> None:
-        if not any(known.offer for known in self.ready.values()):
-            self.first_offer_at_s = now
+        """A promise came, perhaps with an offer."""
         self.ready[peer] = ready
+        if ready.offer is not None:
+            self.offered_at_s.setdefault(peer, now)
+        else:
+            self.offered_at_s.pop(peer, None)
+
+    @property
+    def state_digests(self) -> dict[str, str]:
+        """What each peer that is ready stands on."""
+        return {peer: ready.state_digest for peer, ready in self.ready.items()}
 
     def promises(self) -> set[str]:
         """Voters that promised to accept nothing of an earlier attempt."""
@@ -39,12 +52,17 @@ class Tally:
         latest = max(self.ready.values(), key=lambda ready: ready.accepted_attempt, default=None)
         return latest.accepted if latest is not None else None
 
+    def leaving(self) -> set[str]:
+        """Peers whose offer is their last."""
+        return {peer for peer, ready in self.ready.items() if ready.offer is not None and ready.offer.leaving}
+
     def counted(self, peer: str) -> Counted:
         """The entry of `peer` among the contributors."""
         offer = self.ready[peer].offer
         assert offer is not None
-        return self.as_counted(peer, offer)
+        return as_counted(peer, offer)
 
-    @staticmethod
-    def as_counted(peer: str, offer: Offer) -> Counted:
-        return Counted(peer, offer.base_version, offer.weight, offer.tokens, offer.blocks)
+
+def as_counted(peer: str, offer: Offer) -> Counted:
+    """An offer as a commit counts it."""
+    return Counted(peer, offer.base_version, offer.weight, offer.tokens, offer.blocks)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco.exchange.messages import Ready, Span
+from diloco.exchange.messages import Span
 from diloco.types import Member
 
 
@@ -17,17 +17,19 @@ def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) ->
     """Who coordinates an attempt: a different member each time, by hash; nobody is special for ever."""
     seed = hashlib.sha256(f"{run}/{version}".encode()).digest()
     first = int.from_bytes(seed[:8], "big")
-    return view[(first + attempt) % len(view)]
+    trainers = [member for member in view if not member.witness]
+    return trainers[(first + attempt) % len(trainers)]
 
 
 def votes_needed(members: int, gone: int) -> int:
     """How many votes of a view of `members` decide when `gone` of them are dead for certain and vote no more.
 
-    A majority of the living, and so many that every earlier majority of all members has somebody among them: what it
-    accepted is then known. Two of two, one of two when the other is gone; three of five, also when two are gone.
+    A majority of all, and where a half of an even view is dead for certain, the other half: its votes are then all
+    that there are. Two coordinators may know of different deaths; whichever they know of, what one decided the other
+    finds among its own votes. Two of two, one of two when the other is dead; three of five, also when two are dead.
     """
-    majority = members // 2 + 1
-    return max(members - majority + 1, (members - gone) // 2 + 1)
+    halved = members % 2 == 0 and gone >= members // 2
+    return members // 2 if halved else members // 2 + 1
 
 
 def spans(parts: int, owners: Sequence[str]) -> tuple[Span, ...]:
@@ -35,6 +37,40 @@ def spans(parts: int, owners: Sequence[str]) -> tuple[Span, ...]:
     bounds = [parts * i // len(owners) for i in range(len(owners) + 1)]
     pieces = zip(owners, bounds, bounds[1:], strict=False)
     return tuple(Span(owner, start, stop) for owner, start, stop in pieces if stop > start)
+
+
+def respan(
+    current: Sequence[Span], wanted: Collection[int], gone: Collection[str], owners: Sequence[str]
+) -> list[Span]:
+    """The spans of a repair: parts of `gone` that are still `wanted` go to `owners`, in turn; all others stay."""
+    owner = {part: span.owner for span in current for part in range(span.start, span.stop)}
+    lost = [part for part, peer in owner.items() if peer in gone and part in wanted]
+    for piece in spans(len(lost), owners):
+        owner |= dict.fromkeys(lost[piece.start : piece.stop], piece.owner)
+    return as_spans(owner)
+
+
+def as_spans(owner: Mapping[int, str]) -> list[Span]:
+    """Runs of consecutive parts with one owner."""
+    found: list[Span] = []
+    for part in sorted(owner):
+        last = found[-1] if found else None
+        if last is not None and last.stop == part and last.owner == owner[part]:
+            found[-1] = Span(last.owner, last.start, part + 1)
+        else:
+            found.append(Span(owner[part], part, part + 1))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When a version closes."""
+
+    quorum_peers: int | None
+    """None: `sync`, all live members. K: `quorum`, K of them and whoever comes within `grace_s` of the K-th."""
+    grace_s: float
+    match_deadline_s: float
+    """How long the first to be ready waits for a live member under `sync`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +83,55 @@ class Decision:
     """Nothing that anybody needs to know."""
 
 
-def decide_sync(
-    waited_s: float,
-    deadline_s: float,
+def decide(
+    policy: Policy,
+    now: float,
     view: Sequence[str],
-    alive: Collection[str],
-    ready: Mapping[str, Ready],
-    without: Collection[str],
+    expected: Sequence[str],
+    offered_at: Mapping[str, float],
+    state_digests: Mapping[str, str],
 ) -> Decision:
-    """Policy `sync`: everybody alive contributes; after the deadline, those who are ready.
+    """Who contributes to the attempt, as soon as it may begin.
 
-    `waited_s` counts from the first offer; `without` are peers whose contributions failed in the attempt before.
-    Peers whose state digest differs from that of most others are left out: their pseudo-gradient is measured against
-    another anchor.
+    `view`: its trainers, in order; `expected`: those of them that live and whose contribution did not fail before.
+    `offered_at` says when those who are ready offered, `state_digests` what they stand on: peers that stand on
+    another state than most others are left out, for their pseudo-gradient is measured against another anchor.
     """
-    expected = [peer for peer in view if peer in alive and peer not in without]
-    offering = [peer for peer in expected if peer in ready and ready[peer].offer is not None]
-    agreed = _same_state(offering, ready)
+    offering = [peer for peer in expected if peer in offered_at]
+    agreed = _same_state(offering, state_digests)
     late = [peer for peer in expected if peer not in offering]
     if not agreed:
         return Decision(None, "nobody has a contribution yet")
     if not late:
-        reason = _because(f"all {len(agreed)} live members are ready", view, agreed)
-        return Decision(tuple(agreed), reason, routine=len(agreed) == len(view))
-    if waited_s >= deadline_s:
-        return Decision(tuple(agreed), f"closing without {', '.join(late)} after {deadline_s:g} s")
+        missing = [peer for peer in view if peer not in agreed]
+        without = f"; without {', '.join(missing)}" if missing else ""
+        return Decision(tuple(agreed), f"all {len(agreed)} live members are ready{without}", routine=not missing)
+    times = sorted(offered_at[peer] for peer in agreed)
+    if policy.quorum_peers is None:
+        return _decide_sync(policy, now - times[0], agreed, late)
+    return _decide_quorum(policy.quorum_peers, policy.grace_s, now, times, agreed, late)
+
+
+def _decide_sync(policy: Policy, waited_s: float, agreed: Sequence[str], late: Sequence[str]) -> Decision:
+    if waited_s >= policy.match_deadline_s:
+        return Decision(tuple(agreed), f"closing without {', '.join(late)} after {policy.match_deadline_s:g} s")
     return Decision(None, f"waiting for {', '.join(late)}", routine=True)
 
 
-def _same_state(peers: Sequence[str], ready: Mapping[str, Ready]) -> list[str]:
+def _decide_quorum(
+    quorum: int, grace_s: float, now: float, times: Sequence[float], agreed: Sequence[str], late: Sequence[str]
+) -> Decision:
+    if len(agreed) < quorum:
+        return Decision(None, f"{len(agreed)} of a quorum of {quorum} are ready", routine=True)
+    if now - times[quorum - 1] >= grace_s:
+        reason = f"a quorum of {quorum} and {grace_s:g} s of grace; without {', '.join(late)}"
+        return Decision(tuple(agreed), reason, routine=True)
+    return Decision(None, f"a quorum is ready; {grace_s:g} s of grace for {', '.join(late)}", routine=True)
+
+
+def _same_state(peers: Sequence[str], state_digests: Mapping[str, str]) -> list[str]:
     """The largest set of peers that hold the same anchor and outer state."""
     groups: dict[str, list[str]] = {}
     for peer in peers:
-        groups.setdefault(ready[peer].state_digest, []).append(peer)
+        groups.setdefault(state_digests[peer], []).append(peer)
     return max(groups.values(), key=len, default=[])
-
-
-def _because(reason: str, view: Sequence[str], group: Sequence[str]) -> str:
-    missing = [peer for peer in view if peer not in group]
-    return f"{reason}; without {', '.join(missing)}" if missing else reason

@@ -5,103 +5,15 @@ Bounded by sizes known beforehand: at most one encoded span per contributor, and
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import Sequence
 
-from diloco.average import fold
+from diloco.average import BadTerm, fold
 from diloco.compress import Codec, PayloadError
-from diloco.exchange.link import Kind, Part
-from diloco.exchange.messages import Begin
+from diloco.exchange.link import Kind
+from diloco.exchange.messages import Begin, Span
 from diloco.fragments import Fragment
-from diloco.types import Contribution, Member
-
-
-class Work:
-    """Made when an attempt begins, dropped when its version closes or another attempt begins."""
-
-    def __init__(self, begin: Begin, me: Member, fragment: Fragment, codec: Codec) -> None:
-        self.begin = begin
-        self.fragment = fragment
-        self.codec = codec
-        self.mean: list[bytes | None] = [None] * fragment.parts
-        self.owner = {part: span.owner for span in begin.spans for part in range(span.start, span.stop)}
-        self.owned = [part for part, owner in self.owner.items() if owner == me.peer]
-        self._weight = {counted.peer: counted.weight for counted in begin.contributors}
-        self._payloads: dict[int, dict[str, bytes]] = {part: {} for part in self.owned}
-        self.outlets: dict[str, asyncio.Queue[Part]] = {}
-        self.streams: list[asyncio.Task[None]] = []
-        """The outlets' tasks."""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.begin.version, self.begin.attempt
-
-    def max_bytes(self, part: int) -> int:
-        start, stop = self.fragment.part_bounds(part)
-        return self.codec.max_bytes(stop - start)
-
-    def take_own(self, me: Member, contribution: Contribution) -> None:
-        """My own contribution to the parts that I own does not travel."""
-        if me.peer in self._weight:
-            for part in self.owned:
-                self._payloads[part][me.peer] = contribution.parts[part]
-
-    def expects(self, kind: Kind, sender: str, part: int) -> bool:
-        """Whether a part of that kind from that peer belongs to this reduction."""
-        if kind is Kind.MEAN:
-            return self.owner.get(part) == sender
-        return part in self._payloads and sender in self._weight
-
-    def put_contribution(self, sender: str, part: int, payload: bytes) -> None:
-        self._payloads[part][sender] = payload
-
-    def put_mean(self, part: int, payload: bytes) -> None:
-        """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
-        start, stop = self.fragment.part_bounds(part)
-        self.codec.decode(payload, stop - start)
-        self.mean[part] = payload
-
-    def fold(self, part: int) -> bytes:
-        """The mean of one part that I own, in the order of the contributors; frees what it was made of.
-
-        Raises BadContribution, which names the sender.
-        """
-        start, stop = self.fragment.part_bounds(part)
-        payloads = self._payloads[part]
-        terms = [(counted.weight, payloads[counted.peer]) for counted in self.begin.contributors]
-        try:
-            mean = fold(terms, stop - start, self.codec)
-        except PayloadError as error:
-            raise BadContribution(self._culprit(part), str(error)) from error
-        self.mean[part] = mean
-        payloads.clear()
-        return mean
-
-    def _culprit(self, part: int) -> str:
-        start, stop = self.fragment.part_bounds(part)
-        for sender, payload in self._payloads[part].items():
-            try:
-                self.codec.decode(payload, stop - start)
-            except PayloadError:
-                return sender
-        return ""
-
-    def sealed(self) -> list[bytes]:
-        """The whole mean."""
-        parts = [part for part in self.mean if part is not None]
-        assert len(parts) == self.fragment.parts
-        return parts
-
-    def abandon(self) -> None:
-        """End the outlets that would wait for ever: of an attempt that failed before all my parts were averaged."""
-        if any(self.mean[part] is None for part in self.owned):
-            for stream in self.streams:
-                stream.cancel()
-
-    async def outlet(self, peer: str) -> AsyncIterator[Part]:
-        """My averaged parts for one receiver, as they get ready."""
-        for _ in self.owned:
-            yield await self.outlets[peer].get()
+from diloco.types import Contribution
 
 
 class BadContribution(Exception):
@@ -110,3 +22,125 @@ class BadContribution(Exception):
     def __init__(self, sender: str, reason: str) -> None:
         super().__init__(reason)
         self.sender = sender
+
+
+class Work:
+    """Made when an attempt begins, dropped when its version closes or another attempt begins."""
+
+    def __init__(self, begin: Begin, me: str, fragment: Fragment, codec: Codec, max_norm_ratio: float = 0.0) -> None:
+        self.begin = begin
+        self.me = me
+        self.fragment = fragment
+        self.codec = codec
+        self.max_norm_ratio = max_norm_ratio
+        self.mean: list[bytes | None] = [None] * fragment.parts
+        self.generation = 0
+        self._owner: dict[int, str] = {}
+        self._payloads: dict[int, dict[str, bytes]] = {}
+        self._own: Sequence[bytes] = ()
+        self._damaged: Counter[str] = Counter()
+        self._contributors = [counted.peer for counted in begin.contributors]
+        self._assign(begin.spans)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.begin.version, self.begin.attempt
+
+    def max_bytes(self, part: int) -> int:
+        """Most bytes that a payload of this part may have."""
+        return self.codec.max_bytes(self._elements(part))
+
+    def owned(self) -> list[int]:
+        """Parts that are mine to average."""
+        return [part for part, owner in self._owner.items() if owner == self.me]
+
+    def take_own(self, contribution: Contribution) -> None:
+        """My own contribution to the parts that I own does not travel."""
+        if self.me in self._contributors:
+            self._own = contribution.parts
+            self._put_own(self.owned())
+
+    def repair(self, generation: int, spans: Sequence[Span]) -> list[int]:
+        """Owners changed. The parts that moved are empty again; returns those of them that are mine now."""
+        self.generation = generation
+        moved = self._assign(spans)
+        for part in moved:
+            self.mean[part] = None
+        mine = [part for part in moved if self._owner[part] == self.me]
+        self._put_own(mine)
+        return mine
+
+    def expects(self, kind: Kind, sender: str, part: int) -> bool:
+        """Whether a part of that kind from that peer belongs to this reduction."""
+        if kind is Kind.MEAN:
+            return self._owner.get(part) == sender
+        return self._owner.get(part) == self.me and sender in self._contributors
+
+    def put_contribution(self, sender: str, part: int, payload: bytes) -> None:
+        """Keep what was checked by `expects`. A part that is averaged already takes no more."""
+        if self.mean[part] is None:
+            self._payloads[part][sender] = payload
+
+    def check_mean(self, part: int, payload: bytes) -> None:
+        """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
+        self.codec.decode(payload, self._elements(part))
+
+    def put_mean(self, part: int, payload: bytes) -> None:
+        """Keep what was checked by `expects` and `check_mean`."""
+        self.mean[part] = payload
+
+    def fold(self, part: int, omitted: Sequence[str]) -> bytes:
+        """The encoded mean of one part that I own, in the order of the contributors. Changes nothing: any thread may.
+
+        The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
+        """
+        payloads = self._payloads[part]
+        counted = [entry for entry in self.begin.contributors if entry.peer not in omitted]
+        terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
+        try:
+            tokens = [entry.tokens for entry in counted]
+            return fold(terms, self._elements(part), self.codec, self.max_norm_ratio, tokens)
+        except BadTerm as error:
+            raise BadContribution(counted[error.index].peer, str(error)) from error
+
+    def keep(self, part: int, mean: bytes) -> bool:
+        """My mean of one part; frees what it was made of. False if the part has another owner by now."""
+        if self._owner[part] != self.me:
+            return False
+        self.mean[part] = mean
+        self._payloads[part] = {}
+        return True
+
+    def damaged(self, sender: str) -> int:
+        """A stream of this peer was damaged on the way. Returns how many were, so far."""
+        self._damaged[sender] += 1
+        return self._damaged[sender]
+
+    def named(self, places: Sequence[int]) -> tuple[str, ...]:
+        """Contributors by their places. Raises PayloadError when there is none at one of them."""
+        if any(place >= len(self._contributors) for place in places):
+            raise PayloadError("a part of the mean omits somebody who is not there")
+        return tuple(self._contributors[place] for place in places)
+
+    def sealed(self) -> list[bytes]:
+        """The whole mean."""
+        parts = [part for part in self.mean if part is not None]
+        assert len(parts) == self.fragment.parts
+        return parts
+
+    def _assign(self, spans: Sequence[Span]) -> list[int]:
+        """Note who owns what; returns the parts whose owner is another than before."""
+        owner = {part: span.owner for span in spans for part in range(span.start, span.stop)}
+        moved = [part for part, peer in owner.items() if self._owner.get(part) != peer]
+        self._owner = owner
+        self._payloads |= {part: {} for part in moved if owner[part] == self.me}
+        return moved
+
+    def _put_own(self, parts: Sequence[int]) -> None:
+        if self._own:
+            for part in parts:
+                self._payloads[part][self.me] = self._own[part]
+
+    def _elements(self, part: int) -> int:
+        start, stop = self.fragment.part_bounds(part)
+        return stop - start

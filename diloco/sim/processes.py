@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diloco.clock import monotonic_s
@@ -20,10 +20,18 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Child:
     """A Python process of ours in a session of its own; what it prints goes to a file."""
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], log: Path, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        threads: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log = log
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", **(variables or {})}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -39,10 +47,22 @@ class Child:
     def exit_code(self) -> int | None:
         return self._process.poll()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it still lives."""
+        if self.exit_code is None:
+            self._process.send_signal(number)
+
     def ask_to_leave(self) -> None:
         """SIGINT: leave in good order."""
-        if self.exit_code is None:
-            self._process.send_signal(signal.SIGINT)
+        self.send(signal.SIGINT)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
 
     def end(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL after `grace_s`."""

@@ -6,7 +6,8 @@ message each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -35,6 +36,14 @@ MAX_PARTS = 1 << 20
 """Parts of one stream; 2^20 parts of 1024 elements are a fragment of 10^9 elements."""
 
 
+MAX_OMITTED = 4096
+"""Contributors that one part of a mean does not count."""
+
+
+class Damaged(ValueError):
+    """These are not the bytes that were sent: the network's fault and not the sender's."""
+
+
 class _Carrier(Protocol):
     """A message with room for chunks."""
 
@@ -45,9 +54,10 @@ class _Carrier(Protocol):
 M = TypeVar("M", bound=_Carrier)
 
 
-def checksum(payload: bytes, part: int, offset: int) -> int:
-    """XXH3-64 of a chunk, which is another one at another place."""
-    return xxh3_64_intdigest(payload, seed=part << 32 | offset)
+def checksum(payload: bytes, part: int, part_bytes: int, offset: int, omitted: Sequence[int] = ()) -> int:
+    """XXH3-64 of a chunk with all that is said of it: after it fits, nonsense is the sender's and not the network's."""
+    about = struct.pack(f"<QQQ{len(omitted)}Q", part, part_bytes, offset, *omitted)
+    return xxh3_64_intdigest(payload, seed=xxh3_64_intdigest(about))
 
 
 @dataclass
@@ -77,7 +87,8 @@ def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:
                 part_bytes=len(part.payload),
                 offset=offset,
                 payload=payload,
-                checksum=checksum(payload, part.index, offset),
+                checksum=checksum(payload, part.index, len(part.payload), offset, part.omitted),
+                omitted=part.omitted,
             )
             used += len(payload)
     if current.chunks.chunks:
@@ -105,6 +116,7 @@ class Joiner:
         self._index = 0
         self._part_bytes = 0
         self._joined = 0
+        self._omitted: tuple[int, ...] = ()
 
     def join(self, message: pb.Chunks) -> list[Part]:
         """The parts that this message completes. Raises ValueError on bytes that are damaged or out of order."""
@@ -119,6 +131,8 @@ class Joiner:
 
     def _take(self, chunk: pb.Chunk) -> Part | None:
         payload = chunk.payload
+        if checksum(payload, chunk.part, chunk.part_bytes, chunk.offset, chunk.omitted) != chunk.checksum:
+            raise Damaged(f"part {chunk.part}: wrong checksum at byte {chunk.offset}")
         if not self._pieces:
             self._start(chunk)
         elif (chunk.part, chunk.part_bytes) != (self._index, self._part_bytes):
@@ -128,8 +142,6 @@ class Joiner:
         missing = self._part_bytes - self._have
         if not min(missing, SHORTEST_BYTES) <= len(payload) <= min(missing, CHUNK_BYTES):
             raise ValueError(f"part {chunk.part}: {len(payload)} bytes at {chunk.offset} of {self._part_bytes}")
-        if checksum(payload, chunk.part, chunk.offset) != chunk.checksum:
-            raise ValueError(f"part {chunk.part}: wrong checksum at byte {chunk.offset}")
         self._pieces.append(payload)
         self._have += len(payload)
         self.taken_bytes += len(payload)
@@ -140,10 +152,13 @@ class Joiner:
             raise ValueError(f"part {chunk.part} has {chunk.part_bytes} bytes, at most {self._max_part_bytes} may be")
         if chunk.part >= MAX_PARTS or self._joined >= MAX_PARTS:
             raise ValueError(f"more than {MAX_PARTS} parts")
+        if len(chunk.omitted) > MAX_OMITTED:
+            raise ValueError(f"part {chunk.part} omits {len(chunk.omitted)} contributors")
         self._index, self._part_bytes, self._have = chunk.part, chunk.part_bytes, 0
+        self._omitted = tuple(chunk.omitted)
 
     def _complete(self) -> Part:
         payload = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces = []
         self._joined += 1
-        return Part(self._index, payload)
+        return Part(self._index, payload, self._omitted)

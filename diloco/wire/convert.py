@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
+from xxhash import xxh3_64_intdigest
 
 from diloco.exchange import messages as m
 from diloco.exchange.link import Kind, StateOffer, StreamHeader, Welcome
 from diloco.types import Commit, Counted, Member, Progress
+from diloco.wire.chunks import Damaged
 from diloco.wire.v1 import control_pb2 as control
 from diloco.wire.v1 import parts_pb2 as parts
 from diloco.wire.v1 import peer_pb2 as peer
@@ -36,6 +39,22 @@ T = TypeVar("T")
 # ---------------------------------------------------------------- envelopes
 
 
+def seal(envelope: m.Envelope) -> control.Sealed:
+    """An envelope as it travels."""
+    data = envelope_to_wire(envelope).SerializeToString()
+    return control.Sealed(envelope=data, checksum=xxh3_64_intdigest(data))
+
+
+def unseal(message: control.Sealed) -> m.Envelope:
+    """The envelope, if not a bit of it was flipped on the way. Raises Damaged, and ValueError."""
+    if xxh3_64_intdigest(message.envelope) != message.checksum:
+        raise Damaged("an envelope with a wrong checksum")
+    try:
+        return envelope_from_wire(control.Envelope.FromString(message.envelope))
+    except DecodeError as error:
+        raise ValueError("not an envelope") from error
+
+
 def envelope_to_wire(envelope: m.Envelope) -> control.Envelope:
     message = control.Envelope(
         wire_version=WIRE_VERSION,
@@ -43,6 +62,8 @@ def envelope_to_wire(envelope: m.Envelope) -> control.Envelope:
         contract=envelope.contract,
         lineage=envelope.lineage,
         sender=_member_to_wire(envelope.sender),
+        view=envelope.view,
+        sequence=envelope.sequence,
     )
     field, to_wire, _ = _BODIES[type(envelope.body)]
     getattr(message, field).CopyFrom(to_wire(envelope.body))
@@ -59,6 +80,8 @@ def envelope_from_wire(message: control.Envelope) -> m.Envelope:
         contract=_text(message.contract, "contract"),
         lineage=_text(message.lineage, "lineage"),
         sender=_member_from_wire(_present(message, "sender")),
+        view=_text(message.view, "view"),
+        sequence=_whole(message.sequence, "sequence"),
         body=_BODY_FROM_WIRE[field](getattr(message, field)),
     )
 
@@ -87,6 +110,8 @@ def _heartbeat_to_wire(body: m.Heartbeat) -> control.Heartbeat:
             wire_bytes_sent=progress.wire_bytes_sent,
             first_counted_version=progress.first_counted_version,
         ),
+        committed_tokens=body.committed_tokens,
+        forks=[control.Fork(lineage=fork.lineage, tokens=fork.tokens) for fork in body.forks],
     )
 
 
@@ -106,7 +131,13 @@ def _heartbeat_from_wire(message: control.Heartbeat) -> m.Heartbeat:
             wire_bytes_sent=_whole(progress.wire_bytes_sent, "wire_bytes_sent"),
             first_counted_version=_whole(progress.first_counted_version, "first_counted_version", low=-1),
         ),
+        committed_tokens=_whole(message.committed_tokens, "committed_tokens"),
+        forks=_items(message.forks, _fork_from_wire, "forks"),
     )
+
+
+def _fork_from_wire(message: control.Fork) -> m.Fork:
+    return m.Fork(_text(message.lineage, "lineage"), _whole(message.tokens, "tokens"))
 
 
 def _ready_to_wire(body: m.Ready) -> control.Ready:
@@ -116,7 +147,7 @@ def _ready_to_wire(body: m.Ready) -> control.Ready:
         offer=_offer_to_wire(body.offer) if body.offer is not None else None,
         state_digest=body.state_digest,
         accepted_attempt=body.accepted_attempt,
-        accepted=body.accepted.to_bytes() if body.accepted is not None else None,
+        accepted=commit_to_wire(body.accepted) if body.accepted is not None else None,
         votes=body.votes,
     )
 
@@ -167,8 +198,12 @@ def _begin_to_wire(body: m.Begin) -> control.Begin:
         attempt=body.attempt,
         contributors=[_counted_to_wire(counted) for counted in body.contributors],
         receivers=[_member_to_wire(member) for member in body.receivers],
-        spans=[control.Span(owner=span.owner, start=span.start, stop=span.stop) for span in body.spans],
+        spans=_spans_to_wire(body.spans),
     )
+
+
+def _spans_to_wire(spans: Sequence[m.Span]) -> list[control.Span]:
+    return [control.Span(owner=span.owner, start=span.start, stop=span.stop) for span in spans]
 
 
 def _begin_from_wire(message: control.Begin) -> m.Begin:
@@ -205,25 +240,58 @@ def _span_from_wire(message: control.Span) -> m.Span:
 
 
 def _stalled_to_wire(body: m.Stalled) -> control.Stalled:
-    reason = body.reason[:MAX_REASON]
-    return control.Stalled(version=body.version, attempt=body.attempt, missing=body.missing, reason=reason)
+    return control.Stalled(
+        version=body.version,
+        attempt=body.attempt,
+        missing=body.missing,
+        reason=body.reason[:MAX_REASON],
+        offence=body.offence,
+    )
 
 
 def _stalled_from_wire(message: control.Stalled) -> m.Stalled:
-    return m.Stalled(*_attempt(message), missing=_texts(message.missing, "missing"), reason=_reason(message.reason))
+    missing = _texts(message.missing, "missing")
+    return m.Stalled(*_attempt(message), missing=missing, reason=_reason(message.reason), offence=message.offence)
+
+
+def _repair_to_wire(body: m.Repair) -> control.Repair:
+    return control.Repair(
+        version=body.version,
+        attempt=body.attempt,
+        generation=body.generation,
+        gone=body.gone,
+        spans=_spans_to_wire(body.spans),
+        reason=body.reason[:MAX_REASON],
+    )
+
+
+def _repair_from_wire(message: control.Repair) -> m.Repair:
+    return m.Repair(
+        *_attempt(message),
+        generation=_whole(message.generation, "generation"),
+        gone=_texts(message.gone, "gone"),
+        spans=_items(message.spans, _span_from_wire, "spans"),
+        reason=_reason(message.reason),
+    )
 
 
 def _abort_to_wire(body: m.Abort) -> control.Abort:
-    reason = body.reason[:MAX_REASON]
-    return control.Abort(version=body.version, attempt=body.attempt, without=body.without, reason=reason)
+    return control.Abort(
+        version=body.version,
+        attempt=body.attempt,
+        without=body.without,
+        reason=body.reason[:MAX_REASON],
+        offence=body.offence,
+    )
 
 
 def _abort_from_wire(message: control.Abort) -> m.Abort:
-    return m.Abort(*_attempt(message), without=_texts(message.without, "without"), reason=_reason(message.reason))
+    without = _texts(message.without, "without")
+    return m.Abort(*_attempt(message), without=without, reason=_reason(message.reason), offence=message.offence)
 
 
 def _propose_to_wire(body: m.Propose) -> control.Propose:
-    return control.Propose(version=body.version, attempt=body.attempt, commit=body.commit.to_bytes())
+    return control.Propose(version=body.version, attempt=body.attempt, commit=commit_to_wire(body.commit))
 
 
 def _propose_from_wire(message: control.Propose) -> m.Propose:
@@ -245,7 +313,7 @@ def _accept_from_wire(message: control.Accept) -> m.Accept:
 
 
 def _committed_to_wire(body: m.Committed) -> control.Committed:
-    return control.Committed(commit=body.commit.to_bytes())
+    return control.Committed(commit=commit_to_wire(body.commit))
 
 
 def _committed_from_wire(message: control.Committed) -> m.Committed:
@@ -259,7 +327,7 @@ def _goodbye_to_wire(body: m.Goodbye) -> control.Goodbye:
         heir=body.heir,
         votes=body.votes,
         accepted_attempt=body.accepted_attempt,
-        accepted=body.accepted.to_bytes() if body.accepted is not None else None,
+        accepted=commit_to_wire(body.accepted) if body.accepted is not None else None,
     )
 
 
@@ -287,6 +355,7 @@ _BODIES: dict[type[Any], tuple[str, Callable[[Any], Message], Callable[[Any], m.
     m.Gather: ("gather", _gather_to_wire, _gather_from_wire),
     m.Begin: ("begin", _begin_to_wire, _begin_from_wire),
     m.Stalled: ("stalled", _stalled_to_wire, _stalled_from_wire),
+    m.Repair: ("repair", _repair_to_wire, _repair_from_wire),
     m.Abort: ("abort", _abort_to_wire, _abort_from_wire),
     m.Propose: ("propose", _propose_to_wire, _propose_from_wire),
     m.Accept: ("accept", _accept_to_wire, _accept_from_wire),
@@ -323,6 +392,7 @@ def header_to_wire(header: StreamHeader) -> parts.StreamHeader:
         kind=_KIND_TO_WIRE[header.kind],
         version=header.version,
         attempt=header.attempt,
+        generation=header.generation,
     )
 
 
@@ -336,6 +406,7 @@ def header_from_wire(message: parts.StreamHeader) -> StreamHeader:
         kind=_known(_KIND_FROM_WIRE, message.kind, "kind"),
         version=_whole(message.version, "version"),
         attempt=_whole(message.attempt, "attempt"),
+        generation=_whole(message.generation, "generation"),
     )
 
 
@@ -375,7 +446,7 @@ def welcome_from_wire(message: peer.Welcome) -> Welcome:
 def state_offer_to_wire(offer: StateOffer) -> peer.StateOffer:
     return peer.StateOffer(
         version=offer.version,
-        commit=offer.commit.to_bytes() if offer.commit is not None else None,
+        commit=commit_to_wire(offer.commit) if offer.commit is not None else None,
         digest=offer.digest,
         steps=offer.steps,
         chunk_hashes=[bytes.fromhex(text) for text in offer.chunk_hashes],
@@ -396,14 +467,23 @@ def state_offer_from_wire(message: peer.StateOffer) -> StateOffer:
     )
 
 
+def commit_to_wire(commit: Commit) -> bytes:
+    return bytes.fromhex(commit.digest) + commit.to_bytes()
+
+
 def commit_from_wire(data: bytes) -> Commit:
     if len(data) > MAX_COMMIT_BYTES:
         raise ValueError(f"commit of {len(data)} bytes, at most {MAX_COMMIT_BYTES} may be")
-    return Commit.from_bytes(data)
+    sha256, text = data[:32], data[32:]
+    if hashlib.sha256(text).digest() != sha256:
+        raise ValueError("a commit that does not match its digest")
+    return Commit.from_bytes(text)
 
 
 def _member_to_wire(member: Member) -> control.Member:
-    return control.Member(peer=member.peer, incarnation=member.incarnation, address=member.address)
+    return control.Member(
+        peer=member.peer, incarnation=member.incarnation, address=member.address, witness=member.witness
+    )
 
 
 def _member_from_wire(message: control.Member) -> Member:
@@ -411,6 +491,7 @@ def _member_from_wire(message: control.Member) -> Member:
         peer=_text(message.peer, "peer"),
         incarnation=_whole(message.incarnation, "incarnation"),
         address=_text(message.address, "address"),
+        witness=message.witness,
     )
 
 

@@ -39,12 +39,12 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_FENCED: _Reply.ValueType  # 6
     REPLY_MALFORMED: _Reply.ValueType  # 7
     REPLY_TOO_EARLY: _Reply.ValueType  # 8
+    REPLY_OTHER_VIEW: _Reply.ValueType  # 9
+    REPLY_REPLAYED: _Reply.ValueType  # 10
+    REPLY_BARRED: _Reply.ValueType  # 11
+    REPLY_DAMAGED: _Reply.ValueType  # 12
 
-class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper):
-    """What a peer answers to an envelope or a stream of parts. To all other calls, what it does not have or cannot read is
-    refused with the gRPC status FAILED_PRECONDITION: the reason in the details, and in the trailing metadata
-    "diloco-reply" the name of one of these without its prefix.
-    """
+class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper): ...
 
 REPLY_UNSPECIFIED: Reply.ValueType  # 0
 REPLY_OK: Reply.ValueType  # 1
@@ -55,6 +55,10 @@ REPLY_STALE: Reply.ValueType  # 5
 REPLY_FENCED: Reply.ValueType  # 6
 REPLY_MALFORMED: Reply.ValueType  # 7
 REPLY_TOO_EARLY: Reply.ValueType  # 8
+REPLY_OTHER_VIEW: Reply.ValueType  # 9
+REPLY_REPLAYED: Reply.ValueType  # 10
+REPLY_BARRED: Reply.ValueType  # 11
+REPLY_DAMAGED: Reply.ValueType  # 12
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
@@ -64,22 +68,26 @@ class Member(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    WITNESS_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """name, unique in the run"""
     incarnation: _builtins.int
-    """drawn anew at each start of the process; below 2^63"""
+    """larger at each start of the process; below 2^63"""
     address: _builtins.str
     """host:port of its exchange"""
+    witness: _builtins.bool
+    """votes, and does not train"""
     def __init__(
         self,
         *,
         peer: _builtins.str = ...,
         incarnation: _builtins.int = ...,
         address: _builtins.str = ...,
+        witness: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "peer", b"peer", "witness", b"witness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,6 +102,8 @@ class Envelope(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
     SENDER_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
@@ -105,6 +115,7 @@ class Envelope(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     EVICT_FIELD_NUMBER: _builtins.int
+    REPAIR_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     """1; a peer refuses every other"""
     run: _builtins.str
@@ -112,6 +123,10 @@ class Envelope(_message.Message):
     """digest of the sender's contract: SHA-256, hexadecimal"""
     lineage: _builtins.str
     """which founding the sender's chain of commits descends from"""
+    view: _builtins.str
+    """digest of the commit that the sender stands on; empty before its first"""
+    sequence: _builtins.int
+    """counts the messages of one life of the sender, from 1; 0 from an operator"""
     @_builtins.property
     def sender(self) -> Global___Member: ...
     @_builtins.property
@@ -136,6 +151,8 @@ class Envelope(_message.Message):
     def goodbye(self) -> Global___Goodbye: ...
     @_builtins.property
     def evict(self) -> Global___Evict: ...
+    @_builtins.property
+    def repair(self) -> Global___Repair: ...
     def __init__(
         self,
         *,
@@ -144,6 +161,8 @@ class Envelope(_message.Message):
         contract: _builtins.str = ...,
         lineage: _builtins.str = ...,
         sender: Global___Member | None = ...,
+        view: _builtins.str = ...,
+        sequence: _builtins.int = ...,
         heartbeat: Global___Heartbeat | None = ...,
         ready: Global___Ready | None = ...,
         gather: Global___Gather | None = ...,
@@ -155,16 +174,47 @@ class Envelope(_message.Message):
         committed: Global___Committed | None = ...,
         goodbye: Global___Goodbye | None = ...,
         evict: Global___Evict | None = ...,
+        repair: Global___Repair | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "propose", b"propose", "ready", b"ready", "sender", b"sender", "stalled", b"stalled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "propose", b"propose", "ready", b"ready", "repair", b"repair", "sender", b"sender", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "run", b"run", "sender", b"sender", "stalled", b"stalled", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "repair", b"repair", "run", b"run", "sender", b"sender", "sequence", b"sequence", "stalled", b"stalled", "view", b"view", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "ready", "gather", "begin", "stalled", "abort", "propose", "accept", "committed", "goodbye", "evict"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "ready", "gather", "begin", "stalled", "abort", "propose", "accept", "committed", "goodbye", "evict", "repair"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___Envelope: _TypeAlias = Envelope  # noqa: Y015
+
+@_typing.final
+class Sealed(_message.Message):
+    """What a peer answers to an envelope or a stream of parts. To all other calls, what it does not have or cannot read is
+    refused with the gRPC status FAILED_PRECONDITION: the reason in the details, and in the trailing metadata
+    "diloco-reply" the name of one of these without its prefix.
+    What travels: gRPC does not notice a flipped bit, and one in a commit would be another commit.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENVELOPE_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    envelope: _builtins.bytes
+    """an Envelope, serialised"""
+    checksum: _builtins.int
+    """XXH3-64 of it"""
+    def __init__(
+        self,
+        *,
+        envelope: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "envelope", b"envelope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sealed: _TypeAlias = Sealed  # noqa: Y015
 
 @_typing.final
 class DeliverReply(_message.Message):
@@ -245,14 +295,22 @@ class Heartbeat(_message.Message):
     FOUNDED_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version of the state held; -1: none"""
     founded: _builtins.bool
     """the commit of that version is known too"""
     joining: _builtins.bool
     """asks to be taken into the view"""
+    committed_tokens: _builtins.int
+    """of the chain the sender stands on"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+        """the lineages that led to the sender's, oldest first"""
+
     def __init__(
         self,
         *,
@@ -260,14 +318,39 @@ class Heartbeat(_message.Message):
         founded: _builtins.bool = ...,
         joining: _builtins.bool = ...,
         progress: Global___Progress | None = ...,
+        committed_tokens: _builtins.int = ...,
+        forks: _abc.Iterable[Global___Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["founded", b"founded", "joining", b"joining", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "forks", b"forks", "founded", b"founded", "joining", b"joining", "progress", b"progress", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class Fork(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINEAGE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    lineage: _builtins.str
+    tokens: _builtins.int
+    """committed when the lineage was left"""
+    def __init__(
+        self,
+        *,
+        lineage: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fork: _TypeAlias = Fork  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
@@ -323,7 +406,7 @@ class Ready(_message.Message):
     accepted_attempt: _builtins.int
     """latest earlier attempt with an accepted commit; -1: none"""
     accepted: _builtins.bytes
-    """that commit, canonical JSON"""
+    """that commit"""
     @_builtins.property
     def offer(self) -> Global___Offer:
         """absent: votes only"""
@@ -480,10 +563,13 @@ class Stalled(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    OFFENCE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
+    offence: _builtins.bool
+    """they sent what no honest peer sends"""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -493,14 +579,57 @@ class Stalled(_message.Message):
         attempt: _builtins.int = ...,
         missing: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        offence: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "missing", b"missing", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "missing", b"missing", "offence", b"offence", "reason", b"reason", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Stalled: _TypeAlias = Stalled  # noqa: Y015
+
+@_typing.final
+class Repair(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    GONE_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    attempt: _builtins.int
+    generation: _builtins.int
+    """counts the repairs of an attempt, from 1"""
+    reason: _builtins.str
+    """for people"""
+    @_builtins.property
+    def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """whose contributions are not waited for"""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
+        """all parts with their owners from now on"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        gone: _abc.Iterable[_builtins.str] | None = ...,
+        spans: _abc.Iterable[Global___Span] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation", b"generation", "gone", b"gone", "reason", b"reason", "spans", b"spans", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Repair: _TypeAlias = Repair  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
@@ -510,10 +639,13 @@ class Abort(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WITHOUT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    OFFENCE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     attempt: _builtins.int
     reason: _builtins.str
     """for people"""
+    offence: _builtins.bool
+    """they sent what no honest peer sends"""
     @_builtins.property
     def without(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -523,10 +655,11 @@ class Abort(_message.Message):
         attempt: _builtins.int = ...,
         without: _abc.Iterable[_builtins.str] | None = ...,
         reason: _builtins.str = ...,
+        offence: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "version", b"version", "without", b"without"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "offence", b"offence", "reason", b"reason", "version", b"version", "without", b"without"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,7 +675,7 @@ class Propose(_message.Message):
     version: _builtins.int
     attempt: _builtins.int
     commit: _builtins.bytes
-    """canonical JSON"""
+    """here and below: SHA-256 of its canonical JSON (32 bytes), then that JSON"""
     def __init__(
         self,
         *,
@@ -594,7 +727,6 @@ class Committed(_message.Message):
 
     COMMIT_FIELD_NUMBER: _builtins.int
     commit: _builtins.bytes
-    """canonical JSON"""
     def __init__(
         self,
         *,
@@ -625,7 +757,7 @@ class Goodbye(_message.Message):
     accepted_attempt: _builtins.int
     """-1: none"""
     accepted: _builtins.bytes
-    """canonical JSON; binds the heir"""
+    """a commit; binds the heir"""
     @_builtins.property
     def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """peers that had given the sender their vote; they go to the same heir"""

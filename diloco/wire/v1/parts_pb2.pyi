@@ -56,6 +56,7 @@ class Chunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    OMITTED_FIELD_NUMBER: _builtins.int
     part: _builtins.int
     part_bytes: _builtins.int
     """of the whole part, the same in all its chunks"""
@@ -63,7 +64,13 @@ class Chunk(_message.Message):
     """of the payload in the part, in bytes"""
     payload: _builtins.bytes
     checksum: _builtins.int
-    """XXH3-64 of the payload with the seed part * 2^32 + offset, so that a chunk that is moved elsewhere is noticed."""
+    """XXH3-64 of the payload; its seed is the XXH3-64 of part, part_bytes, offset and omitted as little-endian uint64, so
+    that what is wrong in a chunk whose checksum fits was meant to be.
+    """
+    @_builtins.property
+    def omitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of a mean's part: contributors that it does not count, by their place in Begin"""
+
     def __init__(
         self,
         *,
@@ -72,10 +79,11 @@ class Chunk(_message.Message):
         offset: _builtins.int = ...,
         payload: _builtins.bytes = ...,
         checksum: _builtins.int = ...,
+        omitted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "offset", b"offset", "part", b"part", "part_bytes", b"part_bytes", "payload", b"payload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "offset", b"offset", "omitted", b"omitted", "part", b"part", "part_bytes", b"part_bytes", "payload", b"payload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,6 +123,7 @@ class StreamHeader(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     """1; a peer refuses every other"""
     run: _builtins.str
@@ -125,6 +134,8 @@ class StreamHeader(_message.Message):
     version: _builtins.int
     """the version being made"""
     attempt: _builtins.int
+    generation: _builtins.int
+    """repairs that the receiver must know of before it takes these parts"""
     @_builtins.property
     def sender(self) -> _control_pb2.Member: ...
     def __init__(
@@ -138,10 +149,11 @@ class StreamHeader(_message.Message):
         kind: Global___Kind.ValueType = ...,
         version: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "kind", b"kind", "lineage", b"lineage", "run", b"run", "sender", b"sender", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "generation", b"generation", "kind", b"kind", "lineage", b"lineage", "run", b"run", "sender", b"sender", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,7 +272,7 @@ class CommitHeader(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     commit: _builtins.bytes
-    """canonical JSON"""
+    """see Propose"""
     parts: _builtins.int
     """parts of its mean, numbered from 0"""
     def __init__(

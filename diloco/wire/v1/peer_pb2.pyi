@@ -118,7 +118,7 @@ class StateOffer(_message.Message):
     CHUNK_HASHES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     commit: _builtins.bytes
-    """of that version, canonical JSON; absent when the run was not founded by a commit"""
+    """of that version, see Propose; absent when the run was not founded by a commit"""
     digest: _builtins.str
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -43,7 +43,7 @@ class PeerStub:
                 _registered_method=True)
         self.Deliver = channel.unary_unary(
                 '/diloco.wire.v1.Peer/Deliver',
-                request_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.Envelope.SerializeToString,
+                request_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.Sealed.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.FromString,
                 _registered_method=True)
         self.SendParts = channel.stream_stream(
@@ -147,7 +147,7 @@ def add_PeerServicer_to_server(servicer, server):
             ),
             'Deliver': grpc.unary_unary_rpc_method_handler(
                     servicer.Deliver,
-                    request_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.Envelope.FromString,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_control__pb2.Sealed.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.SerializeToString,
             ),
             'SendParts': grpc.stream_stream_rpc_method_handler(
@@ -233,7 +233,7 @@ class Peer:
             request,
             target,
             '/diloco.wire.v1.Peer/Deliver',
-            diloco_dot_wire_dot_v1_dot_control__pb2.Envelope.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_control__pb2.Sealed.SerializeToString,
             diloco_dot_wire_dot_v1_dot_control__pb2.DeliverReply.FromString,
             options,
             channel_credentials,

@@ -35,7 +35,7 @@ class PeerStub:
     def __new__(cls, channel: _aio.Channel) -> PeerAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_peer_pb2.HelloRequest, _peer_pb2.Welcome]
     """What a stranger needs to join."""
-    Deliver: _grpc.UnaryUnaryMultiCallable[_control_pb2.Envelope, _control_pb2.DeliverReply]
+    Deliver: _grpc.UnaryUnaryMultiCallable[_control_pb2.Sealed, _control_pb2.DeliverReply]
     """One control message."""
     SendParts: _grpc.StreamStreamMultiCallable[_parts_pb2.SendPartsRequest, _parts_pb2.SendPartsReply]
     """Parts of one attempt. Answered when all are taken, or early with a refusal."""
@@ -55,7 +55,7 @@ class PeerAsyncStub(PeerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_peer_pb2.HelloRequest, _peer_pb2.Welcome]  # type: ignore[assignment]
     """What a stranger needs to join."""
-    Deliver: _aio.UnaryUnaryMultiCallable[_control_pb2.Envelope, _control_pb2.DeliverReply]  # type: ignore[assignment]
+    Deliver: _aio.UnaryUnaryMultiCallable[_control_pb2.Sealed, _control_pb2.DeliverReply]  # type: ignore[assignment]
     """One control message."""
     SendParts: _aio.StreamStreamMultiCallable[_parts_pb2.SendPartsRequest, _parts_pb2.SendPartsReply]  # type: ignore[assignment]
     """Parts of one attempt. Answered when all are taken, or early with a refusal."""
@@ -82,7 +82,7 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Deliver(
         self,
-        request: _control_pb2.Envelope,
+        request: _control_pb2.Sealed,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DeliverReply, _abc.Awaitable[_control_pb2.DeliverReply]]:
         """One control message."""

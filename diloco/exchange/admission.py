@@ -1,0 +1,58 @@
+"""Who may say what: messages of another run, of an earlier life, or said twice are refused before they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.exchange.messages import Envelope, Reply
+
+WINDOW = 1024
+"""Messages of one peer that may overtake each other. Calls run side by side, so that order is not kept."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Sequence numbers of one life of a peer: the highest, and one bit for each of those just below it."""
+
+    incarnation: int
+    highest: int = 0
+    bits: int = field(default=0, repr=False)
+
+    def take(self, sequence: int) -> bool:
+        """Whether this number was not there before."""
+        if sequence > self.highest:
+            self.bits = (self.bits << (sequence - self.highest) | 1) & ((1 << WINDOW) - 1)
+            self.highest = sequence
+            return True
+        bit = 1 << (self.highest - sequence)
+        if sequence <= 0 or bit >> WINDOW or self.bits & bit:
+            return False
+        self.bits |= bit
+        return True
+
+
+class Admission:
+    """Remembers, for each peer, one number and 128 bytes."""
+
+    def __init__(self, run: str, contract: str) -> None:
+        self.run = run
+        self.contract = contract
+        self._seen: dict[str, _Seen] = {}
+
+    def same_training(self, run: str, contract: str) -> Reply:
+        """Whether the sender trains what we train."""
+        if run != self.run:
+            return Reply.OTHER_RUN
+        return Reply.OK if contract == self.contract else Reply.OTHER_CONTRACT
+
+    def replayed(self, envelope: Envelope) -> bool:
+        """Whether this very message was here before. Asked once for each message of a life that may speak."""
+        sender = envelope.sender
+        seen = self._seen.get(sender.peer)
+        if seen is None or seen.incarnation != sender.incarnation:
+            seen = self._seen[sender.peer] = _Seen(sender.incarnation)
+        return not seen.take(envelope.sequence)
+
+    def forget(self, keep: set[str]) -> None:
+        """Drop peers that nobody talks to any more."""
+        self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}

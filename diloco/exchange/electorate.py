@@ -1,0 +1,61 @@
+"""Who votes on the next version, how many votes decide, and who votes for whom.
+
+Votes belong to the members of the latest commit's view. A vote is lost when its member is dead for certain (`died`)
+or an operator says so (`evict`), and handed on when it leaves in good order (`bequeath`). Suspicion takes nothing away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from diloco.exchange.view import votes_needed
+from diloco.types import Member
+
+
+class Electorate:
+    """The votes of one view."""
+
+    def __init__(self) -> None:
+        self.evicted: set[str] = set()
+        self._view: tuple[Member, ...] = ()
+        self._heirs: dict[str, str] = {}
+        self._dead: set[tuple[str, int]] = set()
+
+    def stand(self, view: Sequence[Member]) -> None:
+        """A new view votes from now on."""
+        self._view = tuple(view)
+        names = {member.peer for member in view}
+        self._heirs = {peer: heir for peer, heir in self._heirs.items() if peer in names}
+        self.evicted &= names
+        self._dead &= {(member.peer, member.incarnation) for member in view}
+
+    def died(self, member: Member) -> None:
+        """This life of a peer is over for certain."""
+        self._dead.add((member.peer, member.incarnation))
+
+    def evict(self, peer: str) -> None:
+        """An operator answers for it that `peer` is dead."""
+        self.evicted.add(peer)
+
+    def bequeath(self, leavers: Iterable[str], heir: str) -> None:
+        """Leavers give their votes to `heir`."""
+        self._heirs |= dict.fromkeys(leavers, heir)
+
+    def voters(self) -> set[str]:
+        """Members that may still vote."""
+        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
+        return living - self.evicted
+
+    def needed(self) -> int:
+        """How many votes decide."""
+        living = len(self.voters())
+        needed = votes_needed(len(self._view), len(self._view) - living)
+        return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
+
+    def reachable(self, alive: Collection[str]) -> int:
+        """Votes of those that live, and of leavers whose heir lives."""
+        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
+
+    def held_by(self, peer: str) -> tuple[str, ...]:
+        """Leavers whose vote `peer` has, besides its own."""
+        return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))

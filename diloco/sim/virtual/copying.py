@@ -1,0 +1,115 @@
+"""Copying the state from several members, chunk by chunk, as `diloco.exchange.statesync.download` does."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diloco.exchange.link import StateOffer
+from diloco.exchange.statesync import STRIPE_CHUNKS
+from diloco.outer import OuterState, StateChunk, buffer_bytes, chunk_bounds
+from diloco.types import Commit, Member
+
+if TYPE_CHECKING:
+    from diloco.sim.virtual.host import Host
+
+PASSES = 3
+"""Passes over all members before the copy has failed."""
+PAUSE_S = 0.2
+
+
+class Download:
+    """One copy of the state. Ends with `done`, or with `failed` when nobody gives it."""
+
+    def __init__(
+        self,
+        host: Host,
+        sources: Sequence[Member],
+        done: Callable[[OuterState, Commit | None], None],
+        failed: Callable[[], None],
+    ) -> None:
+        self.host = host
+        self.sources = list(sources)
+        self.done = done
+        self.failed = failed
+        self._passes = 0
+        self._offers: list[tuple[Member, StateOffer]] = []
+        self._unanswered = 0
+        self._holders: list[Member] = []
+        self._wanted: list[tuple[int, StateChunk]] = []
+        self._here: dict[str, bytes] = {}
+        """Chunks by their hash: what did not change since the last pass need not come again."""
+
+    def start(self) -> None:
+        """Ask everybody what they offer."""
+        self._passes += 1
+        if self._passes > PASSES or not self.sources:
+            self.host.later(PAUSE_S, self.failed)
+            return
+        self._offers, self._unanswered = [], len(self.sources)
+        for source in self.sources:
+            then, failed = partial(self._offered, source), partial(self._offered, source, None)
+            self.host.world.network.ask(self.host, source, _offer_of, then, failed)
+
+    def _offered(self, source: Member, offer: StateOffer | None) -> None:
+        lineage = self.host.machine.lineage
+        if offer is not None and (offer.commit is None or offer.commit.lineage == lineage):
+            self._offers.append((source, offer))
+        self._unanswered -= 1
+        if self._unanswered:
+            return
+        if not self._offers:
+            self.host.later(PAUSE_S, self.start)
+            return
+        counts = Counter(offer.digest for _, offer in self._offers)
+        self.newest = max((offer for _, offer in self._offers), key=lambda o: (counts[o.digest], o.version))
+        self._holders = [member for member, offer in self._offers if offer.digest == self.newest.digest]
+        self._wanted = [entry for entry in enumerate(self._manifest()) if entry[1].sha256 not in self._here]
+        self._next_chunks()
+
+    def _manifest(self) -> list[StateChunk]:
+        setup = self.host.world.setup
+        sizes = buffer_bytes(setup.layout, setup.optimizer).items()
+        places = [(name, *bounds) for name, size in sizes for bounds in chunk_bounds(size)]
+        return [StateChunk(*place, sha) for place, sha in zip(places, self.newest.chunk_hashes, strict=True)]
+
+    def _next_chunks(self) -> None:
+        """Ask one holder for a few chunks in one call."""
+        if not self._wanted:
+            self._assemble()
+        elif not self._holders:
+            self.host.later(PAUSE_S, self.start)
+        else:
+            holder = self.host.world.dice.choice(self._holders)
+            question = partial(_chunks_of, self.newest.digest, [index for index, _ in self._wanted[:STRIPE_CHUNKS]])
+            take, failed = partial(self._keep, holder), partial(self._keep, holder, ())
+            self.host.world.network.ask(self.host, holder, question, take, failed)
+
+    def _keep(self, holder: Member, chunks: Sequence[bytes | None]) -> None:
+        good = 0
+        for (_, entry), data in zip(self._wanted, chunks, strict=False):
+            if data is not None and hashlib.sha256(data).hexdigest() == entry.sha256:
+                self._here[entry.sha256] = data
+                good += 1
+        self._wanted = [entry for entry in self._wanted if entry[1].sha256 not in self._here]
+        if not good:
+            self._holders.remove(holder)
+        self._next_chunks()
+
+    def _assemble(self) -> None:
+        setup, newest = self.host.world.setup, self.newest
+        buffers = {entry.buffer: self._here[entry.sha256] for entry in self._manifest()}
+        state = OuterState.assemble(newest.version, newest.steps, buffers, setup.layout, setup.optimizer)
+        self.host.copied()
+        self.done(state, newest.commit)
+
+
+def _offer_of(host: Host) -> StateOffer | None:
+    return host.state_offer()
+
+
+def _chunks_of(digest: str, indices: Sequence[int], host: Host) -> list[bytes | None]:
+    return [host.snapshots.chunk(digest, index, host.now) for index in indices]

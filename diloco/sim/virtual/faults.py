@@ -1,0 +1,169 @@
+"""What each kind of fault does to the world, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from diloco.sim.virtual.host import Fuse, Host
+from diloco.sim.virtual.network import Cut
+from diloco.sim.virtual.operator import Operator
+from diloco.sim.virtual.plan import FUSE_S, Fault
+
+if TYPE_CHECKING:
+    from diloco.sim.virtual.world import World
+
+
+def strike(world: World, fault: Fault) -> None:
+    """The fault happens now."""
+    if _STRIKES[fault.kind](world, fault):
+        world.count(fault.kind)
+
+
+def _kill(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    if fault.kind == "power":
+        world.disks[host.name].forget()
+    if fault.how:
+        host.fuse = Fuse(fault.how)
+        world.after(FUSE_S, host.die, "killed")
+    else:
+        host.die("killed")
+    return True
+
+
+def _stop(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.working:
+        return False
+    world.tell(host.name, "is STOPPED")
+    host.stopped = True
+    world.after(fault.for_s, host.thaw)
+    return True
+
+
+def _cut(world: World, fault: Fault) -> bool:
+    direction, _, reset = fault.how.partition(", ")
+    cut = Cut(frozenset(fault.peer.split("+")), direction or "both", bool(reset))
+    world.network.cuts.append(cut)
+    world.tell(fault.peer, f"is CUT OFF ({fault.how or 'both'})")
+    world.after(fault.for_s, _mend, world, cut, fault)
+    return True
+
+
+def _mend(world: World, cut: Cut, fault: Fault) -> None:
+    world.network.cuts.remove(cut)
+    world.tell(fault.peer, "is reachable again")
+
+
+def _slow(world: World, fault: Fault) -> bool:
+    world.network.slow[fault.peer] = 20.0
+    world.tell(fault.peer, "has a SLOW link")
+    world.after(fault.for_s, world.network.slow.pop, fault.peer, None)
+    return True
+
+
+def _corrupt(world: World, fault: Fault) -> bool:
+    world.network.damaging.add(fault.peer)
+    world.tell(fault.peer, "sends through a network that DAMAGES bytes")
+    world.after(fault.for_s, world.network.damaging.discard, fault.peer)
+    return True
+
+
+def _lie(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    host.lie = fault.how
+    world.liars.add(fault.peer)
+    world.tell(fault.peer, f"begins to LIE: {fault.how}")
+    world.after(fault.for_s, _be_honest, host)
+    return True
+
+
+def _be_honest(host: Host) -> None:
+    host.lie = ""
+
+
+def _replay(world: World, fault: Fault) -> bool:
+    world.tell("", "an old conversation is REPLAYED")
+    world.network.replay()
+    return True
+
+
+def _jump(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    host.clock_offset_s += float(fault.how)
+    world.tell(host.name, f"clock JUMPS by {fault.how} s")
+    return True
+
+
+def _full(world: World, fault: Fault) -> bool:
+    disk = world.disks[fault.peer]
+    disk.full = True
+    world.tell(fault.peer, "disk is FULL")
+    world.after(fault.for_s, setattr, disk, "full", False)
+    return True
+
+
+def _join(world: World, fault: Fault) -> bool:
+    if fault.peer not in world.hosts:
+        world.join(fault.peer, with_disk=False)
+    return True
+
+
+def _restart(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or host.alive:
+        return False
+    world.join(fault.peer, with_disk=fault.how != "blank")
+    return True
+
+
+def _leave(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.working:
+        return False
+    world.tell(host.name, "is asked to LEAVE")
+    host.training.leave()
+    return True
+
+
+def _blackout(world: World, fault: Fault) -> bool:
+    for host in world.hosts.values():
+        host.die("blackout")
+    return True
+
+
+def _resume(world: World, fault: Fault) -> bool:
+    Operator(world).resume()
+    return True
+
+
+def _evict(world: World, fault: Fault) -> bool:
+    Operator(world).evict(fault.peer)
+    return True
+
+
+_STRIKES: Mapping[str, Callable[[World, Fault], bool]] = {
+    "kill": _kill,
+    "power": _kill,
+    "stop": _stop,
+    "cut": _cut,
+    "slow": _slow,
+    "join": _join,
+    "leave": _leave,
+    "jump": _jump,
+    "full": _full,
+    "corrupt": _corrupt,
+    "lie": _lie,
+    "replay": _replay,
+    "blackout": _blackout,
+    "restart": _restart,
+    "resume": _resume,
+    "evict": _evict,
+}

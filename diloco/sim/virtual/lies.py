@@ -1,0 +1,40 @@
+"""What a peer that lies sends: bytes that no honest peer would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from diloco.compress import Codec, PayloadError
+
+
+def falsified(lie: str, parts: Sequence[bytes], codec: Codec) -> Sequence[bytes]:
+    """What a lying peer makes of its encoded contribution."""
+    match lie:
+        case "short":
+            return [part[:-1] for part in parts]
+        case "long":
+            return [part + b"\0" for part in parts]
+        case "garbled":
+            return [part[:-1] + bytes([part[-1] ^ 0x55]) for part in parts]
+        case "infinite":
+            return [b"\xff" * len(part) for part in parts]
+        case "absurd":
+            return [_absurd(part, codec) for part in parts]
+    return parts
+
+
+def _absurd(part: bytes, codec: Codec) -> bytes:
+    for elements in range(1, 5):
+        try:
+            values = codec.decode(part, elements)
+        except PayloadError:
+            continue
+        return codec.encode(torch.full_like(values, 6e4))
+    return part
+
+
+def other_mean(payload: bytes) -> bytes:
+    """What a lying owner sends to one receiver as the mean."""
+    return payload[:-1] + bytes([payload[-1] ^ 1])

@@ -1,0 +1,225 @@
+"""What a simulation runs and what goes wrong in it: drawn from a seed, or written down as a text.
+
+The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
+
+    peers 3
+    codec int8
+    4.2 kill p1: after Accept
+    6.0 cut p0+p2 for 3: in
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
+
+from diloco.errors import UsageError
+
+FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
+FUSE_S = 2.0
+"""A death that waits for its moment does not wait longer."""
+QUIET_AFTER_S = 10.0
+"""Faults are over by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something goes wrong at a time (s), with a peer or several (`p0+p1`), for a while or for good."""
+
+    at_s: float
+    kind: str
+    peer: str = ""
+    for_s: float = 0.0
+    how: str = ""
+
+    @property
+    def over_s(self) -> float:
+        """When it has happened, and is over."""
+        return self.at_s + (FUSE_S if self.kind in ("kill", "power") and self.how else self.for_s)
+
+    def __str__(self) -> str:
+        duration = f" for {self.for_s:g}" if self.for_s else ""
+        how = f": {self.how}" if self.how else ""
+        peer = f" {self.peer}" if self.peer else ""
+        return f"{self.at_s:g} {self.kind}{peer}{duration}{how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One simulation. Everything else follows from it and the production code."""
+
+    seed: int = 0
+    """Of the dice that the network, the training and the host code throw."""
+    peers: int = 3
+    witnesses: int = 0
+    codec: str = "fp32"
+    fragments: int = 1
+    optimizer: str = "nesterov"
+    weighting: str = "uniform"
+    policy: str = "sync"
+    without_majority: str = "wait"
+    delay_s: float = 0.05
+    """Longest time that a message takes."""
+    loss: float = 0.0
+    """Share of the messages that get lost, and as many arrive twice, until the faults are over."""
+    proven: bool = False
+    """The peers share a machine: that a dead one's address refuses connections proves its death."""
+    round_s: float = 0.8
+    """Time that inner steps take, about."""
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def quiet_s(self) -> float:
+        """When the last fault is over."""
+        return max((fault.over_s for fault in self.faults), default=3.0) + 0.01
+
+    def __str__(self) -> str:
+        default = Plan()
+        settings = [
+            f"{field.name} {str(getattr(self, field.name)).lower()}"
+            for field in fields(self)
+            if field.name != "faults" and getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return "\n".join([*settings, *map(str, self.faults)])
+
+
+def parse(text: str) -> Plan:
+    """The plan that `str(plan)` wrote; lines that begin with # are comments. Raises UsageError."""
+    lines = [line.strip() for line in text.splitlines()]
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    settings: dict[str, Any] = dict(_setting(line) for line in wanted if not line[0].isdigit())
+    return Plan(**settings, faults=tuple(_fault(line) for line in wanted if line[0].isdigit()))
+
+
+def _setting(line: str) -> tuple[str, int | float | bool | str]:
+    name, _, text = line.partition(" ")
+    default = getattr(Plan(), name, None)
+    if isinstance(default, bool):
+        return name, text == "true"
+    if isinstance(default, int | float | str):
+        return name, type(default)(text)
+    known = ", ".join(field.name for field in fields(Plan) if field.name != "faults")
+    raise UsageError(f"a simulation has no setting {name!r}", f"known: {known}")
+
+
+_FAULT = re.compile(r"(?P<at>[\d.]+) (?P<kind>\w+)( (?P<peer>[\w+*]+))??( for (?P<for>[\d.]+))?(: (?P<how>.+))?")
+
+
+def _fault(line: str) -> Fault:
+    match = _FAULT.fullmatch(line)
+    if match is None or match["kind"] not in KINDS:
+        raise UsageError(
+            f"cannot read the fault {line!r}", f"for example '4.2 stop p1 for 3'; known: {', '.join(KINDS)}"
+        )
+    duration = float(match["for"] or 0)
+    return Fault(float(match["at"]), match["kind"], match["peer"] or "", duration, match["how"] or "")
+
+
+# ---------------------------------------------------------------- drawing
+
+MOMENTS = (
+    "BeginReduction", "RepairReduction", "SendContribution", "FoldPart", "SendMean", "SealMean", "FetchMean", "CatchUp",
+    "Close", "GiveUp", "Heartbeat", "Ready", "Gather", "Begin", "Stalled", "Repair", "Abort", "Propose", "Accept",
+    "Committed",
+)  # fmt: skip
+"""Effects, and messages sent: a death can be placed before or after any of them."""
+LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
+
+
+def draw(seed: int, policy: str = "", without_majority: str = "") -> Plan:
+    """The plan of a seed, with a policy and a rule for lost majorities if they are given."""
+    dice = Random(seed)
+    peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
+    plan = Plan(
+        seed=seed,
+        peers=peers,
+        witnesses=int(dice.random() < (0.3 if peers == 2 else 0.08)),
+        codec=dice.choices(("fp32", "fp16", "int8", "int8+zstd"), (45, 30, 20, 5))[0],
+        fragments=dice.choices((1, 2), (70, 30))[0],
+        optimizer=dice.choice(("nesterov", "nesterov", "sgd", "adam")),
+        weighting=dice.choice(("uniform", "tokens")),
+        policy=policy or dice.choices(("sync", "quorum"), (65, 35))[0],
+        without_majority=without_majority or dice.choices(("wait", "continue"), (70, 30))[0],
+        delay_s=dice.choice((0.005, 0.05, 0.05, 0.3)),
+        loss=dice.choice((0.0, 0.0, 0.02, 0.1)),
+        proven=dice.random() < 0.4,
+        round_s=dice.choice((0.3, 0.6, 1.0)),
+    )
+    return replace(plan, faults=tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s)))
+
+
+def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:
+    names = [*(f"p{index}" for index in range(plan.peers)), *(f"w{index}" for index in range(plan.witnesses))]
+    kinds = list(KINDS)
+    weights = [KINDS[kind][0] for kind in kinds]
+    for number in range(dice.choices((1, 2, 3, 4, 5), (25, 30, 25, 12, 8))[0]):
+        kind = dice.choices(kinds, weights)[0]
+        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        yield from KINDS[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, number)
+
+
+Draw = Callable[[Random, Fault, Sequence[str], int], Iterator[Fault]]
+
+
+def _for_a_while(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    duration = round(min(dice.choice((0.5, 1.5, 3.0, 5.0)) * dice.uniform(0.5, 1.5), QUIET_AFTER_S - fault.at_s), 2)
+    yield replace(fault, for_s=duration)
+
+
+def _death(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    how = "" if dice.random() < 0.2 else f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}"
+    yield replace(fault, how=how)
+    if dice.random() < 0.5:
+        at_s = round(min(fault.at_s + dice.uniform(0.3, 5.0), QUIET_AFTER_S), 2)
+        yield Fault(at_s, "restart", fault.peer, 0.0, dice.choice(("disk", "disk", "blank")))
+
+
+def _all_die(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, peer="*")
+    yield Fault(round(fault.at_s + dice.uniform(0.2, 1.0), 2), "resume", dice.choice(names[:1]))
+
+
+def _cut(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    group = "+".join(sorted(dice.sample(names, dice.randint(1, max(1, len(names) // 2)))))
+    how = dice.choice(("both", "both", "both, reset", "in", "out"))
+    yield from _for_a_while(dice, replace(fault, peer=group, how=how), names, number)
+
+
+def _lie(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=dice.choice(LIES)), names, number)
+
+
+def _jump(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, how=str(dice.choice((1, 3, 10, 1000))))
+
+
+def _newcomer(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, peer=f"j{number}")
+
+
+def _simple(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield fault
+
+
+KINDS: Mapping[str, tuple[int, Draw]] = {
+    "kill": (26, _death),
+    "power": (6, _death),
+    "stop": (14, _for_a_while),
+    "cut": (18, _cut),
+    "slow": (6, _for_a_while),
+    "join": (9, _newcomer),
+    "leave": (6, _simple),
+    "jump": (4, _jump),
+    "full": (2, _for_a_while),
+    "corrupt": (4, _for_a_while),
+    "lie": (7, _lie),
+    "replay": (4, _simple),
+    "blackout": (2, _all_die),
+    "restart": (0, _simple),
+    "resume": (0, _simple),
+    "evict": (0, _simple),
+}
+"""Kinds of faults: how often, and how the rest of one is drawn."""

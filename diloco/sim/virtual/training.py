@@ -1,0 +1,237 @@
+"""One life of a peer, the training half: what `diloco.peer` and `diloco.trainer` do, on a model of a few numbers.
+
+Inner steps are noise added to the local weights. Measuring, encoding, the outer step, merging and copying the state
+are the production code of `diloco.round`. What blocks the training thread there is an event in virtual time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.compress import PayloadError
+from diloco.data import leases
+from diloco.exchange import messages as m
+from diloco.outer import OuterState
+from diloco.round import Diverged, Line, Sent, Trained, adopt_state, drop_progress, measure, step_outer
+from diloco.sim.virtual.copying import Download
+from diloco.sim.virtual.disk import Snapshot
+from diloco.sim.virtual.invariants import Books
+from diloco.sim.virtual.lies import falsified
+from diloco.types import Closed, Commit, Member, Skip
+
+if TYPE_CHECKING:
+    from diloco.sim.virtual.host import Host
+
+APPLY_S = 0.02
+"""The training thread takes about so long to apply a version, and to see one."""
+POLL_S = 0.2
+
+
+class Training:
+    """The training thread."""
+
+    def __init__(self, host: Host) -> None:
+        setup = host.world.setup
+        self.host = host
+        self.line = Line(
+            host.name, setup.parameters(), setup.layout, setup.codec, setup.optimizer, setup.by_tokens, setup.start
+        )
+        self.books = Books(host, self.line)
+        self.leaving = False
+        self.entered = False
+        self.waiting_since_s: float | None = None
+
+    # ------------------------------------------------------------ entering
+
+    def found(self) -> None:
+        """Begin a run, or go on with one from a checkpoint."""
+        self.host.hold(self.line.state, self.line.commit, copied=True)
+        self._enter()
+
+    def join(self, members: Sequence[Member]) -> None:
+        """Copy the state from these members, unless the run goes on from ours."""
+        self.books.dropped(drop_progress(self.line))  # the run may have counted it before the restart
+        commit = self.line.commit
+        if commit is not None and commit.lineage == self.host.machine.lineage:
+            self.found()
+        else:
+            self._copy(members, self._enter, lambda: self._start_again("nobody gave the state"))
+
+    def _start_again(self, why: str) -> None:
+        """The process ends with an error, and whoever runs it tries again."""
+        self.host.die(why)
+        self.host.world.join(self.host.name, with_disk=True)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Take outer state, commit and uncommitted progress from a checkpoint."""
+        line = self.line
+        adopt_state(line, snapshot.state, snapshot.commit)
+        for name, tensor in snapshot.local.items():
+            line.parameters[name].copy_(tensor)
+        line.trained = Trained(snapshot.tokens, snapshot.blocks)
+        self.books.restored(snapshot)
+
+    def _enter(self) -> None:
+        """Wait until the version that we have applied includes us."""
+        if self.host.fenced_for_s > 3 * self.host.world.setup.timing.suspect_s:
+            self._start_again("fenced")
+        else:
+            self._catch_up(self._stand)
+
+    def _stand(self) -> None:
+        commit = self.line.commit
+        if self.host.machine.in_view and commit is not None and commit.member(self.host.name) is not None:
+            self.entered = True
+            self._inner_steps()
+        else:
+            self.host.later(POLL_S, self._enter)
+
+    # ------------------------------------------------------------ rounds
+
+    def _inner_steps(self) -> None:
+        world = self.host.world
+        self.host.later(world.setup.round_s * world.dice.uniform(0.7, 1.3), self._inner_steps_done)
+
+    def _inner_steps_done(self) -> None:
+        setup, line = self.host.world.setup, self.line
+        for name, noise in self.books.train(setup.tokens).items():
+            line.parameters[name].add_(noise)
+        line.trained.add(setup.tokens, self._fresh_blocks())
+        self._catch_up(self._contribute)
+
+    def _fresh_blocks(self) -> int:
+        """Blocks of the lease that this round read for the first time."""
+        line = self.line
+        held = leases.count(line.commit.leases.held.get(self.host.name, ())) if line.commit else 0
+        return max(0, min(self.host.world.setup.blocks, held - line.trained.blocks))
+
+    def _contribute(self) -> None:
+        line = self.line
+        if line.sent is None:
+            try:
+                line.sent = measure(line, {})
+            except PayloadError:
+                self.books.dropped(drop_progress(line))
+                self._inner_steps()
+                return
+            if self.host.lie:
+                line.sent = self._falsified(line.sent)
+            self.books.measured(line.sent)
+        self.waiting_since_s = self.host.world.now
+        self.host.offer(line.sent.contribution, self.leaving)
+        self.host.later(self.host.world.setup.patience_s, self._withdraw, self.waiting_since_s)
+
+    def _falsified(self, sent: Sent) -> Sent:
+        parts = falsified(self.host.lie, sent.contribution.parts, self.line.codec)
+        return replace(sent, contribution=replace(sent.contribution, parts=parts))
+
+    def _withdraw(self, waiting_since_s: float) -> None:
+        if self.waiting_since_s == waiting_since_s:
+            self.host.feed(m.Withdrawn())
+
+    def outcome(self, outcome: Sequence[Closed] | Skip) -> None:
+        """What the round came to."""
+        self.waiting_since_s = None
+        if isinstance(outcome, Skip):
+            self.line.sent = self.line.sent if outcome.exposed else None
+            self.host.world.tell(self.host.name, f"skips the round: {outcome.reason}")
+            self._next_round()
+            return
+        try:
+            for closed in outcome:
+                self._apply(closed)
+        except Diverged:
+            self._copy_again(self._next_round)
+        else:
+            self._next_round()
+
+    def _next_round(self) -> None:
+        if self.leaving:
+            self._settle(self.host.now + self.host.world.setup.timing.suspect_s)
+        else:
+            self._inner_steps()
+
+    def _catch_up(self, then: Callable[[], None]) -> None:
+        """Apply versions that closed without us; copy the state when they are too many."""
+        try:
+            for closed in self.host.take_closed():
+                self._apply(closed)
+        except Diverged:
+            self._copy_again(then)
+            return
+        if self.host.behind:
+            self._copy_again(then)
+        else:
+            then()
+
+    def _apply(self, closed: Closed) -> None:
+        line, before = self.line, self.line.commit
+        if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
+            return  # already in a state that was copied meanwhile
+        mine = step_outer(line, closed, {})
+        self.books.applied(closed, mine)
+        self.host.world.invariants.on_state(self.host, line)
+        self.host.hold(line.state, closed.commit)
+        self._keep_lease(before, closed.commit)
+        self._save()
+
+    def _keep_lease(self, before: Commit | None, commit: Commit) -> None:
+        """After a time outside the view the lease is all new, and nothing of it is used."""
+        name = self.host.name
+        if name in commit.leases.held and (before is None or name not in before.leases.held):
+            self.line.trained.blocks = 0
+
+    def leave(self) -> None:
+        """Contribute once more if a version closes soon, then go."""
+        self.leaving = True
+        if not self.entered:
+            self._goodbye()
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait until the others have the latest version too, so that it does not die with us."""
+        if self.host.machine.settled() or self.host.now >= deadline_s:
+            self._goodbye()
+        else:
+            self.host.later(POLL_S, self._settle, deadline_s)
+
+    def _goodbye(self) -> None:
+        """Give the vote away and go."""
+        self.host.feed(m.LeaveWanted())
+        if self.host.alive:
+            self.books.dropped(drop_progress(self.line))
+            self.host.die("left")
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _save(self) -> None:
+        line = self.line
+        trained = line.trained
+        local = {name: tensor.clone() for name, tensor in line.parameters.items()} if trained.tokens else {}
+        pieces = self.books.pieces() if local else None
+        snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
+        if not self.host.world.disks[self.host.name].save(snapshot):
+            self.host.world.tell(self.host.name, "no checkpoint: the disk is full")
+
+    # ------------------------------------------------------------ copying the state
+
+    def _copy_again(self, then: Callable[[], None]) -> None:
+        """When nobody gives the state now, training goes on; the next round tries."""
+
+        def failed() -> None:
+            self.host.behind = True
+            then()
+
+        self._copy(self.host.sources(), then, failed)
+
+    def _copy(self, sources: Sequence[Member], then: Callable[[], None], failed: Callable[[], None]) -> None:
+        Download(self.host, sources, lambda state, commit: self._adopt(state, commit, then), failed).start()
+
+    def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
+        line, sent, before = self.line, self.line.sent, self.line.commit
+        discarded = adopt_state(line, state, commit)
+        self.books.adopted(sent, discarded, before)
+        self.host.world.invariants.on_state(self.host, line)
+        self.host.hold(state, commit, copied=True)
+        then()

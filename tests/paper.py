@@ -1,0 +1,179 @@
+"""A run on paper: the real line, codec, average, journal and files of several peers; no network between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from diloco.average import fold, mean_digest
+from diloco.checkpoint import save
+from diloco.compress import open_codec
+from diloco.config import Contract, StorageSection
+from diloco.data.leases import advance, found
+from diloco.fragments import Layout, named_parameters, read_fragment
+from diloco.journal import Journal
+from diloco.ledger import Opening
+from diloco.models import build_model
+from diloco.outer import OuterState, open_outer
+from diloco.round import Line, adopt_state, measure, step_outer
+from diloco.types import Closed, Commit, Counted, Member, Omitted, Skip
+
+VOCAB = 64
+TOKENS, BLOCKS = 32, 2
+CONTRACT: dict[str, Any] = {
+    "run": {"name": "paper", "total_tokens": 10**6},
+    "model": {"layers": 2, "dim": 16, "heads": 2},
+    "sync": {"fragments": 2, "part_elements": 4096},
+    "codec": {"name": "int8"},
+}
+
+
+def contract(**sections: dict[str, Any]) -> Contract:
+    return Contract.model_validate({**CONTRACT, **sections})
+
+
+class PaperPeer:
+    """One life."""
+
+    def __init__(self, name: str, run: Contract, root: Path, lineage: str, founds: bool, record: bool) -> None:
+        self.name, self.directory = name, root / name
+        self.member = Member(name, int.from_bytes(name.encode()[:6]), f"{name}:1")
+        model: nn.Module = build_model(contract().model, VOCAB, run.run.seed)
+        parameters = named_parameters(model)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        layout = Layout.agreed(shapes, run.sync)
+        optimizer = open_outer(run.outer)
+        anchor = [read_fragment(parameters, fragment) for fragment in layout.fragments]
+        state = OuterState(0, tuple(map(optimizer.start, anchor)))
+        self.line = Line(name, parameters, layout, open_codec(run.codec), optimizer, True, state)
+        self.warnings: list[str] = []
+        opening = Opening(name, self.member.incarnation, run.run.name, run.digest, lineage, founds, False)
+        storage = StorageSection(record=record)
+        self.journal = Journal(opening, self.line, self.directory, storage, self.warnings.append)
+        self.journal.opened(run)
+        self.run = run
+
+    def train(self) -> None:
+        generator = torch.Generator().manual_seed(self.line.state.version + 1000 * len(self.name) + ord(self.name[-1]))
+        with torch.no_grad():
+            for parameter in self.line.parameters.values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.01)
+        self.journal.trained(TOKENS, BLOCKS)
+
+    def offer(self) -> None:
+        """Measure and record, as a round does before anything is sent."""
+        self.line.sent = self.line.sent or measure(self.line, {})
+
+        class Nowhere:
+            def run(self, *_: object) -> Skip:
+                return Skip("on paper", exposed=True)
+
+        self.journal.outgoing(Nowhere()).run(self.line.sent.contribution, False, lambda: False)
+
+    def apply(self, closed: Closed) -> None:
+        mine = step_outer(self.line, closed, {})
+        self.journal.committed(closed.commit, mine)
+
+    def save(self) -> Path:
+        about = {
+            "peer": self.name,
+            "commit": self.line.commit.to_bytes().decode() if self.line.commit else None,
+            "steps": [fragment.steps for fragment in self.line.state.fragments],
+            "vocab_size": VOCAB,
+        }
+        groups = {"outer": dict(self.line.state.buffers())}
+        return save(self.directory / "checkpoints", self.line.state.version, groups, about, 9)
+
+
+class PaperRun:
+    """Peers, and the commits that a faultless network would make of their contributions."""
+
+    def __init__(self, root: Path, names: str = "abc", record: bool = True, **sections: dict[str, Any]) -> None:
+        self.root, self.contract, self.record = root, contract(**sections), record
+        self.peers = {name: self.start(name, "lineage-1", name == names[0]) for name in names}
+        self.commits: list[Commit] = []
+        self.close_founding("lineage-1", list(self.peers.values()))
+
+    def start(self, name: str, lineage: str, founds: bool = False) -> PaperPeer:
+        return PaperPeer(name, self.contract, self.root, lineage, founds, self.record)
+
+    def close_founding(self, lineage: str, peers: Sequence[PaperPeer]) -> Commit:
+        """Begin a lineage where these peers stand."""
+        line = peers[0].line
+        before, names = line.commit, [peer.name for peer in peers]
+        commit = Commit(
+            version=line.state.version,
+            previous=before.digest if before else self.contract.digest,
+            lineage=lineage,
+            fragment=-1,
+            view=tuple(peer.member for peer in peers),
+            counted=(),
+            omitted=(),
+            mean_digest="",
+            tokens=before.tokens if before else 0,
+            leases=advance(before.leases, {}, names, 4) if before else found(names, 4),
+            state_digest=line.state.digest,
+        )
+        self.apply(Closed(commit, ()), peers)
+        return commit
+
+    def round(
+        self, peers: Sequence[PaperPeer] = (), count: Sequence[PaperPeer] = (), omitted: Sequence[Omitted] = ()
+    ) -> Closed:
+        """All train and offer, `count` (all of them) are counted, all apply. Returns what closed."""
+        peers = self.offer(peers)
+        closed = self.close(peers[0], count or peers, omitted)
+        self.apply(closed, peers)
+        return closed
+
+    def offer(self, peers: Sequence[PaperPeer] = ()) -> Sequence[PaperPeer]:
+        """These (all of them) train and offer. Returns them."""
+        peers = peers or list(self.peers.values())
+        for peer in peers:
+            peer.train()
+            peer.offer()
+        return peers
+
+    def close(self, at: PaperPeer, count: Sequence[PaperPeer], omitted: Sequence[Omitted] = ()) -> Closed:
+        before, fragment = at.line.commit, at.line.due
+        assert before is not None
+        sent = {peer.name: peer.line.sent.contribution for peer in count if peer.line.sent}
+        counted = tuple(
+            Counted(name, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
+        )
+        commit = replace(
+            before,
+            version=before.version + 1,
+            previous=before.digest,
+            fragment=fragment.index,
+            counted=counted,
+            omitted=tuple(omitted),
+            tokens=before.tokens + sum(one.tokens for one in counted),
+            leases=advance(before.leases, {one.peer: one.blocks for one in counted}, [m.peer for m in before.view], 4),
+            state_digest=at.line.state.digest,
+        )
+        parts = []
+        for part in range(fragment.parts):
+            start, stop = fragment.part_bounds(part)
+            terms = [(one.weight, sent[one.peer].parts[part]) for one in counted if commit.counts(one.peer, part)]
+            parts.append(fold(terms, stop - start, at.line.codec))
+        return Closed(replace(commit, mean_digest=mean_digest(parts)), parts)
+
+    def apply(self, closed: Closed, peers: Sequence[PaperPeer]) -> None:
+        self.commits.append(closed.commit)
+        for peer in peers:
+            peer.apply(closed)
+
+    def copy(self, source: PaperPeer, target: PaperPeer) -> None:
+        """`target` takes over the state of `source`."""
+        target.journal.adopted(adopt_state(target.line, source.line.state, source.line.commit))
+
+    def end(self) -> None:
+        for peer in self.peers.values():
+            peer.journal.closed("left")
+            peer.journal.close()

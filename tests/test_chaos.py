@@ -1,0 +1,231 @@
+"""The network of doors, the arithmetic of a drill, and a short one with real peers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.sim.chaos.drill import DrillOptions, Fault, run_drill
+from diloco.sim.chaos.fleet import Life, Told
+from diloco.sim.chaos.network import Network, Rule
+from diloco.sim.chaos.verdict import by_kind, throughput
+from diloco.sim.processes import Child
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---------------------------------------------------------------- the network
+
+
+@contextmanager
+def echo() -> Iterator[int]:
+    """A server that sends back what it gets. Yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=answer, args=[connection], daemon=True).start()
+
+        def answer(connection: socket.socket) -> None:
+            with connection:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    made = Network(seed=1)
+    made.belongs(os.getpid(), "a")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["127.0.0.1", "::ffff:127.0.0.1"])
+def to_b(network: Network, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    """A connection from peer a to peer b, which echoes; as Python makes it, and as gRPC does."""
+    with echo() as port:
+        door = int(network.door("b", port).rpartition(":")[2])
+        with socket.create_connection((request.param, door), timeout=5.0) as connection:
+            yield connection
+
+
+def comes_back(connection: socket.socket, data: bytes, within_s: float = 5.0) -> bool:
+    connection.settimeout(within_s)
+    connection.sendall(data)
+    try:
+        return connection.recv(len(data), socket.MSG_WAITALL) == data
+    except TimeoutError:
+        return False
+
+
+def ends(connection: socket.socket) -> bool:
+    connection.settimeout(5.0)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_bytes_pass(to_b: socket.socket) -> None:
+    assert comes_back(to_b, os.urandom(1 << 16))
+
+
+@pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
+def test_either_direction_can_be_cut_and_goes_on_where_it_was(
+    network: Network, to_b: socket.socket, way: tuple[str, str]
+) -> None:
+    assert comes_back(to_b, b"before")
+    cut = [Rule(frozenset(way[:1]), frozenset(way[1:]), passes=False)]
+    network.impose(cut)
+    assert not comes_back(to_b, b"held", within_s=0.2)
+    network.lift(cut)
+    to_b.settimeout(5.0)
+    assert to_b.recv(4) == b"held"
+
+
+def test_a_rule_about_others_does_not_hold(network: Network, to_b: socket.socket) -> None:
+    network.impose([Rule(frozenset("c"), None, passes=False), Rule(None, frozenset("c"), passes=False)])
+    assert comes_back(to_b, b"as ever")
+
+
+def test_a_cut_hides_the_end_of_a_connection(network: Network) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, _, door = network.door("b", server.getsockname()[1]).rpartition(":")
+        cut = [Rule(frozenset("b"), None, passes=False)]
+        with socket.create_connection((host, int(door)), timeout=5.0) as caller:
+            there, _ = server.accept()
+            network.impose(cut)
+            there.close()
+            caller.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                caller.recv(1)
+            network.lift(cut)
+            assert ends(caller)
+
+
+def test_slow_and_spoilt(network: Network, to_b: socket.socket) -> None:
+    slow = [Rule(frozenset("a"), None, bytes_per_s=100_000)]
+    network.impose(slow)
+    began_s = time.monotonic()
+    assert comes_back(to_b, bytes(20_000))
+    assert time.monotonic() - began_s >= 0.2
+    network.lift(slow)
+    network.impose([Rule(None, frozenset("b"), flips=1.0)])
+    assert not comes_back(to_b, bytes(100))
+
+
+def test_nobody_behind_the_door(network: Network) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    host, _, door = network.door("b", port).rpartition(":")
+    with socket.create_connection((host, int(door)), timeout=5.0) as caller:
+        assert ends(caller)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+class Story:
+    """Versions that two peers tell of, 10 s and 100 tokens of each counted peer apart."""
+
+    def __init__(self, directory: Path) -> None:
+        ended = Child("nobody", "this", [], directory / "log.txt", 1)
+        ended.wait()
+        self.a, self.b = (Life(name, ended, directory, -1.0, 0) for name in "ab")
+        self.tokens = 0
+        for life in (self.a, self.b):
+            life.events.append({"kind": "view", "time": 0.0, "version": 1, "joined": ["a", "b"], "left": []})
+
+    def version(self, number: int, counted: str) -> None:
+        self.tokens += 100 * len(counted) if number > 1 else 0
+        for life in (self.a, self.b):
+            if life.name in counted:
+                common = {"kind": "version", "time": 10.0 * (number - 1), "version": number, "tokens": self.tokens}
+                life.events.append({**common, "members": ["a", "b"], "counted": list(counted), "own": True})
+
+    def share(self, *faults: Fault) -> dict[str, float]:
+        return throughput([self.a, self.b], faults, quiet_until_s=20.0, ended_s=50.0)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Story:
+    made = Story(tmp_path)
+    for number in (1, 2, 3, 4):
+        made.version(number, "ab")
+    return made
+
+
+def test_a_stop_is_time_that_nobody_had(told: Story) -> None:
+    told.b.stops.append((30.0, 40.0))
+    told.version(5, "a")
+    told.version(6, "ab")
+    found = told.share()
+    assert found["tokens_per_s_and_peer"] == 10.0
+    assert (found["present_s"], found["absent_s"]) == (60.0, 10.0)
+    assert found["throughput_share"] == 1.0
+
+
+def test_time_cut_off_and_what_was_trained_in_it_both_do_not_count(told: Story) -> None:
+    for at_s, tokens in ((29.0, 290), (35.0, 350), (41.0, 410)):
+        told.b.events.append({"kind": "progress", "time": at_s, "tokens": tokens})
+    told.version(5, "a")
+    told.version(6, "ab")
+    told.b.events[-1]["tokens"] += 60  # what it trained while it was cut off is counted later
+    told.a.events[-1]["tokens"] += 60
+    found = told.share(Fault("cut off", ("b",), 30.0, 40.0, cut=("b",)))
+    assert (found["absent_s"], found["absent_tokens"]) == (10.0, 60)
+    assert found["throughput_share"] == 1.0
+
+
+def test_a_death_takes_what_was_not_committed_and_no_more(told: Story) -> None:
+    told.b.ending, told.b.ended_s = "killed", 35.0
+    told.version(5, "a")
+    told.version(6, "a")
+    found = told.share()
+    assert (found["present_s"], found["victims_s"]) == (40.0, 5.0)
+    assert found["throughput_share"] == 1.0
+
+
+def test_what_survivors_lose_shows(told: Story) -> None:
+    told.version(6, "ab")  # in 20 s instead of 10
+    assert told.share()["throughput_share"] == pytest.approx(2 / 3, abs=1e-4)
+
+
+def test_recovery_by_kind() -> None:
+    faults = [Fault("stop", ("a",), 10.0, 20.0, 23.0), Fault("stop", ("b",), 30.0, 35.0)]
+    chain = [Told(number, 4.0 * number, 0, (), ()) for number in range(20)]
+    row = by_kind(faults, chain)["stop"]
+    assert (row["faults"], row["next_commit_s"], row["longest_next_commit_s"], row["back_s"]) == (2, 2.0, 2.0, 3.0)
+
+
+# ---------------------------------------------------------------- all of it
+
+
+@pytest.mark.slow
+def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
+    """Three peers, rounds of half a second, a fault every 4 s. Longer: `scripts/chaos`."""
+    contract = tmp_path / "contract.toml"
+    contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
+    options = DrillOptions(
+        contract, tmp_path / "peers", 3, 0.4, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
+    )
+    result = run_drill(options, lambda text: None)
+    assert result["violation_texts"] == []
+    assert result["faults"] >= 5
+    assert result["versions"] >= 20

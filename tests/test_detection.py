@@ -1,0 +1,76 @@
+"""How soon a dead, a frozen and a thawed peer are noticed, with the default timeouts and real processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers import PeerProcess, ending, tiny_contract, until
+
+pytestmark = pytest.mark.slow
+
+KILLED_S = 1.0
+FROZEN_S = 5.0
+ROUND_TOKENS = 8 * 4 * 32
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[PeerProcess]]:
+    """Three peers that commit together."""
+    with ending([]) as peers:
+        contract = tiny_contract(tmp_path, peers=3)
+        peers.append(PeerProcess("a", tmp_path, str(contract)))
+        ticket = peers[0].ticket()
+        peers += [PeerProcess(name, tmp_path, "--join", ticket) for name in NAMES[1:]]
+        for peer in peers:
+            peer.reaches(2, NAMES)
+        yield peers
+
+
+def missed(peer: PeerProcess, lost: str, since: float) -> dict[str, Any]:
+    """The event in which `peer` says that the view goes on without `lost`."""
+
+    def found() -> dict[str, Any] | None:
+        views = [event for event in peer.events("view") if event["time"] >= since]
+        return next((event for event in views if {"peer": lost, "reason": "lost"} in event["left"]), None)
+
+    event: dict[str, Any] = until(found, f"{peer.name} misses {lost}", 30.0)
+    return event
+
+
+def test_a_killed_peer_is_out_within_a_second(three: list[PeerProcess]) -> None:
+    *others, victim = three
+    victim.kill()
+    killed = time.time()
+    for peer in others:
+        assert missed(peer, "c", killed)["time"] - killed < KILLED_S
+
+
+def test_a_frozen_peer_is_out_within_five_seconds_and_comes_back_by_itself(three: list[PeerProcess]) -> None:
+    """Stopped wherever it happened to be, in a stream or in its inner steps. What it trained on is counted later."""
+    *others, victim = three
+    victim.process.send_signal(signal.SIGSTOP)
+    stopped = time.time()
+    out = [missed(peer, "c", stopped) for peer in others]
+    assert max(event["time"] for event in out) - stopped < FROZEN_S
+    others[0].reaches(out[0]["version"] + 2, ["a", "b"])
+
+    victim.process.send_signal(signal.SIGCONT)
+    back = others[0].reaches(out[0]["version"] + 3, NAMES)
+    victim.reaches(back["version"] + 1)
+    said = [event["text"] for event in victim.events("reason") if event["time"] >= stopped]
+    assert any("the view goes on without me" in text for text in said)
+    for peer in three:
+        peer.interrupt()
+    assert [peer.wait() for peer in three] == [0, 0, 0]
+    trained = victim.events("progress")[-1]["tokens"]
+    committed = sum(event["inner_tokens"] for event in victim.events("version") if event["own"])
+    discarded = victim.events("end")[-1]["discarded_tokens"]
+    assert committed + discarded >= trained
+    assert discarded <= 2 * ROUND_TOKENS, "what was under way when it was stopped, and when it left"

@@ -1,0 +1,401 @@
+"""Copying the state from members that die, lie, stall and move on, and the rate at which it is served."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import diloco.outer
+from diloco.config import OuterSection, SyncSection
+from diloco.errors import StateError
+from diloco.exchange import statesync
+from diloco.exchange.grpc_link import GrpcLink, serve
+from diloco.exchange.link import StateOffer
+from diloco.exchange.memory_link import MemoryNetwork
+from diloco.exchange.pace import BURST_S, RateLimit
+from diloco.exchange.statesync import (
+    FRUITLESS_PASSES,
+    IDLE_S,
+    SNAPSHOTS,
+    STRIPE_CHUNKS,
+    Snapshots,
+    download,
+    make_offer,
+)
+from diloco.fragments import Layout
+from diloco.outer import STATE_CHUNK_BYTES, OuterState, open_outer
+from tests.local import LocalWorld
+from tests.test_link import Listener
+
+ELEMENTS = 3 * 2**20
+LAYOUT = Layout.agreed([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], SyncSection(fragments=2))
+OPTIMIZER = open_outer(OuterSection(warmup_steps=0))
+CHUNKS = 12
+"""Two fragments of an anchor and a momentum of 12 MiB each: 48 MiB in chunks of 4."""
+STATE_BYTES = CHUNKS * STATE_CHUNK_BYTES
+STRIPE_BYTES = STRIPE_CHUNKS * STATE_CHUNK_BYTES
+
+
+def start(seed: int) -> OuterState:
+    """A state before its first step: momenta are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    return OuterState(0, tuple(OPTIMIZER.start(torch.randn(ELEMENTS, generator=generator)) for _ in LAYOUT.fragments))
+
+
+def step(state: OuterState, fragment: int) -> OuterState:
+    """The next version: one fragment moves."""
+    mean = torch.full((ELEMENTS,), 1e-3)
+    return state.replace(fragment, OPTIMIZER.step(state.fragments[fragment], mean), state.version + 1)
+
+
+@pytest.fixture(scope="module")
+def state() -> OuterState:
+    return step(step(start(1), 0), 1)
+
+
+class Holder(Listener):
+    """A member that serves its state, and counts what it served."""
+
+    def __init__(self, state: OuterState, bps: float = 0.0) -> None:
+        super().__init__()
+        self.held = state
+        self.snapshots = Snapshots(backlog_versions=4)
+        self.limit = RateLimit(bps)
+        self.served: list[int] = []
+        self.spoils = False
+
+    async def on_state_offer(self) -> StateOffer:
+        return self.snapshots.offer(self.held, make_offer(self.held, None), time.monotonic())
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        payload = self.snapshots.chunk(digest, chunk, time.monotonic())
+        if payload is not None:
+            self.served.append(chunk)
+        return payload[:-1] + b"?" if payload and self.spoils else payload
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        await asyncio.sleep(self.limit.delay_s(size_bytes, time.monotonic()))
+
+
+class Members:
+    """Members on a network in memory, and one who copies from them. `after` is told how many chunks are here."""
+
+    def __init__(self, *holders: Holder) -> None:
+        self.network = MemoryNetwork()
+        self.holders = {f"member:{index}": holder for index, holder in enumerate(holders)}
+        for address, holder in self.holders.items():
+            self.network.attach(address, holder)
+
+    async def copy(self, local: OuterState, after: Callable[[int], None] = lambda chunks: None) -> OuterState:
+        def told(done_bytes: int, total_bytes: int) -> None:
+            assert total_bytes == STATE_BYTES
+            after(done_bytes // STATE_CHUNK_BYTES)
+
+        task = download(self.network.link(0.5), list(self.holders), local, LAYOUT, OPTIMIZER, 0.5, told)
+        state, offer = await asyncio.wait_for(task, 20)
+        assert offer.digest == state.digest
+        return state
+
+
+def served(members: Members) -> list[int]:
+    return sorted(chunk for holder in members.holders.values() for chunk in holder.served)
+
+
+# ---------------------------------------------------------------- copying
+
+
+def test_chunks_are_striped_over_all_members_and_fetched_once(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state), Holder(state))
+        assert (await members.copy(start(2))).digest == state.digest
+        assert served(members) == list(range(CHUNKS))
+        assert all(holder.served for holder in members.holders.values())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dies_after", [1, 7, 11])
+def test_when_a_member_dies_only_what_is_missing_is_fetched_again(state: OuterState, dies_after: int) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state))
+        dead: list[str] = []
+
+        def after(chunks: int) -> None:
+            if chunks == dies_after and not dead:
+                dead.append(max(members.holders, key=lambda address: len(members.holders[address].served)))
+                members.network.detach(dead[0])
+
+        assert (await members.copy(start(2), after)).digest == state.digest
+        assert dead
+        assert set(served(members)) == set(range(CHUNKS))
+        assert len(served(members)) * STATE_CHUNK_BYTES <= STATE_BYTES + STRIPE_BYTES
+
+    asyncio.run(scenario())
+
+
+def test_chunks_that_are_here_already_are_not_fetched(state: OuterState) -> None:
+    """One fragment moved since: its anchor and momentum, six chunks, are all that travels."""
+
+    async def scenario() -> None:
+        members = Members(Holder(step(state, 0)))
+        assert (await members.copy(state)).version == state.version + 1
+        assert served(members) == list(range(CHUNKS // 2))
+
+    asyncio.run(scenario())
+
+
+def test_when_the_members_move_on_only_what_changed_is_fetched_again(state: OuterState) -> None:
+    """The snapshot is gone from all of them half-way: the copy aims at what they hold then."""
+
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state))
+        later = step(state, 1)
+
+        def after(chunks: int) -> None:
+            if chunks == 8 and members.holders["member:0"].held is state:
+                for holder in members.holders.values():
+                    holder.held = later
+                    holder.snapshots.forget(state.version + 100, time.monotonic())
+
+        copied = await members.copy(start(2), after)
+        assert (copied.version, copied.digest) == (later.version, later.digest)
+        again = len(served(members)) - CHUNKS
+        assert 0 < again <= CHUNKS // 2, "the fragment that did not move is not fetched twice"
+
+    asyncio.run(scenario())
+
+
+def test_the_same_state_is_not_copied(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state))
+        assert (await members.copy(replace(state, version=0))).version == state.version
+        assert served(members) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_spoils_chunks_is_left_out(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state))
+        liar = members.holders["member:0"]
+        liar.spoils = True
+        assert (await members.copy(start(2))).digest == state.digest
+        assert len(liar.served) <= STRIPE_CHUNKS
+
+    asyncio.run(scenario())
+
+
+def test_offers_that_do_not_fit_are_left_out(state: OuterState) -> None:
+    """Newer than all others, and with a digest that is not that of its manifest, or of another model."""
+
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state), Holder(state))
+        honest = make_offer(state, None)
+        lies = [
+            replace(honest, version=99, chunk_hashes=("0" * 64, *honest.chunk_hashes[1:])),
+            replace(honest, version=99, chunk_hashes=honest.chunk_hashes[1:]),
+        ]
+        for address, lie in zip(("member:0", "member:1"), lies, strict=True):
+
+            async def offer(lie: StateOffer = lie) -> StateOffer:
+                return lie
+
+            members.holders[address].on_state_offer = offer  # type: ignore[method-assign]
+        assert (await members.copy(start(2))).version == state.version
+        assert served(members) == list(range(CHUNKS))
+
+    asyncio.run(scenario())
+
+
+def test_when_nobody_delivers_the_copy_fails_and_says_how_far_it_came(
+    state: OuterState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statesync, "PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        holder = Holder(state)
+        members = Members(holder)
+        asked = 0
+
+        async def chunk(digest: str, index: int) -> bytes | None:
+            nonlocal asked
+            asked += 1
+            return state.chunk(state.manifest()[index]) if asked <= 3 else None
+
+        holder.on_state_chunk = chunk  # type: ignore[method-assign]
+        with pytest.raises(StateError, match=f"{3 * STATE_CHUNK_BYTES} of {STATE_BYTES} bytes") as failed:
+            await members.copy(start(2))
+        assert "try again" in failed.value.fix
+        assert asked == 4 + FRUITLESS_PASSES
+
+    asyncio.run(scenario())
+
+
+def test_when_nobody_offers_the_copy_fails_at_once(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state))
+        members.network.detach("member:0")
+        started = time.monotonic()
+        with pytest.raises(StateError, match="none of 1 members"):
+            await members.copy(start(2))
+        assert time.monotonic() - started < 0.5
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- keeping what others read
+
+
+def versions(count: int) -> list[OuterState]:
+    small = Layout.agreed([("a", (8,))], SyncSection())
+    first = OuterState(0, (OPTIMIZER.start(torch.zeros(8)),))
+    assert len(small.fragments) == 1
+    states = [first]
+    for _ in range(count - 1):
+        moved = OPTIMIZER.step(states[-1].fragments[0], torch.ones(8))
+        states.append(states[-1].replace(0, moved, states[-1].version + 1))
+    return states
+
+
+def offered(snapshots: Snapshots, state: OuterState, now_s: float) -> int:
+    return snapshots.offer(state, make_offer(state, None), now_s).version
+
+
+def test_a_snapshot_stays_while_it_is_read_and_goes_when_it_is_not() -> None:
+    snapshots, states = Snapshots(backlog_versions=100), versions(3)
+    offered(snapshots, states[0], 0.0)
+    for now_s in (IDLE_S, 2 * IDLE_S):
+        snapshots.forget(1, now_s)
+        assert snapshots.chunk(states[0].digest, 0, now_s) is not None
+    snapshots.forget(1, 3 * IDLE_S + 0.1)
+    assert snapshots.chunk(states[0].digest, 0, 3 * IDLE_S + 0.1) is None
+
+
+def test_a_snapshot_from_which_no_commits_lead_on_goes() -> None:
+    snapshots, states = Snapshots(backlog_versions=2), versions(4)
+    offered(snapshots, states[0], 0.0)
+    snapshots.forget(2, 1.0)
+    assert snapshots.chunk(states[0].digest, 0, 1.0) is not None
+    snapshots.forget(3, 1.0)
+    assert snapshots.chunk(states[0].digest, 0, 1.0) is None
+
+
+def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> None:
+    """Memory is bounded however many joiners come, and nobody who reads is cut off."""
+    snapshots, states = Snapshots(backlog_versions=100), versions(SNAPSHOTS + 2)
+    assert [offered(snapshots, state, 0.0) for state in states[:SNAPSHOTS]] == list(range(SNAPSHOTS))
+    assert offered(snapshots, states[SNAPSHOTS], 1.0) == SNAPSHOTS - 1
+    assert all(snapshots.chunk(state.digest, 0, 1.0) for state in states[:SNAPSHOTS])
+    assert snapshots.chunk(states[SNAPSHOTS].digest, 0, 1.0) is None
+    assert offered(snapshots, states[SNAPSHOTS + 1], 2 * IDLE_S) == SNAPSHOTS + 1
+
+
+def test_chunks_that_do_not_exist_are_not_there() -> None:
+    snapshots, states = Snapshots(backlog_versions=4), versions(1)
+    offered(snapshots, states[0], 0.0)
+    assert [snapshots.chunk(states[0].digest, index, 0.0) is None for index in (-1, 0, 2)] == [True, False, True]
+    assert snapshots.chunk("other", 0, 0.0) is None
+
+
+def test_a_state_is_hashed_once_however_many_joiners_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = 0
+    real = diloco.outer._hashes
+
+    def counting(buffer: torch.Tensor) -> list[str]:
+        nonlocal hashed
+        hashed += 1
+        return real(buffer)
+
+    monkeypatch.setattr(diloco.outer, "_hashes", counting)
+    first = start(3)
+    for _ in range(3):
+        make_offer(first, None)
+    assert hashed == 4
+    make_offer(step(first, 1), None)
+    assert hashed == 4 + 2, "only the fragment that moved"
+
+
+# ---------------------------------------------------------------- the rate
+
+
+def test_the_rate_is_kept_and_shared() -> None:
+    limit = RateLimit(bps=8000.0)
+    limit.delay_s(0, 100.0)
+    sent_bytes = 0
+    now_s = 100.0
+    while now_s < 110.0:  # whoever asks, waits, and sends
+        now_s += limit.delay_s(50, now_s)
+        sent_bytes += 50
+    assert sent_bytes == pytest.approx(1000 * (10 + BURST_S), abs=101)
+
+
+def test_two_senders_wait_for_each_other() -> None:
+    limit = RateLimit(bps=8000.0)
+    burst_bytes = int(1000 * BURST_S)
+    assert limit.delay_s(burst_bytes, 0.0) == 0.0
+    assert [round(limit.delay_s(500, 0.0), 9) for _ in range(3)] == [0.0, 0.5, 1.0]
+
+
+def test_an_idle_time_is_not_saved_up() -> None:
+    limit = RateLimit(bps=8000.0)
+    limit.delay_s(1000, 0.0)
+    limit.delay_s(1000, 1000.0)
+    assert limit.delay_s(0, 1000.0) == pytest.approx(1.0 - BURST_S)
+
+
+def test_no_limit_is_no_delay() -> None:
+    limit = RateLimit(bps=0.0)
+    assert {limit.delay_s(10**9, 0.0) for _ in range(3)} == {0.0}
+
+
+def test_the_state_is_served_at_the_rate_over_grpc(state: OuterState) -> None:
+    """Two members at 40 MB/s each: 48 MiB take 0.6 s at least. A slow rate is no stall: bytes come all the time."""
+
+    async def scenario() -> None:
+        holders = [Holder(state, bps=320e6) for _ in range(2)]
+        servers = [await serve(holder, "127.0.0.1:0") for holder in holders]
+        link = GrpcLink(rpc_s=1.0)
+        started = time.monotonic()
+        sources = [server.address for server in servers]
+        copied, _ = await download(link, sources, start(2), LAYOUT, OPTIMIZER, stall_s=0.5)
+        took_s = time.monotonic() - started
+        await link.close()
+        for server in servers:
+            await server.stop(0)
+        assert copied.digest == state.digest
+        assert took_s > STATE_BYTES * 8 / (2 * 320e6) - 2 * BURST_S
+
+    asyncio.run(scenario())
+
+
+# ---------------------------------------------------------------- commits before the state
+
+
+@pytest.fixture
+def world() -> Iterator[LocalWorld]:
+    made = LocalWorld(3)
+    yield made
+    made.close()
+
+
+def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: LocalWorld) -> None:
+    """As long as a member keeps them; the state is not copied."""
+    awake, sleeper = world.peers[:2], world.peers[2]
+    world.rounds(world.peers, 1)
+    world.settle(world.peers)
+    world.call(lambda: world.network.freeze(sleeper.address))
+    timing = sleeper.peer.exchange.machine.timing
+    sleeper.peer.exchange.machine.timing = replace(timing, heartbeat_s=1e9)
+    world.rounds(awake, 3)
+    copies = sleeper.copies
+    sleeper.peer.exchange.machine.timing = timing
+    sleeper.peer.exchange.machine._heartbeat_at = 0.0
+    world.call(lambda: world.network.thaw(sleeper.address))
+    assert len(world.settle(world.peers)) == 1
+    assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]
+    assert sleeper.copies == copies
