@@ -46,7 +46,7 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Listen beyond loopback although traffic is neither encrypted nor authenticated."),
+    typer.Option("--insecure", help="Listen beyond loopback without DILOCO_SECRET: whoever reaches the port may join."),
 ]
 
 

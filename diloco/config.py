@@ -284,7 +284,7 @@ class NetworkSection(Section):
     advertise: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] | None = None
     """Host and port that others reach this peer at, when it differs from `listen`."""
     insecure: bool = False
-    """Allow listening beyond loopback although traffic is neither encrypted nor authenticated yet."""
+    """Allow listening beyond loopback without `DILOCO_SECRET`: whoever reaches the port may join."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
     serve_bps: NonNegativeFloat = 400e6

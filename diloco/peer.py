@@ -31,6 +31,7 @@ from diloco.errors import EvictedError, IncompatibleError, StateError, TicketErr
 from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
 from diloco.exchange.engine import Exchange, Terms
+from diloco.exchange.keys import VARIABLE, secret_from_environment
 from diloco.exchange.link import StateOffer, Welcome
 from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
@@ -55,9 +56,10 @@ class Gate:
     def __init__(self, site: Site) -> None:
         failpoints.arm_from_environment()
         listen = site.network.listen
-        if not is_loopback(listen) and not site.network.insecure:
-            cause = f"listening on {listen} is open to anybody: traffic is neither encrypted nor authenticated yet"
-            raise UsageError(cause, "use a network you trust and say --insecure, or listen on 127.0.0.1")
+        if not (is_loopback(listen) or site.network.insecure or secret_from_environment()):
+            cause = f"listening on {listen} without a secret lets anybody in who can reach it"
+            fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
+            raise UsageError(cause, fix)
         self.site = site
         self.directory = Directory()
         self.runtime = Runtime(site.timeouts.rpc_s)

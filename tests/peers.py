@@ -13,9 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
+from diloco.exchange.grpc_link import channel_credentials
+from diloco.exchange.keys import SERVER_NAME, keys_of
 from diloco.telemetry import read_events
 
 DEADLINE_S = 90.0
+KEYS = keys_of("")
+"""Those of a run without a secret."""
 
 TINY = """
 [run]
@@ -48,6 +54,12 @@ def tiny_contract(directory: Path, peers: int = 1, tokens: int = 10**9, steps: i
     text = TINY.format(peers=peers, tokens=tokens, steps=steps)
     path.write_text(text.replace("[membership]", f"[membership]\n{membership}"))
     return path
+
+
+def secure_channel(address: str, *options: tuple[str, Any]) -> grpc.aio.Channel:
+    """For bytes that no `GrpcLink` would send."""
+    named = ("grpc.ssl_target_name_override", SERVER_NAME)
+    return grpc.aio.secure_channel(address, channel_credentials(KEYS), options=[named, *options])
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

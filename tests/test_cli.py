@@ -57,7 +57,13 @@ def test_nothing_to_do_and_contradictions() -> None:
 
 
 def test_open_to_the_world_needs_insecure() -> None:
-    fails(2, "neither encrypted nor authenticated", "peer", str(QUICK), "--set", "network.listen=0.0.0.0:0")
+    fails(2, "lets anybody in", "peer", str(QUICK), "--set", "network.listen=0.0.0.0:0")
+
+
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_SECRET", "guess me")
+    fails(2, "at least 16", "peer", str(QUICK))
+    fails(2, "at least 16", "status", "127.0.0.1:1")
 
 
 def test_resume_from_nothing(tmp_path: Path) -> None:

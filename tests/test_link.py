@@ -22,7 +22,8 @@ from google.protobuf.message import Message
 from diloco.errors import ResourceError, UsageError
 from diloco.exchange import messages as m
 from diloco.exchange.address import is_loopback, join_address, split_address
-from diloco.exchange.grpc_link import GrpcLink, Server, serve
+from diloco.exchange.grpc_link import GrpcLink, Server, serve, server_credentials
+from diloco.exchange.keys import keys_of
 from diloco.exchange.link import (
     CHUNK_BYTES,
     Kind,
@@ -40,6 +41,7 @@ from diloco.types import Closed, Commit, Leases, Member
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
+from tests.peers import KEYS, secure_channel
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, "view", 1, m.Gather(4, 1, "for a test"))
@@ -123,11 +125,11 @@ class GrpcNet:
     """Real servers on loopback."""
 
     def __init__(self) -> None:
-        self.link: Link = GrpcLink(rpc_s=0.5)
+        self.link: Link = GrpcLink(rpc_s=0.5, keys=KEYS)
         self._servers: dict[str, Server] = {}
 
     async def start(self, service: Listener, address: str = "127.0.0.1:0") -> str:
-        server = await serve(service, address)
+        server = await serve(service, address, KEYS)
         self._servers[server.address] = server
         return server.address
 
@@ -503,7 +505,7 @@ def test_a_frozen_peer_is_slow_until_it_thaws():
 
 @asynccontextmanager
 async def raw(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with secure_channel(address) as channel:
         yield channel
 
 
@@ -597,7 +599,7 @@ class Liar(PeerServicer):
 async def lying(*answers: Message) -> AsyncIterator[str]:
     server = grpc.aio.server()
     add_PeerServicer_to_server(Liar(*answers), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port("127.0.0.1:0", server_credentials(KEYS))
     await server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -694,7 +696,7 @@ def test_hello_of_another_wire_version_is_refused():
 def test_a_stream_that_goes_quiet_is_ended():
     async def scenario(net: GrpcNet) -> None:
         service = Listener()
-        server = await serve(service, "127.0.0.1:0", idle_s=0.2)
+        server = await serve(service, "127.0.0.1:0", KEYS, idle_s=0.2)
 
         async def pausing() -> AsyncIterator[Part]:
             yield Part(0, b"x")
@@ -712,7 +714,7 @@ def test_two_servers_on_one_port_is_an_error_with_a_way_out():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())
         with pytest.raises(ResourceError, match=f"cannot listen on {address}") as taken:
-            await serve(Listener(), address)
+            await serve(Listener(), address, KEYS)
         assert "ss -ltnp" in taken.value.fix
 
     play(GrpcNet, scenario)
@@ -721,10 +723,11 @@ def test_two_servers_on_one_port_is_an_error_with_a_way_out():
 SERVER = """
 import asyncio, sys
 from diloco.exchange.grpc_link import serve
+from tests.peers import KEYS
 from tests.test_link import Listener
 
 async def main():
-    server = await serve(Listener(), "127.0.0.1:0")
+    server = await serve(Listener(), "127.0.0.1:0", KEYS)
     print(server.address, flush=True)
     await asyncio.Event().wait()
 
@@ -804,3 +807,28 @@ def test_nonsense_is_no_address(text):
 def test_loopback():
     assert all(is_loopback(text) for text in ("127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1"))
     assert not any(is_loopback(text) for text in ("0.0.0.0:1", "10.0.0.1:1", "example.org:1", "[::]:1", "[fd00::1]:1"))
+
+
+# ---------------------------------------------------------------- gRPC only: keys
+
+
+def test_keys_are_the_same_everywhere_and_differ_by_secret() -> None:
+    assert keys_of("a secret of the run") == keys_of("a secret of the run")
+    assert keys_of("a secret of the run").certificate != keys_of("").certificate != b""
+
+
+def test_who_has_another_secret_is_told_so_and_kept_out() -> None:
+    async def scenario(net: GrpcNet) -> None:
+        listener = Listener()
+        address = await net.start(listener)
+        stranger = GrpcLink(rpc_s=0.5, keys=keys_of("another secret of mine"))
+        with pytest.raises(LinkDown, match="another DILOCO_SECRET"):
+            await stranger.deliver(address, ENVELOPE)
+        await stranger.close()
+        async with grpc.aio.insecure_channel(address) as plain:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await PeerStub(plain).Status(peer_pb2.StatusRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+
+    play(GrpcNet, scenario)

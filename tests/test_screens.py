@@ -24,6 +24,7 @@ from diloco.exchange.messages import Envelope, Reply
 from diloco.outlier import FLOOR_RMS, outlier, root_mean_square
 from diloco.types import Skip
 from tests.local import LocalPeer, LocalWorld
+from tests.peers import KEYS, secure_channel
 
 RATIO = 100.0
 
@@ -84,13 +85,13 @@ class GrpcRuntime:
 
     def __init__(self, world: LocalWorld, address: str) -> None:
         self.loop = world.loop
-        self.link: Link = world.ask(lambda: GrpcLink(rpc_s=1.0))
+        self.link: Link = world.ask(lambda: GrpcLink(rpc_s=1.0, keys=KEYS))
         self._world = world
         self._server: Any = None
         self.opened.append(self)
 
     def serve(self, service: Any, listen: str) -> str:
-        self._server = self._world.run(serve(service, "127.0.0.1:0"))
+        self._server = self._world.run(serve(service, "127.0.0.1:0", KEYS))
         return str(self._server.address)
 
     def close(self) -> None:
@@ -212,7 +213,7 @@ def test_a_message_larger_than_any_of_ours_is_refused_before_it_is_read(world: L
     address = world.peers[0].peer.address
 
     async def send() -> grpc.StatusCode:
-        async with grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        async with secure_channel(address, ("grpc.max_send_message_length", -1)) as channel:
             path = f"/diloco.wire.v1.Peer/{method}"
             try:
                 if method == "Deliver":

@@ -30,6 +30,7 @@ from diloco.exchange.statesync import (
 from diloco.fragments import Layout
 from diloco.outer import STATE_CHUNK_BYTES, OuterState, open_outer
 from tests.local import LocalWorld
+from tests.peers import KEYS
 from tests.test_link import Listener
 
 ELEMENTS = 3 * 2**20
@@ -358,8 +359,8 @@ def test_the_state_is_served_at_the_rate_over_grpc(state: OuterState) -> None:
 
     async def scenario() -> None:
         holders = [Holder(state, bps=320e6) for _ in range(2)]
-        servers = [await serve(holder, "127.0.0.1:0") for holder in holders]
-        link = GrpcLink(rpc_s=1.0)
+        servers = [await serve(holder, "127.0.0.1:0", KEYS) for holder in holders]
+        link = GrpcLink(rpc_s=1.0, keys=KEYS)
         started = time.monotonic()
         sources = [server.address for server in servers]
         copied, _ = await download(link, sources, start(2), LAYOUT, OPTIMIZER, stall_s=0.5)

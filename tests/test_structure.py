@@ -30,7 +30,7 @@ LAYERS = {
     "peer": "diloco.peer diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange",
     "edges": """
-        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.sockets diloco.wire
+        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.exchange.sockets diloco.wire
         diloco.island diloco.clock diloco.checkpoint diloco.telemetry diloco.failpoints diloco.ledger
         diloco.recording diloco.data diloco.models""",
     "tensor maths": """
@@ -55,6 +55,7 @@ EFFECTS = """
 FORBIDDEN = {"tensor maths": EFFECTS, "protocol": EFFECTS + " numpy torch", "values": EFFECTS + " numpy torch"}
 
 OWNERS = {
+    "cryptography": "diloco.exchange.keys",
     "datasets": "diloco.data.hf",
     "google.protobuf": "diloco.exchange.grpc_link diloco.wire",
     "grpc": "diloco.exchange.grpc_link diloco.wire",

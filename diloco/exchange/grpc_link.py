@@ -1,6 +1,6 @@
 """The exchange's seam over gRPC: `GrpcLink` asks other peers, `serve` answers them.
 
-Both live on one asyncio loop and thread. Nothing that arrives is trusted: addresses are checked before they are
+Both live on one asyncio loop and thread, and speak TLS: see `keys.py`. Nothing that arrives is trusted: addresses are checked before they are
 dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress: a stopped process
 keeps its sockets open, so every wait for the other side has a deadline here, and none is left to TCP.
 """
@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from diloco.clock import monotonic_s
 from diloco.errors import ResourceError, UsageError
 from diloco.exchange.address import join_address, split_address
+from diloco.exchange.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.exchange.link import (
     Link,
     LinkDown,
@@ -70,11 +71,13 @@ class GrpcLink(Link):
 
     Args:
         rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
+        keys: of the run; the other end must show the same.
     """
 
-    def __init__(self, rpc_s: float) -> None:
+    def __init__(self, rpc_s: float, keys: Keys) -> None:
         _keep_freed_memory()
         self._rpc_s = rpc_s
+        self._credentials = channel_credentials(keys)
         self._channels: dict[tuple[str, bool], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
@@ -165,6 +168,7 @@ class GrpcLink(Link):
             raise LinkDown(error.cause) from error
         rpc_ms = int(self._rpc_s * 1000)
         options = {
+            "grpc.ssl_target_name_override": SERVER_NAME,
             "grpc.use_local_subchannel_pool": 1,  # connections and their back-off are this link's own
             "grpc.enable_http_proxy": 0,  # a proxy variable set for downloads must not catch peers
             "grpc.enable_retries": 0,  # what is tried again, and when, is the protocol's decision
@@ -177,7 +181,12 @@ class GrpcLink(Link):
             "grpc.keepalive_timeout_ms": 4 * rpc_ms,
             "grpc.http2.ping_timeout_ms": 4 * rpc_ms,
         }
-        return grpc.aio.insecure_channel(f"dns:///{target}", options=list(options.items()))
+        return grpc.aio.secure_channel(f"dns:///{target}", self._credentials, options=list(options.items()))
+
+
+def channel_credentials(keys: Keys) -> grpc.ChannelCredentials:
+    """Those of a client that only talks to who has the same keys."""
+    return grpc.ssl_channel_credentials(keys.certificate, keys.private_key, keys.certificate)
 
 
 class _Sending:
@@ -318,7 +327,7 @@ def _weather(address: str) -> Iterator[None]:
 
 
 def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
-    detail = f"{address}: {error.details()}"
+    detail = f"{address}: {_plain(error.details() or '')}"
     match error.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.INTERNAL:
             return LinkDown(detail)  # INTERNAL: the connection broke during a write, or does not speak HTTP/2
@@ -328,6 +337,15 @@ def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | Link
             return LinkRefused(_refusal(error), detail)
         case code:
             return LinkRefused(Reply.MALFORMED, f"{detail} ({code.name})")
+
+
+def _plain(details: str) -> str:
+    """What a person can act on, where gRPC reports BoringSSL's words for it."""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"it has another {VARIABLE}"
+    if "Tls handshake failed" in details:
+        return "it does not speak TLS, or its bytes were damaged"
+    return details
 
 
 def _refusal(error: grpc.aio.AioRpcError) -> Reply:
@@ -352,8 +370,8 @@ class Server:
         await self._server.stop(grace_s)
 
 
-async def serve(service: Service, listen: str, idle_s: float = 60.0) -> Server:
-    """Answer other peers at `listen` (`host:port`; port 0 takes a free one).
+async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0) -> Server:
+    """Answer other peers that show the same `keys` at `listen` (`host:port`; port 0 takes a free one).
 
     A stream whose other end neither sends nor takes anything for `idle_s` is ended: longer than any honest pause, as
     that of a peer that waits for contributions before it has a mean to send.
@@ -371,7 +389,7 @@ async def serve(service: Service, listen: str, idle_s: float = 60.0) -> Server:
     )
     add_PeerServicer_to_server(_Peer(service, idle_s), server)
     try:
-        bound = server.add_insecure_port(join_address(host, port))
+        bound = server.add_secure_port(join_address(host, port), server_credentials(keys))
     except RuntimeError as error:
         raise ResourceError(
             f"cannot listen on {listen}: the port is taken, or the address is not this machine's",
@@ -379,6 +397,12 @@ async def serve(service: Service, listen: str, idle_s: float = 60.0) -> Server:
         ) from error
     await server.start()
     return Server(server, join_address(host, bound))
+
+
+def server_credentials(keys: Keys) -> grpc.ServerCredentials:
+    """Those of a server that only talks to who has the same keys."""
+    pair = keys.private_key, keys.certificate
+    return grpc.ssl_server_credentials([pair], root_certificates=keys.certificate, require_client_auth=True)
 
 
 class _Peer(PeerServicer):

@@ -12,6 +12,7 @@ from diloco.clock import monotonic_s
 from diloco.errors import IncompatibleError, UnreachableError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
+from diloco.exchange.keys import keys_from_environment
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
 
 T = TypeVar("T")
@@ -21,9 +22,10 @@ KNOCK_S = 10.0
 
 
 class Runtime:
-    """An event loop on a daemon thread, with the gRPC link of this process."""
+    """An event loop on a daemon thread, with the gRPC link of this process. `DILOCO_SECRET` makes its keys."""
 
     def __init__(self, rpc_s: float) -> None:
+        self._keys = keys_from_environment()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="exchange", daemon=True)
         self._thread.start()
@@ -32,7 +34,7 @@ class Runtime:
         self.link = self.run(self._open_link(), 10.0)
 
     async def _open_link(self) -> GrpcLink:
-        return GrpcLink(self._rpc_s)
+        return GrpcLink(self._rpc_s, self._keys)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run on the loop, wait for the result."""
@@ -54,7 +56,7 @@ class Runtime:
 
     def serve(self, service: Service, listen: str) -> str:
         """Answer at `listen` (host:port, port 0 takes a free one). Returns the address. Raises ResourceError."""
-        self._server = self.run(serve(service, listen), 10.0)
+        self._server = self.run(serve(service, listen, self._keys), 10.0)
         return self._server.address
 
     def close(self) -> None:
