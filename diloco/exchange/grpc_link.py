@@ -1,8 +1,8 @@
 """The exchange's seam over gRPC: `GrpcLink` asks other peers, `serve` answers them.
 
-Both live on one asyncio loop and thread, and speak TLS: see `keys.py`. Nothing that arrives is trusted: addresses are checked before they are
-dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress: a stopped process
-keeps its sockets open, so every wait for the other side has a deadline here, and none is left to TCP.
+Both live on one asyncio loop and thread, and speak TLS: see `keys.py`. Nothing that arrives is trusted: addresses are
+checked before they are dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress:
+a stopped process keeps its sockets open, so every wait for the other side has a deadline here, none is left to TCP.
 """
 # ruff: noqa: N802  (the proto file names the methods)
 
