@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from diloco.exchange.pace import BURST_S, RateLimit
 from diloco.exchange.statesync import (
     FRUITLESS_PASSES,
     IDLE_S,
+    PAUSE_S,
     SNAPSHOTS,
     STRIPE_CHUNKS,
     Snapshots,
@@ -237,14 +239,26 @@ def test_when_nobody_delivers_the_copy_fails_and_says_how_far_it_came(
     asyncio.run(scenario())
 
 
-def test_when_nobody_offers_the_copy_fails_at_once(state: OuterState) -> None:
+def test_when_nobody_offers_what_fits_the_copy_fails_at_once(state: OuterState) -> None:
     async def scenario() -> None:
-        members = Members(Holder(state))
-        members.network.detach("member:0")
+        members = Members(Holder(versions(1)[0]))
         started = time.monotonic()
         with pytest.raises(StateError, match="none of 1 members"):
             await members.copy(start(2))
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < PAUSE_S
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_cannot_be_reached_is_asked_again(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state))
+        members.network.detach("member:0")
+        back = partial(members.network.attach, "member:0", Holder(state))
+        asyncio.get_running_loop().call_later(1.5 * PAUSE_S, back)
+        assert (await members.copy(start(2))).digest == state.digest
+
+    asyncio.run(scenario())
 
     asyncio.run(scenario())
 

@@ -30,9 +30,9 @@ LAYERS = {
     "peer": "diloco.peer diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange",
     "edges": """
-        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.exchange.sockets
-        diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry diloco.failpoints diloco.ledger
-        diloco.recording diloco.data diloco.models""",
+        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys
+        diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry
+        diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.outer diloco.merge diloco.fragments
         diloco.models.transformer diloco.models.export_map diloco.outlier""",

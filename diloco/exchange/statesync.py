@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 STRIPE_CHUNKS = 4
 """Chunks asked for in one call."""
-FRUITLESS_PASSES = 3
+FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
 """Between such passes."""
@@ -122,7 +122,14 @@ async def download(
     copy: _Copy | None = None
     fruitless = 0
     while True:
-        offer, manifest, holders = await _best_offer(link, sources, layout, optimizer, stall_s, lineage)
+        best = await _best_offer(link, sources, layout, optimizer, stall_s, lineage)
+        if best is None:
+            fruitless += 1
+            if fruitless == FRUITLESS_PASSES:
+                raise _nothing_fits(len(sources))
+            await asyncio.sleep(PAUSE_S)
+            continue
+        offer, manifest, holders = best
         if offer.digest == local_digest:
             return OuterState(offer.version, local.fragments), offer
         if copy is None:
@@ -140,8 +147,12 @@ async def download(
 
 async def _best_offer(
     link: Link, sources: Sequence[str], layout: Layout, optimizer: OuterOptimizer, timeout_s: float, lineage: str
-) -> tuple[StateOffer, list[StateChunk], list[str]]:
-    """What most members offer (of several, the latest), its manifest, and who holds it."""
+) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
+    """What most members offer (of several, the latest), its manifest, and who holds it. None: none could be asked.
+
+    Raises StateError when nobody's state fits.
+    """
+    lost = 0
 
     async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
         try:
@@ -150,17 +161,25 @@ async def _best_offer(
                 raise StateError("its state belongs to a lineage that ended")
             return offer, _manifest(offer, layout, optimizer)
         except (LinkDown, LinkSlow, LinkRefused, StateError) as error:
+            nonlocal lost
+            lost += isinstance(error, LinkDown | LinkSlow)
             logger.info("no state from %s: %s", address, error)
             return None
 
     answers = await asyncio.gather(*(ask(address) for address in sources))
     found = {address: answer for address, answer in zip(sources, answers, strict=True) if answer is not None}
+    if not found and lost:
+        return None
     if not found:
-        cause = f"none of {len(sources)} members offers a state that fits this run"
-        raise StateError(cause, "try another address, or again later")
+        raise _nothing_fits(len(sources))
     counts = Counter(offer.digest for offer, _ in found.values())
     offer, manifest = max(found.values(), key=lambda answer: (counts[answer[0].digest], answer[0].version))
     return offer, manifest, [address for address, answer in found.items() if answer[0].digest == offer.digest]
+
+
+def _nothing_fits(count: int) -> StateError:
+    cause = f"none of {count} members offers a state that fits this run"
+    return StateError(cause, "try another address, or again later")
 
 
 def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> list[StateChunk]:
