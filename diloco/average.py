@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco.compress import Codec, PayloadError
 from diloco.fragments import Fragment, Layout
-from diloco.outlier import outlier, root_mean_square
+from diloco.outlier import outlier
 from diloco.types import Commit
 
 
@@ -50,17 +50,16 @@ def fold(
     unit = math.gcd(*weights) or 1
     shares = _shares(trained) if trained else [1.0] * len(payloads)
     sizes: list[float] = []
-    total: Tensor | None = None
+    total = torch.full((elements,), -0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
     for index, (weight, payload) in enumerate(payloads):
-        values = _decode(payload, elements, codec, index)
-        if max_norm_ratio:
-            sizes.append(root_mean_square(values) / shares[index])
-        values.mul_(float(weight // unit))
-        total = values if total is None else total.add_(values)
+        try:
+            squares = codec.fold(payload, float(weight // unit), total)
+        except PayloadError as error:
+            raise BadTerm(index, str(error)) from error
+        sizes.append(math.sqrt(squares / elements) / shares[index])
     absurd = outlier(sizes, max_norm_ratio)
     if absurd is not None:
         raise BadTerm(absurd, f"a part is absurdly large: root mean square {sizes[absurd]:.3g}")
-    assert total is not None
     return codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
 
 
@@ -71,13 +70,6 @@ def _shares(trained: Sequence[int]) -> list[float]:
     return [max(tokens / usual, 1.0) for tokens in trained]
 
 
-def _decode(payload: bytes, elements: int, codec: Codec, index: int) -> Tensor:
-    try:
-        return codec.decode(payload, elements)
-    except PayloadError as error:
-        raise BadTerm(index, str(error)) from error
-
-
 def unpack(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
     """A fragment's mean, flat fp32, from its encoded parts in order. Raises PayloadError."""
     if len(parts) != fragment.parts:
@@ -85,7 +77,7 @@ def unpack(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
     mean = torch.empty(fragment.elements, dtype=torch.float32)
     for part, payload in enumerate(parts):
         start, stop = fragment.part_bounds(part)
-        mean[start:stop] = codec.decode(payload, stop - start)
+        codec.decode_into(payload, mean[start:stop])
     return mean
 
 

@@ -6,29 +6,18 @@ are not finite never get here (`Codec.decode`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-
-from torch import Tensor
-from torch.linalg import vector_norm
 
 FLOOR_RMS = 1e-3
 """The others count as at least that large. Where they hardly moved (rows of an embedding that few saw, the first steps
 of a warm-up) any honest step would be a hundred times theirs; weights begin at about 0.02."""
 
 
-def root_mean_square(values: Tensor) -> float:
-    """Of a flat fp32 tensor; inf where the squares overflow (values beyond 1e19, absurd anyway), 0 when it is empty.
-
-    A sum over elements: it rounds differently from CPU to CPU, so the part's owner alone decides on it.
-    """
-    return float(vector_norm(values)) / math.sqrt(max(values.numel(), 1))
-
-
 def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:
     """The index of the largest contribution, if it is beyond `max_norm_ratio` times the others' lower median.
 
-    `sizes`: the root mean square of each contribution to the part. One is never judged; of two, the larger by the
+    `sizes`: the root mean square of each contribution to the part; sums over elements round differently from CPU to
+    CPU, so the part's owner alone decides. One is never judged; of two, the larger by the
     smaller, for nobody could say which one lies. Zeros are peers that did not train: they set no measure. A ratio of 0
     lets everything pass.
     """

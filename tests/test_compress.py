@@ -194,7 +194,7 @@ def test_cut_short_or_too_long(codec: Codec) -> None:
 @each_codec
 def test_made_for_another_number_of_values(codec: Codec) -> None:
     payload = codec.encode(gaussian(100))
-    for elements in (1, 99, 101, 2**40):
+    for elements in (1, 99, 101, 2**20):
         assert refuses_or_decodes(codec, payload, elements)
 
 

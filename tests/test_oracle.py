@@ -71,7 +71,7 @@ class Replica:
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
 
-class Float64Codec:
+class Float64Codec(Codec):
     """The seam's lossless codec for a float64 outer state."""
 
     name = "fp64"
@@ -82,6 +82,13 @@ class Float64Codec:
     def decode(self, payload: bytes, elements: int) -> Tensor:
         assert len(payload) == self.max_bytes(elements)
         return torch.frombuffer(bytearray(payload), dtype=torch.float64)
+
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        out.copy_(self.decode(payload, out.numel()))
+
+    def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
+        total.data = total.to(torch.float64)  # the fold itself begins with fp32
+        return super().fold(payload, weight, total)
 
     def max_bytes(self, elements: int) -> int:
         return elements * 8

@@ -8,7 +8,7 @@ hosts are. No codec keeps state between calls, so threads may share one.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -19,28 +19,50 @@ class PayloadError(ValueError):
     """Bytes that no codec of this contract wrote, or values that none can write. Weather: the sender is refused."""
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """How the values of one part become bytes and come back."""
 
+    gathered = False
+    """Whether members get every contribution (sums do not stay small), and not the mean, encoded once more."""
+
     @property
+    @abstractmethod
     def name(self) -> str:
         """For people and for telemetry."""
-        ...
 
+    @abstractmethod
     def encode(self, values: Tensor) -> bytes:
-        """Bytes for flat, contiguous fp32 host values; those beyond the codec's range saturate.
+        """Bytes for flat, contiguous fp32 values; those beyond the codec's range saturate.
 
         Raises PayloadError when one is not finite: a peer whose training diverged must not pass that on.
         """
-        ...
 
-    def decode(self, payload: bytes, elements: int) -> Tensor:
-        """New flat fp32 tensor of that many finite values, the same bits on any CPU. Raises PayloadError."""
-        ...
+    @abstractmethod
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        """Fill `out`, flat contiguous fp32 on the host, with finite values, the same bits on any CPU.
 
+        Raises PayloadError; `out` may then hold anything.
+        """
+
+    @abstractmethod
     def max_bytes(self, elements: int) -> int:
         """The most bytes that `encode` makes of that many values; a longer payload need not be received."""
-        ...
+
+    def decode(self, payload: bytes, elements: int) -> Tensor:
+        """`decode_into` a new tensor."""
+        values = torch.empty(elements, dtype=torch.float32)
+        self.decode_into(payload, values)
+        return values
+
+    def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
+        """total += weight * values, the product rounded before the sum. Returns the sum of the values' squares.
+
+        That sum is for screens: it is not the same bits everywhere. Raises PayloadError, with `total` unchanged.
+        """
+        values = self.decode(payload, total.numel())
+        squares = float(torch.dot(values, values))
+        total.add_(values.mul_(weight))
+        return squares
 
 
 def check_size(payload: bytes, expected_bytes: int) -> None:

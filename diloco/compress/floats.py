@@ -8,25 +8,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.compress.codec import PayloadError, check_size, from_bytes, magnitude, saturated, to_bytes
+from diloco.compress.codec import Codec, PayloadError, check_size, from_bytes, magnitude, saturated, to_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class FloatCodec:
+@dataclass(frozen=True)
+class FloatCodec(Codec):
     """One number of type `dtype` per value, rounded to nearest even; fp16 saturates at 65,504."""
 
-    name: str
+    label: str
     dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.label
 
     def encode(self, values: Tensor) -> bytes:
         return to_bytes(saturated(values, torch.finfo(self.dtype).max).to(self.dtype))
 
-    def decode(self, payload: bytes, elements: int) -> Tensor:
-        check_size(payload, self.max_bytes(elements))
-        values = from_bytes(payload).view(self.dtype).to(torch.float32)
-        if not math.isfinite(magnitude(values)):
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        check_size(payload, self.max_bytes(out.numel()))
+        out.copy_(from_bytes(payload).view(self.dtype))
+        if not math.isfinite(magnitude(out)):
             raise PayloadError(f"{self.name} payload holds values that are not finite")
-        return values
 
     def max_bytes(self, elements: int) -> int:
         return elements * self.dtype.itemsize

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from diloco.compress.codec import PayloadError, check_size, from_bytes, magnitude, saturated, to_bytes
+from diloco.compress.codec import Codec, PayloadError, check_size, from_bytes, magnitude, saturated, to_bytes
 
 LARGEST_CODE = 127
 LARGEST_SCALE = 2.0**120
@@ -26,8 +26,8 @@ TILE_ELEMENTS = 2**17
 """512 KiB of fp32: what is worked on stays in a core's cache (encoding 64 MiB: 3.0 GB/s against 1.1 in one go)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Codec:
+@dataclass(frozen=True)
+class Int8Codec(Codec):
     """Codes from -127 to 127, rounded to nearest even; values saturate at 1.7e38."""
 
     block: int
@@ -45,17 +45,14 @@ class Int8Codec:
             return self.encode(saturated(values, LARGEST_CODE * LARGEST_SCALE))
         return to_bytes(raw)
 
-    def decode(self, payload: bytes, elements: int) -> Tensor:
-        check_size(payload, self.max_bytes(elements))
-        raw = from_bytes(payload)
-        scales, codes = self._split(raw, elements)
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        check_size(payload, self.max_bytes(out.numel()))
+        scales, codes = self._split(from_bytes(payload), out.numel())
         low, high = torch.aminmax(scales)
         if not (low >= 0 and high <= LARGEST_SCALE):
             raise PayloadError("int8 payload with a scale that is negative, too large or not a number")
-        values = torch.empty(elements, dtype=torch.float32)
-        for value_rows, scale_rows, code_rows in self._tiles(values, scales, codes):
+        for value_rows, scale_rows, code_rows in self._tiles(out, scales, codes):
             value_rows.copy_(code_rows).mul_(scale_rows)
-        return values
 
     def max_bytes(self, elements: int) -> int:
         return math.ceil(elements / self.block) * torch.float32.itemsize + elements

@@ -18,8 +18,8 @@ LEVEL = 1
 SMALLEST_WINDOW_BYTES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class ZstdCodec:
+@dataclass(frozen=True)
+class ZstdCodec(Codec):
     """`inner`, whose payload size is fixed (`inner.max_bytes`), in one zstandard frame.
 
     `planes`: bytes of one number, 1 for no split. The compressor is made anew for each call, because zstandard's
@@ -37,11 +37,16 @@ class ZstdCodec:
         raw = self.inner.encode(values)
         return zstandard.ZstdCompressor(level=LEVEL).compress(_split(raw, self.planes))
 
-    def decode(self, payload: bytes, elements: int) -> Tensor:
-        raw_bytes = self.inner.max_bytes(elements)
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        self.inner.decode_into(self._unpacked(payload, out.numel()), out)
+
+    def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
+        return self.inner.fold(self._unpacked(payload, total.numel()), weight, total)
+
+    def _unpacked(self, payload: bytes, elements: int) -> bytes:
         if len(payload) > self.max_bytes(elements):
             raise PayloadError(f"payload of {len(payload)} bytes, expected at most {self.max_bytes(elements)}")
-        return self.inner.decode(_join(_decompress(payload, raw_bytes), self.planes), elements)
+        return _join(_decompress(payload, self.inner.max_bytes(elements)), self.planes)
 
     def max_bytes(self, elements: int) -> int:
         """ZSTD_compressBound: what incompressible bytes grow to."""
