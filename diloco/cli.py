@@ -362,6 +362,21 @@ def config_presets() -> None:
         print(f"{name:16} {', '.join(f'{key} {value}' for key, value in sizes.items())}")
 
 
+@config_app.command("suggest", epilog="Example:  diloco config suggest --params 150M --peers 4")
+def config_suggest(
+    params: Annotated[str, typer.Option(help="Parameters of the model, embeddings included: 150M, 1.3B.")],
+    peers: Annotated[int, typer.Option(min=1, help="Peers that train it together.")],
+    steps: Annotated[int, typer.Option(min=1, help="H, inner steps between two syncs.")] = 30,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Print learning rates and batch for a model size and a number of peers, by the published scaling laws."""
+    from diloco.suggest import parse_parameters, suggest, to_toml
+
+    suggestion = suggest(parse_parameters(params), peers, steps, sequence_length)
+    print(json.dumps(asdict(suggestion), indent=2) if as_json else to_toml(suggestion), end="\n" if as_json else "")
+
+
 @data_app.command("pack", epilog="Example:  diloco data pack corpus/*.txt --output train.bin")
 def data_pack(
     paths: Annotated[list[Path], typer.Argument(help="Text or JSONL files, or folders of them.")],

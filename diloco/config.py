@@ -24,6 +24,9 @@ from diloco.models.presets import PRESETS
 
 CONTRACT_VERSION = 1
 
+GATHERED_CODECS = ("topk", "dct", "lowrank")
+"""Those whose sums do not stay small: every member gets every contribution."""
+
 LEASE_ROUNDS = 3
 """Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
 
@@ -145,7 +148,12 @@ class InnerSection(Section):
     """On matrices only; norms and biases are not decayed."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    """`muon`: matrices inside layers by Muon (needs torch 2.9), all else by AdamW."""
+    muon_lr: PositiveFloat = 0.02
+    """For `muon`: the learning rate of its matrices, scheduled as `lr` is, which AdamW takes for all else."""
+    muon_momentum: Fraction = 0.95
+    """For `muon`."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Over committed tokens: `cosine`, warm-up/stable/decay, or constant after the warm-up."""
     warmup: Fraction = 0.05
@@ -175,14 +183,55 @@ class OuterSection(Section):
     """Outer steps of each fragment that only average, before the optimizer begins: helps runs from random weights."""
     weighting: Literal["uniform", "tokens"] = "uniform"
     """A contribution's weight in the mean."""
+    averaging: Literal["mean", "radial"] = "mean"
+    """`radial`: lengths and directions of the contributions are averaged apart, so that the length of the mean does not
+    fall as peers get more (Decoupled DiLoCo)."""
+
+
+CODE_BITS = {"int8": 8, "int4": 4, "e3m0": 4, "two_bit": 2, "sign": 1}
+"""Of the codecs with blocks."""
 
 
 class CodecSection(Section):
-    name: Literal["fp32", "fp16", "bf16", "int8"] = "int8"
-    block: PositiveInt = 256
-    """Elements that share one scale (`int8`)."""
+    name: Literal["fp32", "fp16", "bf16", "int8", "int4", "e3m0", "two_bit", "sign", "topk", "dct", "lowrank"] = "int8"
+    """Bits a value, in this order, before zstd: 32, 16, 16, 8.125, 4.25, 4.25, 2.25, 1.0625; then as their keys say."""
+    block: PositiveInt | None = None
+    """Elements that share one scale, or one codebook; a divisor of 1024. Chosen by the codec when not given: `int8`,
+    `sign`, `two_bit` 256; `int4`, `e3m0` 64; `statistical` `int4` 1024, and for `int8` the whole part."""
+    scale: Literal["absmax", "statistical"] = "absmax"
+    """For `int8` and `int4`. `absmax`: a grid up to the largest value of a block; `statistical`: bins over 6 (`int8`)
+    or 2.5 (`int4`) standard deviations, each decoded as the mean of what was in it (INTELLECT-1), as in `two_bit`."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """For `int8`, `int4` and `e3m0`. `stochastic`: up or down by chance, so that the expected value is the value; at
+    least twice the squared error."""
+    error_feedback: Annotated[float, Field(ge=0, le=1)] | None = None
+    """What the codec dropped is added to the next pseudo-gradient, times this decay (SparseLoCo: 0.95); not given: it
+    is lost. Needed below about 4 bits a value."""
+    residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
+    density: Annotated[float, Field(gt=0, le=1)] = 0.03125
+    """Share of the values that are sent (`topk`, `dct`): the largest of every 4096."""
+    values: Literal["fp16", "int8", "two_bit"] = "two_bit"
+    """How these are sent."""
+    mean: Literal["senders", "all"] = "senders"
+    """Whose weights a value's mean is divided by (`topk`, `dct`): of those who sent it, or of all who contribute."""
+    rank: PositiveInt = 8
+    """For `lowrank`: a part is sent as the product of two matrices with so many columns and rows."""
+    columns: PositiveInt = 1024
+    """For `lowrank`: a part is seen as a matrix with so many columns, or as a square one if that has fewer."""
     zstd: bool = True
-    """Compress the encoded bytes once more, losslessly."""
+    """Compress the encoded bytes once more, losslessly, where that saves 2 %."""
+
+    @model_validator(mode="after")
+    def _quantised(self) -> Self:
+        bits = CODE_BITS.get(self.name)
+        if bits and self.block and (1024 % self.block or self.block * bits % 8):
+            raise ValueError(f"codec.block ({self.block}) must divide 1024, and {bits} bits for each must fill bytes")
+        if self.scale == "statistical" and self.name not in ("int8", "int4"):
+            raise ValueError(f"codec.scale 'statistical' is for int8 and int4, not for {self.name}")
+        if self.rounding == "stochastic" and (self.name not in ("int8", "int4", "e3m0") or self.scale != "absmax"):
+            raise ValueError("codec.rounding 'stochastic' is for int8, int4 and e3m0 with codec.scale 'absmax'")
+        return self
 
 
 class SyncSection(Section):
@@ -192,6 +241,13 @@ class SyncSection(Section):
     """Layer i goes to fragment i mod P, or consecutive layers stay together."""
     part_elements: Annotated[int, Field(ge=1024, le=2**22)] | None = None
     """Elements of one part (the unit that has an owner and a checksum); chosen by fragment size when not given."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """Tau: inner steps that go on while a contribution is on its way; at most H / P."""
+    merge: Literal["carry", "mix", "eager"] = "carry"
+    """What was trained meanwhile: all of it is carried to the new anchor (`carry`); local weights and anchor are mixed
+    (`mix`, Streaming DiLoCo); `carry`, and our own share of the outer step is taken at once (`eager`)."""
+    mix_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """For `mix`: the share of the local weights that stays."""
 
     @model_validator(mode="after")
     def _aligned(self) -> Self:
@@ -222,12 +278,21 @@ class Contract(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if self.outer.averaging == "radial" and self.codec.name in GATHERED_CODECS:
+            raise ValueError(f"outer.averaging 'radial' needs a codec whose mean is made once, not {self.codec.name!r}")
         if self.inner.steps % self.sync.fragments:
             raise ValueError(
                 f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
             )
-        if self.codec.name == "int8" and 1024 % self.codec.block:
-            raise ValueError(f"codec.block ({self.codec.block}) must divide 1024")
+        if self.sync.overlap > self.steps_per_round:
+            raise ValueError(
+                f"sync.overlap ({self.sync.overlap}) must be at most inner.steps / sync.fragments "
+                f"({self.steps_per_round}): a version is agreed on before the next one begins"
+            )
+        if self.sync.merge == "eager" and self.outer.optimizer == "adam":
+            raise ValueError("sync.merge 'eager' needs an outer step that is linear: outer.optimizer sgd or nesterov")
+        if self.sync.merge != "carry" and not self.sync.overlap:
+            raise ValueError(f"sync.merge {self.sync.merge!r} does nothing without sync.overlap")
         return self
 
     @property
@@ -274,6 +339,8 @@ class DeviceSection(Section):
     """CPU threads for torch; torch's own default when not given."""
     compile: bool = False
     """`torch.compile` the model (needs a compiler)."""
+    compile_codecs: Literal["auto", "on", "off"] = "auto"
+    """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: where there is a compiler."""
     step_s: NonNegativeFloat = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from diloco.config import InnerSection
 from diloco.errors import StateError
+from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
 
 Forward = Callable[[Tensor], Tensor]
 Reduce = Callable[[list[nn.Parameter]], None]
@@ -64,7 +65,7 @@ def next_token_loss(model: Forward, block: Tensor) -> Tensor:
 
 
 class InnerLoop:
-    """Inner steps on one model: AdamW or plain SGD, accumulation, clipping, autocast."""
+    """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class InnerLoop:
             if self.section.clip:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.section.clip, norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr
+                group["lr"] = self.lr * group.get(LR_RATIO, 1.0)
             self.optimizer.step()
         else:
             # One bad batch would turn every parameter into NaN, and the next pseudo-gradient would poison the anchor
@@ -168,20 +169,36 @@ class InnerLoop:
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
-    """The contract's inner optimizer over `parameter_groups`. SGD is plain: no momentum, so nothing to remember."""
+    """The contract's inner optimizer over `parameter_groups`. SGD is plain: no momentum, so nothing to remember.
+
+    Raises ConfigError when this torch does not have it.
+    """
     groups = parameter_groups(model, section.weight_decay)
-    if section.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr)
-    # Fused is one pass over memory, on the CPU too: 0.75 ms for 1M parameters on one core, foreach takes 2.5 ms.
-    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+    match section.optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=section.lr)
+        case "muon":
+            return MuonAdamW(groups, muon_parameters(model), section)
+        case "adamw":
+            # Fused is one pass over memory, on the CPU too: 0.75 ms for 1M parameters on one core, foreach takes 2.5.
+            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> set[str]:
-    return {"step", "exp_avg", "exp_avg_sq"} if isinstance(optimizer, torch.optim.AdamW) else set()
+def _state_keys(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, set[str]]:
+    """What the optimizer remembers of each parameter once that has moved, told from the settings of its group."""
+    return {p: _group_keys(group) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _check_state(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], keys: set[str]) -> None:
-    """Raise StateError unless each parameter has all of `keys`, or none of them, in its own shape."""
+def _group_keys(group: Mapping[str, Any]) -> set[str]:
+    if "betas" in group:
+        return {"step", "exp_avg", "exp_avg_sq"}
+    return {"momentum_buffer"} if "ns_steps" in group else set()
+
+
+def _check_state(
+    tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], keys: Mapping[nn.Parameter, set[str]]
+) -> None:
+    """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
     got: dict[str, set[str]] = {}
     for entry, value in tensors.items():
         name, _, key = entry.rpartition("/")
@@ -194,9 +211,10 @@ def _check_state(tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter
                 "resume with the contract that wrote the checkpoint",
             )
     for name, found in got.items():
-        if found != keys:
+        expected = keys[named[name]]
+        if found != expected:
             raise StateError(
-                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(keys)}",
+                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
                 "resume with the contract that wrote the checkpoint",
             )
 

@@ -96,10 +96,14 @@ class Recorded:
     line: Line
     kept: Contribution | None = None
 
-    def run(self, contribution: Contribution, leaving: bool, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+    def offer(self, contribution: Contribution, leaving: bool) -> None:
         """As the exchange's; a contribution that is offered again is there already."""
         if contribution is not self.kept:
             base = self.line.commit.digest if self.line.commit else ""
             self.recorder.keep(contribution, self.line.layout.fragments[contribution.fragment], base)
             self.kept = contribution
-        return self.exchange.run(contribution, leaving, patience)
+        self.exchange.offer(contribution, leaving)
+
+    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+        """The exchange's."""
+        return self.exchange.outcome(patience)

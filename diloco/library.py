@@ -3,7 +3,7 @@
     with diloco.join("10.0.0.5:4000", model) as run:
         for inputs, targets in batches:
             train_step(model, optimizer, inputs, targets)
-            run.step(tokens=inputs.numel())  # every H-th call is a round: the sync happens here
+            run.step(tokens=inputs.numel())  # every H-th call ends a round: the model has moved to the new anchor
 
 The model is any `torch.nn.Module` and stays yours: its trainable parameters are read and written in place. The
 optimizer, the data and the learning rates are yours, too; a contract for such a run says `model.kind = "external"`.
@@ -22,6 +22,7 @@ from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
 from diloco.launch import peer_name
 from diloco.peer import Gate, Peer
+from diloco.schedule import Cadence
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Skip
 
@@ -35,8 +36,12 @@ class Run:
         self.contract = contract
         self._events = Events(directory / "events.jsonl" if directory else None, name)
         self._peer = Peer(name, contract, site, model, gate, self._events, directory=directory)
-        self._inner_steps = 0
-        self._due_at_step = contract.steps_per_round
+        self._cadence = Cadence.of(contract)
+        self._steps = 0
+        """Inner steps of this round."""
+        self._begun = False
+        """Whether this round's contribution is on its way."""
+        self._before = self._cadence.before(0)
         self._leaving = False
         self._gate = gate
         try:
@@ -97,22 +102,36 @@ class Run:
     def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
         """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
 
-        Returns None between syncs; after one the versions that closed, or the reason why the round was skipped
-        (nothing is lost then: the progress counts next time). The model's weights have moved to the new anchor.
+        With `sync.overlap` the contribution leaves that many calls earlier, without waiting. Returns None between
+        syncs; after one the versions that closed, or the reason why the round was skipped (nothing is lost then: the
+        progress counts next time). The model's weights have moved to the new anchor.
         """
         self._peer.journal.trained(tokens, 0)
-        self._inner_steps += 1
-        if self._inner_steps < self._due_at_step and not self._cut_short():
-            return None
-        return self.sync()
+        self._steps += 1
+        if not self._begun and (self._steps >= self._before or self._cut_short()):
+            if self._cadence.overlap == 0:
+                return self.sync()
+            return self._begin()
+        if self._begun and self._steps >= self._before + self._cadence.overlap:
+            return self.sync()
+        return None
 
     def _cut_short(self) -> bool:
         """Whether to sync early, because most others wait (`membership.stragglers`)."""
         return self.contract.membership.stragglers == "cut" and self._peer.exchange.awaited()
 
+    def _begin(self) -> Skip | None:
+        """Send what was trained so far, and go on training."""
+        self.wait()
+        skipped = self._peer.begin(_nothing, self._leaving)
+        if skipped is not None:
+            self._next_round()
+        else:
+            self._begun, self._before = True, self._steps
+        return skipped
+
     def sync(self) -> Sequence[Closed] | Skip:
-        """One round, now: pseudo-gradient, compress, exchange, average, outer step, merge."""
-        self._due_at_step = self._inner_steps + self.contract.steps_per_round
+        """The rest of a round, now, or all of it: pseudo-gradient, compress, exchange, average, outer step, merge."""
         self.wait()
         started_s = monotonic_s()
 
@@ -120,16 +139,27 @@ class Run:
             limit_s = self._peer.site.timeouts.leave_s if self._leaving else self.contract.membership.round_deadline_s
             return monotonic_s() - started_s < limit_s
 
-        outcome = self._peer.round(_no_steps, _nothing, patience, lambda: self._leaving)
+        if self._begun:
+            outcome = self._peer.finish(_nothing, patience)
+        else:
+            outcome = self._peer.round(_no_steps, _nothing, patience, lambda: self._leaving)
         if not isinstance(outcome, Skip):
             self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
+        self._next_round()
         return outcome
+
+    def _next_round(self) -> None:
+        self._steps, self._begun = 0, False
+        self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:
         """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything."""
-        if self._peer.line.trained.tokens and not self.done and self._peer.exchange.in_view:
+        if self._peer.exchange.in_view and not self.done:
             self._leaving = True
-            self.sync()
+            if self._begun:
+                self.sync()
+            if self._peer.line.trained.tokens:
+                self.sync()
         self._peer.leave("left")
         self.close()
 

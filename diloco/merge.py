@@ -1,9 +1,14 @@
-"""The invariant of every mode: local = anchor + progress that is not committed yet."""
+"""What becomes of the local weights when a version closes, and while a contribution is on its way.
+
+The invariant of every mode: local = anchor + progress that is not committed yet.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from diloco.outer import FragmentState, OuterOptimizer
 
 
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
@@ -20,3 +25,24 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     and peers without progress must not differ.
     """
     return torch.where(local == base, anchor, anchor + (local - base))
+
+
+def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
+    """alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512, algorithm 2), flat fp32.
+
+    For a version that counted us. `alpha` 0 drops what was trained while the bytes were in flight. Above 0 the local
+    weights stay apart from the anchor by a share of what was committed already, and the next pseudo-gradient holds
+    that share once more: so it is published.
+    """
+    return local * alpha + anchor * (1.0 - alpha)
+
+
+def foresee(own: FragmentState, gradient: Tensor, share: float, optimizer: OuterOptimizer) -> FragmentState:
+    """What the outer step will do with our own share of a mean that is still on its way (arXiv 2502.12996, eager).
+
+    `own`: the steps that our contributions alone would have made, of a zero anchor; `gradient`, flat fp32: the
+    pseudo-gradient just sent; `share`: its weight in the mean, 1 / peers. The result's anchor is what to add to the
+    agreed one. Outer steps are linear in what they are given (SGD, Nesterov), so this is exactly the paper's replica,
+    which steps by its own fresh share and the others' previous one, while the agreed anchor stays the same for all.
+    """
+    return optimizer.step(FragmentState(torch.zeros_like(gradient), own.slots, own.steps), gradient * share)

@@ -17,8 +17,10 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from diloco import failpoints
@@ -26,7 +28,9 @@ from diloco.checkpoint import Checkpoint, JsonValue, outer_state
 from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codec
+from diloco.compress.build import use_compiled
 from diloco.config import Contract, Site, contract_from_json
+from diloco.encoding import Encode, Encoder, encode_now
 from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
 from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
@@ -43,7 +47,18 @@ from diloco.fragments import Layout, named_parameters, read_fragment
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.outer import OuterState, open_outer
-from diloco.round import Diverged, Line, Trained, adopt_state, drop_progress, run_round, step_outer
+from diloco.round import (
+    Diverged,
+    Line,
+    Trained,
+    adopt_state,
+    begin_round,
+    drop_progress,
+    finish_round,
+    run_round,
+    step_outer,
+)  # fmt: skip
+from diloco.schedule import Finish
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
@@ -120,15 +135,11 @@ class Peer:
         self.gate = gate
         self.events = events
         self.counter = SocketCounter()
+        self._encoder = Encoder()
+        compiled_codecs(site.device.compile_codecs)
         self.parameters = named_parameters(model)
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
-        layout = Layout.agreed(shapes, contract.sync)
-        optimizer = open_outer(contract.outer)
-        anchor = [read_fragment(self.parameters, fragment) for fragment in layout.fragments]
-        state = OuterState(0, tuple(map(optimizer.start, anchor)))
-        codec = open_codec(contract.codec)
-        by_tokens = contract.outer.weighting == "tokens"
-        self.line = Line(name, self.parameters, layout, codec, optimizer, by_tokens, state)
+        self.line = open_line(name, contract, self.parameters, self._encoder)
+        self.ending = Finish.of(contract)
         if checkpoint is not None:
             self._restore(checkpoint)
         welcome = gate.welcome
@@ -169,7 +180,7 @@ class Peer:
     @property
     def done(self) -> bool:
         """Whether the run has all its tokens."""
-        return self.line.commit is not None and self.line.commit.tokens >= self.contract.run.total_tokens
+        return self.ending.done
 
     def open(self) -> None:
         """Listen, find the others, get the state. Afterwards `enter` waits for the view to include us.
@@ -231,6 +242,8 @@ class Peer:
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
         self.journal.adopted(adopt_state(self.line, state, offer.commit))
+        if offer.commit is not None:
+            self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
         wire = self.counter.sample()
         received = wire.received if wire else None
@@ -269,21 +282,49 @@ class Peer:
         on_closed: OnClosed,
         patience: Callable[[], bool],
         leaving: Callable[[], bool] = lambda: False,
+        overlapped_steps: Callable[[], None] = lambda: None,
     ) -> Sequence[Closed] | Skip:
         """One round of the straight line (`diloco.round.run_round`), with what keeps it going."""
-        seconds: dict[str, float] = {}
 
-        def steps() -> None:
+        def first_steps() -> None:
             inner_steps()
-            failpoints.hit("after-inner-steps")
-            self.catch_up(on_closed)
+            self._ready(on_closed)
+
+        def last_steps() -> None:
+            overlapped_steps()
             self.report(phase=Phase.SYNCING)
 
-        def apply(closed: Closed, seconds: dict[str, float]) -> None:
-            self._apply(closed, seconds, on_closed)
+        def rounds(seconds: dict[str, float]) -> Sequence[Closed] | Skip:
+            apply = partial(self._apply, on_closed=on_closed)
+            return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last_steps)
 
+        return self._surviving(rounds)
+
+    def begin(self, on_closed: OnClosed, leaving: bool = False) -> Skip | None:
+        """The first half of a round, for a loop that is not ours: what was trained so far goes out. None: it does."""
+
+        def offer(seconds: dict[str, float]) -> Sequence[Closed]:
+            self._ready(on_closed)
+            begin_round(self.line, self._outgoing, leaving, seconds)
+            return ()
+
+        outcome = self._surviving(offer)
+        return outcome if isinstance(outcome, Skip) else None
+
+    def finish(self, on_closed: OnClosed, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+        """The second half: wait for what comes of it, and move to the new anchor."""
+        self.report(phase=Phase.SYNCING)
+        apply = partial(self._apply, on_closed=on_closed)
+        return self._surviving(lambda seconds: finish_round(self.line, self._outgoing, apply, patience, seconds))
+
+    def _ready(self, on_closed: OnClosed) -> None:
+        failpoints.hit("after-inner-steps")
+        self.catch_up(on_closed)
+
+    def _surviving(self, work: Callable[[dict[str, float]], Sequence[Closed] | Skip]) -> Sequence[Closed] | Skip:
+        """The outcome of a round, or of half of one, whatever happens to it."""
         try:
-            outcome = run_round(self.line, steps, self._outgoing, apply, patience, leaving, seconds)
+            outcome = work({})
         except Diverged as error:
             outcome = Skip(str(error))
             self._copy_again(str(error))
@@ -299,7 +340,7 @@ class Peer:
         """Apply versions that closed without us; copy the state when they are too many."""
         try:
             for closed in self.exchange.closed(timeout_s):
-                self._apply(closed, {}, on_closed)
+                self._apply(closed, {}, on_closed=on_closed)
         except Diverged as error:
             self._copy_again(str(error))
         if self.exchange.behind:
@@ -330,6 +371,7 @@ class Peer:
         offered = self.line.sent is not None  # else an entry of our name is that of an earlier life
         mine = step_outer(self.line, closed, seconds)
         self.journal.committed(closed.commit, mine if offered else None)
+        self.ending.passed(closed.commit)
         self.exchange.hold(self.line.state, closed.commit)
         if mine is not None and self.progress.first_counted_version < 0:
             self.report(first_counted_version=closed.commit.version)
@@ -372,6 +414,7 @@ class Peer:
     def close(self) -> None:
         """End the exchange, goodbye or not. The gate is the caller's."""
         self.exchange.stop()
+        self._encoder.close()
         self.journal.close()
 
     # ------------------------------------------------------------ checkpoints
@@ -383,6 +426,8 @@ class Peer:
         line = self.line
         outer = {"outer": dict(line.state.buffers())}
         local = {"local": dict(self.parameters)} if line.trained.tokens else {}
+        residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
+        own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
         about: dict[str, JsonValue] = {
             "peer": line.peer,
             "contract": self.contract.to_json(),
@@ -392,7 +437,9 @@ class Peer:
             "blocks": line.trained.blocks,
             "parameters": [[name, list(parameter.shape)] for name, parameter in self.parameters.items()],
         }
-        return save_checkpoint(directory, line.state.version, {**outer, **local, **groups}, {**about, **meta}, keep)
+        return save_checkpoint(
+            directory, line.state.version, {**outer, **local, **residual, "own": own, **groups}, {**about, **meta}, keep
+        )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take outer state, commit and uncommitted progress from a checkpoint. Raises StateError."""
@@ -400,9 +447,16 @@ class Peer:
         text = checkpoint.meta.get("commit")
         commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
         adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
+        if commit is not None:
+            self.ending.passed(commit, copied=True)
         for name, tensor in checkpoint.groups.get("local", {}).items():
             self.parameters[name].data.copy_(tensor)
         line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+        line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
+        for name, tensor in checkpoint.groups.get("own", {}).items():
+            index, _, slot = name.partition("/")
+            own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(tensor)))
+            line.own[int(index)] = replace(own, slots={**own.slots, slot: tensor})
 
     def _terms(self, data: str) -> Terms:
         contract, layout = self.contract, self.line.layout
@@ -417,8 +471,35 @@ class Peer:
             total_tokens=contract.run.total_tokens,
             data=data,
             max_norm_ratio=contract.membership.max_norm_ratio,
+            radial=contract.outer.averaging == "radial",
             serve_bps=self.site.network.serve_bps,
         )
+
+
+compiled_codecs = cache(use_compiled)
+"""Once per process: threads may be encoding later."""
+
+
+def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], encode: Encode = encode_now) -> Line:
+    """What the rounds of a peer work on, before the first version. Raises ConfigError."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+    layout = Layout.agreed(shapes, contract.sync)
+    optimizer = open_outer(contract.outer)
+    anchor = [read_fragment(parameters, fragment) for fragment in layout.fragments]
+    return Line(
+        name,
+        parameters,
+        layout,
+        open_codec(contract.codec),
+        optimizer,
+        contract.outer.weighting == "tokens",
+        OuterState(0, tuple(map(optimizer.start, anchor))),
+        merge=contract.sync.merge,
+        mix_alpha=contract.sync.mix_alpha,
+        feedback=contract.codec.error_feedback,
+        residual_after_rejoin=contract.codec.residual_after_rejoin,
+        encode=encode,
+    )
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:

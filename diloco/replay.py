@@ -99,6 +99,8 @@ class Workshop:
     """The state that the run begins with, if the contract tells."""
     saved: Mapping[str, Callable[[], OuterState]]
     """States to take over from, by the digest of the commit that made them."""
+    radial: bool = False
+    """As `diloco.average.fold`'s."""
 
     def replay(self, progress: Callable[[int, int], None]) -> Replay:
         """Walk the whole chain. `progress` is told of versions done and in all. Raises StateError."""
@@ -174,7 +176,7 @@ class Workshop:
             terms = [(counted.weight, payload) for counted, payload in pairs if commit.counts(counted.peer, part)]
             if not terms:
                 raise ValueError(f"part {part} counts nobody")
-            yield fold(terms, stop - start, self.codec)
+            yield fold(terms, stop - start, self.codec, radial=self.radial)
 
     def _step(self, before: OuterState, fragment: Fragment, parts: Sequence[bytes], version: int) -> OuterState:
         mean = unpack(parts, fragment, self.codec)
@@ -204,6 +206,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         open_outer(contract.outer),
         lambda: seeded_state(contract, checkpoints, data_root),
         {digest: _opener(checkpoint) for checkpoint in checkpoints if (digest := _commit_digest(checkpoint))},
+        contract.outer.averaging == "radial",
     )
     return workshop.replay(progress)
 

@@ -8,18 +8,23 @@ Read `run_round` first. Everything that makes it survive dead peers, slow links 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from diloco import failpoints
 from diloco.average import unpack
-from diloco.compress import Codec
+from diloco.compress import Codec, PayloadError
+from diloco.compress.codec import magnitude
+from diloco.encoding import Encode, encode_now
+from diloco.feedback import left_over, with_residual
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
-from diloco.merge import carry
-from diloco.outer import OuterOptimizer, OuterState
+from diloco.merge import carry, foresee, mix
+from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
 from diloco.telemetry import timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
@@ -45,18 +50,33 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sent:
-    """A contribution and the local weights it was measured at (flat fp32)."""
+    """A contribution on its way. Tensors are flat fp32, of its fragment."""
 
     contribution: Contribution
     local: Tensor
+    """The local weights just after it was sent: what has changed since is progress of the next contribution."""
+    unsent: Tensor
+    """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
+    target: Tensor | None = None
+    """What was encoded, when the codec's error is fed back."""
+    foreseen: FragmentState | None = None
+    """What `eager` took ahead of the outer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead(Closed):
+    """A version whose average and outer step are made on another thread, from the state that its commit names."""
+
+    after: Callable[[], FragmentState]
+    """Waits for the fragment's next state. Raises PayloadError when the mean is no mean."""
 
 
 class Exchanger(Protocol):
     """The part of the exchange that a round needs."""
 
-    def run(
-        self, contribution: Contribution, leaving: bool, patience: Callable[[], bool]
-    ) -> Sequence[Closed] | Skip: ...
+    def offer(self, contribution: Contribution, leaving: bool) -> None: ...
+
+    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip: ...
 
 
 @dataclass
@@ -79,11 +99,28 @@ class Line:
     trained: Trained = field(default_factory=Trained)
     sent: Sent | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
+    merge: str = "carry"
+    mix_alpha: float = 0.5
+    """`SyncSection.merge` and `mix_alpha`."""
+    feedback: float | None = None
+    """Decay of the residual; None: no error feedback (`CodecSection.error_feedback`)."""
+    residual_after_rejoin: float = 0.0
+    residuals: dict[int, Tensor] = field(default_factory=dict)
+    """By fragment, flat fp32; a fragment without an entry has none yet."""
+    encode: Encode = encode_now
+    """On this thread, or ahead of the exchange on another (`Encoder`)."""
+    own: dict[int, FragmentState] = field(default_factory=dict)
+    """By fragment, for `eager`: the outer steps that our contributions alone would have made."""
 
     @property
     def due(self) -> Fragment:
         """The fragment that the next version moves."""
         return self.layout.fragments[self.state.version % len(self.layout.fragments)]
+
+    @property
+    def trainers(self) -> int:
+        """Members that contribute, as far as we know."""
+        return sum(not member.witness for member in self.commit.view) if self.commit else 1
 
 
 def run_round(
@@ -94,20 +131,41 @@ def run_round(
     patience: Callable[[], bool],
     leaving: Callable[[], bool],
     seconds: dict[str, float],
+    overlapped_steps: Callable[[], None] = lambda: None,
 ) -> Sequence[Closed] | Skip:
     """One round. Returns the versions that closed, ours counted or not, or why none did; nothing is lost either way.
 
     `apply` is called for each version that closed and calls `step_outer` (it may add telemetry and checkpoints);
-    `seconds` collects the time of each step.
+    `overlapped_steps` are inner steps to do while the bytes are on their way; `seconds` collects the time of each step.
     """
     with timed(seconds, "inner"):
         inner_steps()
+    begin_round(line, exchange, leaving(), seconds)
+    with timed(seconds, "inner"):
+        overlapped_steps()
+    return finish_round(line, exchange, apply, patience, seconds)
+
+
+def begin_round(line: Line, exchange: Exchanger, leaving: bool, seconds: dict[str, float]) -> None:
+    """Pseudo-gradient and compress; the exchange begins. Raises PayloadError when the progress is not finite."""
     if line.sent is None:
         line.sent = measure(line, seconds)
+    exchange.offer(line.sent.contribution, leaving)
+
+
+def finish_round(
+    line: Line,
+    exchange: Exchanger,
+    apply: Callable[[Closed, dict[str, float]], None],
+    patience: Callable[[], bool],
+    seconds: dict[str, float],
+) -> Sequence[Closed] | Skip:
+    """The exchange ends; average, outer step and merge."""
     with timed(seconds, "exchange"):
-        outcome = exchange.run(line.sent.contribution, leaving(), patience)
+        outcome = exchange.outcome(patience)
     if isinstance(outcome, Skip):
-        line.sent = line.sent if outcome.exposed else None
+        if not outcome.exposed:
+            withdraw(line)
         return outcome
     for closed in outcome:
         apply(closed, seconds)
@@ -115,18 +173,45 @@ def run_round(
 
 
 def measure(line: Line, seconds: dict[str, float]) -> Sent:
-    """Pseudo-gradient of the due fragment, compressed. Raises PayloadError when it is not finite."""
+    """Pseudo-gradient of the due fragment, compressed. Raises PayloadError when it is not finite.
+
+    `eager` also moves the fragment's local weights to where the outer step will have them, as far as we know.
+    """
     fragment = line.due
+    anchor = line.state.fragments[fragment.index].anchor
     with timed(seconds, "pseudo_gradient"):
         local = read_fragment(line.parameters, fragment)
-        gradient = pseudo_gradient(line.state.fragments[fragment.index].anchor, local)
+        gradient = pseudo_gradient(anchor, local)
     with timed(seconds, "compress"):
-        bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
-        parts = [line.codec.encode(gradient[start:stop]) for start, stop in bounds]
+        target = gradient
+        if line.feedback is not None:
+            target = with_residual(gradient, line.residuals.get(fragment.index), line.feedback)
+        if not math.isfinite(magnitude(target)):
+            raise PayloadError("the pseudo-gradient is not finite")
+        parts = line.encode(line.codec, target, [fragment.part_bounds(part) for part in range(fragment.parts)])
     trained = line.trained
     weight = max(trained.tokens, 1) if line.by_tokens else 1
-    version = line.state.version
-    return Sent(Contribution(fragment.index, version, weight, trained.tokens, trained.blocks, parts), local)
+    contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
+    sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
+    return sent if line.merge != "eager" else _look_ahead(line, sent, fragment, gradient)
+
+
+def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) -> Sent:
+    before = line.state.fragments[fragment.index]
+    own = line.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
+    foreseen = foresee(replace(own, steps=before.steps), gradient, 1.0 / line.trainers, line.optimizer)
+    write_fragment(line.parameters, fragment, before.anchor + foreseen.anchor)
+    local = read_fragment(line.parameters, fragment)  # as rounded to the parameters' dtype
+    return replace(sent, local=local, unsent=local + gradient, foreseen=foreseen)
+
+
+def withdraw(line: Line) -> None:
+    """What was sent comes to nothing, and nobody holds it: it is progress again."""
+    sent, line.sent = line.sent, None
+    if sent is not None and sent.foreseen is not None:
+        fragment = line.layout.fragments[sent.contribution.fragment]
+        anchor = line.state.fragments[fragment.index].anchor
+        write_fragment(line.parameters, fragment, carry(read_fragment(line.parameters, fragment), sent.unsent, anchor))
 
 
 def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted | None:
@@ -141,7 +226,8 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     ours = (counted for counted in commit.counted if counted.peer == line.peer)
     mine = next(ours, None) if line.sent is not None else None  # else it is that of an earlier life of this peer
     if commit.state_digest != line.state.digest:
-        line.sent = line.sent if mine is not None else None  # not counted for certain: all of it is still progress
+        if mine is None:
+            withdraw(line)  # not counted for certain: all of it is still progress
         raise Diverged(commit.version)
     _move_anchor(line, closed, mine, seconds)
     line.commit = commit
@@ -154,27 +240,56 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
 def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict[str, float]) -> None:
     fragment = line.layout.fragments[closed.commit.fragment]
     before = line.state.fragments[fragment.index]
-    with timed(seconds, "average"):
-        mean = unpack(closed.parts, fragment, line.codec)
-    with timed(seconds, "outer"):
-        after = line.optimizer.step(before, mean)
+    if isinstance(closed, Ahead):
+        with timed(seconds, "outer"):
+            after = closed.after()
+    else:
+        with timed(seconds, "average"):
+            mean = unpack(closed.parts, fragment, line.codec)
+        with timed(seconds, "outer"):
+            after = line.optimizer.step(before, mean)
     failpoints.hit("before-merge")
     with timed(seconds, "merge"):
-        base = _counted_from(line, closed.commit, fragment, before.anchor) if mine is not None else before.anchor
-        local = carry(read_fragment(line.parameters, fragment), base, after.anchor)
+        local = _merged(line, closed.commit, fragment, mine is not None, before.anchor, after.anchor)
         write_fragment(line.parameters, fragment, local)
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
+        if mine is not None:
+            _settle(line, closed.commit, fragment)
 
 
-def _counted_from(line: Line, commit: Commit, fragment: Fragment, anchor: Tensor) -> Tensor:
-    """What to carry progress from: where we counted, the weights that we sent; where a part omitted us, the anchor."""
-    assert line.sent is not None
-    omitted = [entry for entry in commit.omitted if entry.peer == line.peer]
-    base = line.sent.local.clone() if omitted else line.sent.local
-    for entry in omitted:
-        start, stop = fragment.part_bounds(entry.start)[0], fragment.part_bounds(entry.stop - 1)[1]
-        base[start:stop] = anchor[start:stop]
-    return base
+def _merged(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> Tensor:
+    """The local weights on the new anchor. A part that omits us, or a version, leaves what we sent progress."""
+    local, sent = read_fragment(line.parameters, fragment), line.sent
+    if sent is None:
+        return carry(local, old, new)
+    if not counted:
+        return carry(local, sent.unsent, new)
+    merged = mix(local, new, line.mix_alpha) if line.merge == "mix" else carry(local, sent.local, new)
+    for start, stop in _omitted(line, commit, fragment):
+        merged[start:stop] = carry(local[start:stop], sent.unsent[start:stop], new[start:stop])
+    return merged
+
+
+def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
+    """Spans of elements whose mean leaves us out, though the version counts us."""
+    return [
+        (fragment.part_bounds(entry.start)[0], fragment.part_bounds(entry.stop - 1)[1])
+        for entry in commit.omitted
+        if entry.peer == line.peer
+    ]
+
+
+def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
+    """What we sent is counted: what the codec dropped of it is the residual, what we foresaw has happened."""
+    sent = line.sent
+    assert sent is not None
+    if sent.target is not None:
+        parts, before = sent.contribution.parts, line.residuals.get(fragment.index)
+        line.residuals[fragment.index] = left_over(
+            sent.target, parts, fragment, line.codec, lambda part: commit.counts(line.peer, part), before
+        )
+    if sent.foreseen is not None:
+        line.own[fragment.index] = sent.foreseen
 
 
 def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
@@ -192,6 +307,9 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
         write_fragment(line.parameters, fragment, local)
     line.state, line.commit, line.sent = state, commit, None
     line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
+    line.own.clear()
+    kept = line.residual_after_rejoin
+    line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
     return discarded
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from diloco.inner import InnerLoop, evaluate, random_states, restore_random_stat
 from diloco.island import Island
 from diloco.models import build_model, count_parameters
 from diloco.peer import Gate, Peer
+from diloco.schedule import Cadence
 from diloco.telemetry import Events
 from diloco.types import Commit, Counted, Phase
 
@@ -57,6 +58,14 @@ def device_of(site: Site) -> torch.device:
             "device.kind is 'cuda', but torch sees no GPU", "install a CUDA build of torch, or use 'cpu'"
         )
     return torch.device("cuda" if available and site.device.kind != "cpu" else "cpu")
+
+
+class _Phase(NamedTuple):
+    """How far the run is, for all ranks of an island."""
+
+    finishing: bool = False
+    """Nothing is trained any more, only committed."""
+    done: bool = False
 
 
 class Trainer:
@@ -98,6 +107,8 @@ class Trainer:
             self._restore(checkpoint)
         self._commit: Commit | None = None
         self._trained = checkpoint.value("tokens", int) if checkpoint else 0
+        self._cadence = Cadence.of(contract)
+        self._phase = _Phase()
         self._losses: list[float] = []
         self._tokens_here = 0
         self._started_s = self._reported_s = monotonic_s()
@@ -126,8 +137,10 @@ class Trainer:
         return self._end()
 
     def _round(self) -> None:
+        self._losses = []
         if self.peer is None:
-            self._inner_steps()
+            self._first_steps()
+            self._overlapped_steps()
             return
         self._take_over(self.peer)
         leave_s = self.site.timeouts.leave_s
@@ -139,18 +152,19 @@ class Trainer:
             limit_s = min(leave_s, deadline_s) if self.stop() else deadline_s
             return asked_s[-1] - asked_s[0] < limit_s
 
-        self.peer.round(self._inner_steps, self._on_closed, patience, self.stop)
+        self.peer.round(self._first_steps, self._on_closed, patience, self.stop, self._overlapped_steps)
 
     def _ended(self) -> bool:
-        commit = self._commit
-        done = commit is not None and commit.tokens >= self.contract.run.total_tokens
-        return done or json.loads(self.island.share(json.dumps(self.stop())))
+        return self._phase.done or json.loads(self.island.share(json.dumps(self.stop())))
 
     def _follow(self) -> None:
         """The other ranks of the island take over what rank 0 stands at."""
+        if self.peer is not None:
+            self._phase = _Phase(self.peer.ending.finishing, self.peer.done)
         if self.island.size == 1:
             return
         standing = {
+            "phase": self._phase,
             "commit": self._commit.to_bytes().decode() if self._commit else "",
             "trained": self._trained,
             "reader": self.reader.state_dict(),
@@ -158,15 +172,25 @@ class Trainer:
         standing = json.loads(self.island.share(json.dumps(standing)))
         self._commit = Commit.from_bytes(standing["commit"].encode()) if standing["commit"] else None
         self._trained = standing["trained"]
+        self._phase = _Phase(*standing["phase"])
         self.reader.load_state_dict(standing["reader"])
         self.island.broadcast(self.model.parameters())
 
     # ------------------------------------------------------------ inner steps
 
-    def _inner_steps(self) -> None:
-        self._losses = []
+    def _first_steps(self) -> None:
+        """Those before the contribution is measured."""
+        self._inner_steps(self._cadence.before(self._trained))
+
+    def _overlapped_steps(self) -> None:
+        """Those while it is on its way. `eager` has moved rank 0's weights meanwhile."""
+        if self.contract.sync.merge == "eager" and self.island.size > 1:
+            self.island.broadcast(self.model.parameters())
+        self._inner_steps(self._cadence.overlap)
+
+    def _inner_steps(self, count: int) -> None:
         inner = self.contract.inner
-        for _ in range(self.contract.steps_per_round):
+        for _ in range(0 if self._phase.finishing else count):
             if self._asked_to_stop() or self._cut_short():
                 return
             began_s = monotonic_s()

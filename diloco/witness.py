@@ -23,6 +23,7 @@ from diloco.fragments import Layout
 from diloco.launch import PeerOptions, event_card, open_directory, open_site, peer_name
 from diloco.outer import open_outer
 from diloco.peer import Gate, rules_of, timing_of
+from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
 from diloco.types import Closed, Member, Phase, Progress
 
@@ -64,6 +65,7 @@ class Witness:
         runtime = gate.runtime
         self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason)
         self.version, self.tokens = -1, 0
+        self.ending = Finish.of(contract)
 
     def run(self, stop: Callable[[], bool]) -> WitnessEnding:
         """Listen, ask to be taken in, vote; say goodbye at the end."""
@@ -95,7 +97,7 @@ class Witness:
         while not stop():
             for closed in self.exchange.closed(timeout_s=0.2):
                 self._on_closed(closed)
-            if self.tokens >= self.contract.run.total_tokens:
+            if self.ending.done:
                 return "the run is complete"
             if self.exchange.refused is not Reply.FENCED:
                 refused_s = monotonic_s()
@@ -105,6 +107,7 @@ class Witness:
 
     def _on_closed(self, closed: Closed) -> None:
         commit = closed.commit
+        self.ending.passed(commit, copied=self.version < 0)
         self.version, self.tokens = commit.version, commit.tokens
         self.exchange.report(Progress(phase=Phase.WITNESS, version=commit.version))
         names = [counted.peer for counted in commit.counted]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,15 @@ from torch import nn
 
 from diloco.average import fold, mean_digest
 from diloco.checkpoint import save
-from diloco.compress import open_codec
 from diloco.config import Contract, StorageSection
 from diloco.data.leases import advance, found
-from diloco.fragments import Layout, named_parameters, read_fragment
+from diloco.fragments import named_parameters
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.models import build_model
-from diloco.outer import OuterState, open_outer
-from diloco.round import Line, adopt_state, measure, step_outer
-from diloco.types import Closed, Commit, Counted, Member, Omitted, Skip
+from diloco.peer import open_line
+from diloco.round import adopt_state, measure, step_outer
+from diloco.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
 
 VOCAB = 64
 TOKENS, BLOCKS = 32, 2
@@ -44,13 +43,7 @@ class PaperPeer:
         self.name, self.directory = name, root / name
         self.member = Member(name, int.from_bytes(name.encode()[:6]), f"{name}:1")
         model: nn.Module = build_model(contract().model, VOCAB, run.run.seed)
-        parameters = named_parameters(model)
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-        layout = Layout.agreed(shapes, run.sync)
-        optimizer = open_outer(run.outer)
-        anchor = [read_fragment(parameters, fragment) for fragment in layout.fragments]
-        state = OuterState(0, tuple(map(optimizer.start, anchor)))
-        self.line = Line(name, parameters, layout, open_codec(run.codec), optimizer, True, state)
+        self.line = open_line(name, run, named_parameters(model))
         self.warnings: list[str] = []
         opening = Opening(name, self.member.incarnation, run.run.name, run.digest, lineage, founds, False)
         storage = StorageSection(record=record)
@@ -70,10 +63,12 @@ class PaperPeer:
         self.line.sent = self.line.sent or measure(self.line, {})
 
         class Nowhere:
-            def run(self, *_: object) -> Skip:
+            def offer(self, contribution: Contribution, leaving: bool) -> None: ...
+
+            def outcome(self, patience: Callable[[], bool]) -> Skip:
                 return Skip("on paper", exposed=True)
 
-        self.journal.outgoing(Nowhere()).run(self.line.sent.contribution, False, lambda: False)
+        self.journal.outgoing(Nowhere()).offer(self.line.sent.contribution, False)
 
     def apply(self, closed: Closed) -> None:
         mine = step_outer(self.line, closed, {})

@@ -12,13 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.average import BadTerm, fold, mean_digest, unpack
-from diloco.compress import PayloadError, open_codec
+from diloco.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, unpack
+from diloco.compress import Codec, PayloadError, bundle, open_codec
 from diloco.config import CodecSection
 from diloco.fragments import Layout
+from diloco.radial import radial_mean
 
 FP32 = open_codec(CodecSection(name="fp32", zstd=False))
 INT8 = open_codec(CodecSection(name="int8"))
+TOPK = open_codec(CodecSection(name="topk", density=0.1, values="fp16", zstd=False))
+TOPK_ALL = open_codec(CodecSection(name="topk", density=0.1, values="int8", mean="all", zstd=True))
+LOWRANK = open_codec(CodecSection(name="lowrank", rank=4, columns=64, zstd=False))
+GATHERED = {"topk": TOPK, "topk over all": TOPK_ALL, "lowrank": LOWRANK}
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -137,8 +142,100 @@ def test_digest_of_the_mean() -> None:
     assert len({mean_digest(p) for p in (parts, parts[::-1], [b"onetwo"], [b"on", b"etwo"])}) == 4
 
 
-def test_who_trained_more_may_have_gone_as_much_farther():
+def test_who_trained_more_may_have_gone_as_much_farther() -> None:
     usual, far = (FP32.encode(torch.full((4,), size)) for size in (0.01, 5.0))
     with pytest.raises(BadTerm):
         fold([(1, usual), (1, far)], 4, FP32, 100.0, [1000, 1000])
     assert fold([(1, usual), (1, far)], 4, FP32, 100.0, [1000, 6000]) == fold([(1, usual), (1, far)], 4, FP32)
+
+
+# ---------------------------------------------------------------- gathered, and radial
+
+each_gathered = pytest.mark.parametrize("codec", GATHERED.values(), ids=GATHERED)
+
+
+def decoded_mean(payload: bytes, codec: Codec, elements: int) -> Tensor:
+    out = torch.empty(elements)
+    mean_into(payload, codec, out)
+    return out
+
+
+@each_gathered
+@given(weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=6), counted=st.integers(1, 63))
+def test_gathered_mean_of_those_who_count(codec: Codec, weights: list[int], counted: int) -> None:
+    """Whoever a part omits is neither in the sum nor in the divisor."""
+    sent = [(weight, codec.encode(v)) for weight, v in zip(weights, contributions(len(weights)), strict=True)]
+    terms = [term for index, term in enumerate(sent) if counted >> index & 1] or sent
+    values = np.stack([codec.decode(payload, 500).double().numpy() for _, payload in terms])
+    weight = np.array([[float(weight)] for weight, _ in terms])
+    divisor = (weight * (values != 0)).sum(axis=0) if codec is TOPK else weight.sum(axis=0)
+    expected = (weight * values).sum(axis=0) / np.where(divisor == 0, 1, divisor)
+    mean = decoded_mean(fold(terms, 500, codec), codec, 500).numpy()
+    assert np.abs(mean - expected).max() <= 1e-6 * np.abs(values).max()
+
+
+@each_gathered
+def test_a_bundle_has_the_order_of_the_view_and_the_payloads_as_they_came(codec: Codec) -> None:
+    terms = [(1 + index, codec.encode(v)) for index, v in enumerate(contributions(3))]
+    payload = fold(terms, 500, codec)
+    assert bundle.split(payload, codec.max_bytes(500)) == terms
+    assert fold(terms[::-1], 500, codec) != payload
+    assert len(payload) <= max_mean_bytes(codec, 500, 3) < max_mean_bytes(codec, 500)
+    assert max_mean_bytes(INT8, 500) == INT8.max_bytes(500)
+
+
+def test_topk_sums_in_the_order_given_bit_for_bit() -> None:
+    terms = [(weight, TOPK.encode(v)) for weight, v in zip((1, 5, 7), contributions(3), strict=True)]
+    total, divisor = np.zeros(500, np.float32), np.zeros(500, np.float32)
+    for weight, payload in terms:
+        values = TOPK.decode(payload, 500).numpy()
+        total += values * np.float32(weight)
+        divisor += (values != 0) * np.float32(weight)
+    expected = total / np.where(divisor == 0, np.float32(1), divisor)
+    assert bits(decoded_mean(fold(terms, 500, TOPK), TOPK, 500)) == bits(torch.from_numpy(expected))
+
+
+@each_gathered
+def test_bad_and_absurd_contributions_are_named_before_they_are_gathered(codec: Codec) -> None:
+    good, large = (codec.encode(v * size) for v, size in zip(contributions(2), (1.0, 1000.0), strict=True))
+    for bad in (good[:-1], good + b"\0", b"", b"\xff" * len(good)):
+        with pytest.raises(BadTerm) as refused:
+            fold([(1, good), (1, bad), (1, good)], 500, codec)
+        assert refused.value.index == 1
+    with pytest.raises(BadTerm, match="absurdly large") as refused:
+        fold([(1, good), (1, good), (1, large)], 500, codec, 100.0)
+    assert refused.value.index == 2
+    assert fold([(1, good), (1, large)], 500, codec)
+
+
+def test_a_bundle_has_room_for_so_many() -> None:
+    terms = [(1, TOPK.encode(contributions(1)[0]))] * bundle.MAX_CONTRIBUTIONS
+    assert len(fold(terms, 500, TOPK)) == max_mean_bytes(TOPK, 500)
+    with pytest.raises(BadTerm) as refused:
+        fold([*terms, terms[0]], 500, TOPK)
+    assert refused.value.index == bundle.MAX_CONTRIBUTIONS
+
+
+def test_unpack_of_gathered_parts() -> None:
+    (fragment,) = Layout.of([("w", (500,))], part_elements=200).fragments
+    bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
+    values = contributions(2)
+    parts = [fold([(1, TOPK.encode(v[a:b])) for v in values], b - a, TOPK) for a, b in bounds]
+    pieces = [decoded_mean(part, TOPK, b - a) for part, (a, b) in zip(parts, bounds, strict=True)]
+    assert torch.equal(unpack(parts, fragment, TOPK), torch.cat(pieces))
+    for wrong in (parts[:2], parts[::-1], [part[:-1] for part in parts]):
+        with pytest.raises(PayloadError):
+            unpack(wrong, fragment, TOPK)
+
+
+def test_radial_mean_is_made_of_what_was_decoded_and_encoded_once() -> None:
+    weights, values = [1, 2, 3], contributions(3)
+    payloads = [(weight, INT8.encode(v)) for weight, v in zip(weights, values, strict=True)]
+    decoded = [INT8.decode(payload, 500) for _, payload in payloads]
+    folded = fold(payloads, 500, INT8, radial=True)
+    assert folded == INT8.encode(radial_mean(decoded, weights)) != fold(payloads, 500, INT8)
+    with pytest.raises(BadTerm) as refused:
+        fold([*payloads, (1, b"")], 500, INT8, radial=True)
+    assert refused.value.index == 3
+    with pytest.raises(BadTerm, match="absurdly large"):
+        fold([*payloads, (1, INT8.encode(values[0] * 1000))], 500, INT8, 100.0, radial=True)

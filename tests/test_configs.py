@@ -155,7 +155,12 @@ CONTRACT_MISTAKES = [
     ("[inner]\nlr = 0.0", "inner.lr: Input should be greater than 0, got 0.0", "config show"),
     ("[inner]\nbetas = [1, 1, 1]", "inner.betas: Tuple should have at most 2 items", "config show"),
     ("[inner.lr]\nx = 1", "inner.lr: Input should be a valid number", "config show"),
-    ("[codec]\nname = 'int7'", "codec.name: Input should be 'fp32', 'fp16', 'bf16' or 'int8', got 'int7'", "show"),
+    (
+        "[codec]\nname = 'int7'",
+        "codec.name: Input should be 'fp32', 'fp16', 'bf16', "
+        "'int8', 'int4', 'e3m0', 'two_bit', 'sign', 'topk', 'dct' or 'lowrank', got 'int7'",
+        "show",
+    ),
     ("[model]\npreset = '1M'", "model.preset '1M' does not exist", "did you mean '1m'?"),
     ("[model]\npreset = 'huge'", "model.preset 'huge' does not exist", "known: "),
     ("[model]\npreset = ['1m']", "model.preset: Input should be a valid string, got ['1m']", "config show"),

@@ -28,21 +28,22 @@ LAYERS = {
         diloco.launch diloco.witness diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report
         diloco.screen diloco.history diloco.audit diloco.replay""",
     "peer": "diloco.peer diloco.journal",
-    "round": "diloco.round diloco.inner diloco.exchange",
+    "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
     "edges": """
-        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys
+        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
         diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry
         diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.outer diloco.merge diloco.fragments
-        diloco.models.transformer diloco.models.export_map diloco.outlier""",
+        diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
+        diloco.radial""",
     "protocol": """
         diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
         diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages
         diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
         diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
         diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
-    "values": "diloco.types diloco.chain diloco.errors diloco.config diloco.models.presets",
+    "values": "diloco.types diloco.chain diloco.suggest diloco.errors diloco.config diloco.models.presets",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,13 +23,15 @@ class PayloadError(ValueError):
 class Codec(ABC):
     """How the values of one part become bytes and come back."""
 
-    gathered = False
-    """Whether members get every contribution (sums do not stay small), and not the mean, encoded once more."""
-
     @property
     @abstractmethod
     def name(self) -> str:
         """For people and for telemetry."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether members get every contribution (sums do not stay small), and not the mean, encoded once more."""
+        return False
 
     @abstractmethod
     def encode(self, values: Tensor) -> bytes:
@@ -63,6 +66,22 @@ class Codec(ABC):
         squares = float(torch.dot(values, values))
         total.add_(values.mul_(weight))
         return squares
+
+    def squares(self, payload: bytes, elements: int) -> float:
+        """What `fold` returns, and nothing else. Raises PayloadError."""
+        values = self.decode(payload, elements)
+        return float(torch.dot(values, values))
+
+    def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
+        """Fill `out` with the mean of what was gathered: terms are (weight >= 0, payload), at least one.
+
+        Products and sums are rounded one by one, in the order given; what overflows saturates, and without any weight
+        the mean is zero. Raises PayloadError; `out` may then hold anything.
+        """
+        out.fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+        for weight, payload in terms:
+            self.fold(payload, float(weight), out)
+        out.div_(float(sum(weight for weight, _ in terms))).nan_to_num_()
 
 
 def check_size(payload: bytes, expected_bytes: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diloco import failpoints
-from diloco.average import is_mean_of, mean_digest
+from diloco.average import is_mean_of, max_mean_bytes, mean_digest, unpack
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
@@ -42,7 +42,8 @@ from diloco.exchange.statesync import Snapshots, download, make_offer
 from diloco.exchange.status import status_json
 from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
-from diloco.outer import OuterOptimizer, OuterState
+from diloco.outer import FragmentState, OuterOptimizer, OuterState
+from diloco.round import Ahead
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Terms:
     """Fingerprint of the training data; empty when each peer has its own."""
     max_norm_ratio: float = 0.0
     """A contribution that is so many times larger than the others' is refused; 0: none is."""
+    radial: bool = False
+    """Lengths and directions are averaged apart (`diloco.radial`)."""
     serve_bps: float = 0.0
     """Limit for serving the state to joiners, bits per second; 0: none."""
 
@@ -129,7 +132,7 @@ class Exchange:
         self.link = link
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
         self.directory: tuple[str, ...] = ()
-        sizes = (terms.codec.max_bytes(fragment.part_elements) for fragment in terms.layout.fragments)
+        sizes = (max_mean_bytes(terms.codec, fragment.part_elements) for fragment in terms.layout.fragments)
         self.max_part_bytes = max(sizes, default=0)
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
@@ -143,7 +146,10 @@ class Exchange:
         self._outlets: list[Outlets] = []
         self._moved = asyncio.Condition()
         self._contribution: Contribution | None = None
+        self._outcome: Future[Sequence[Closed] | Skip] = Future()
+        """Of the latest offer, for the training side."""
         self._waiting: Future[Sequence[Closed] | Skip] | None = None
+        """The same, as long as the offer stands."""
         self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
         self._backlog: deque[Closed] = deque(maxlen=terms.rules.backlog_versions)
         self._closed: deque[Closed] = deque()
@@ -169,18 +175,21 @@ class Exchange:
         """Whether this peer is a member of the run now."""
         return self.machine.in_view
 
-    def run(self, contribution: Contribution, leaving: bool, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
-        """Contribute to the version being made; wait until it closes.
+    def offer(self, contribution: Contribution, leaving: bool) -> None:
+        """Contribute to the version being made. `outcome` tells what comes of it; meanwhile training may go on."""
+        self._outcome = Future()
+        self._call(self._offer, contribution, leaving, self._outcome)
+
+    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+        """Wait until the version that was offered for closes.
 
         Returns the versions that closed, in order (ours may or may not be counted in them), or why the round is
         skipped. Asks `patience` a few times a second; when that is False the contribution is withdrawn.
         """
-        future: Future[Sequence[Closed] | Skip] = Future()
-        self._call(self._offer, contribution, leaving, future)
         withdrawn = False
         while True:
             try:
-                return future.result(timeout=0.2)
+                return self._outcome.result(timeout=0.2)
             except TimeoutError:
                 self._raise_failure()
                 if not withdrawn and not patience():
@@ -461,7 +470,7 @@ class Exchange:
             for index in range(start, stop):
                 if index == (start + stop) // 2:
                     failpoints.hit("mid-contribution")
-                yield Part(index, contribution.parts[index])
+                yield Part(index, await asyncio.to_thread(contribution.parts.__getitem__, index))  # or it is encoded
 
         failpoints.hit("before-contribution")
         header = self._header(Kind.CONTRIBUTION, (effect.version, effect.attempt), effect.generation)
@@ -474,7 +483,8 @@ class Exchange:
         fragment = self.terms.layout.fragments[self.machine.fragment]
         self._drop_work()
         me = self.machine.me.peer
-        work = self._work = Work(begin, me, fragment, self.terms.codec, self.terms.max_norm_ratio)
+        terms = self.terms
+        work = self._work = Work(begin, me, fragment, terms.codec, terms.max_norm_ratio, terms.radial)
         if self._contribution is not None:
             work.take_own(self._contribution)
         self._open_outlets(work, work.owned())
@@ -562,11 +572,25 @@ class Exchange:
         self._drop_work()
         self._contribution = None
         with self._closed_changed:
-            self._closed.append(closed)
+            self._closed.append(self._stepped(closed))
             self._closed_changed.notify_all()
         if self._waiting is not None:
             self._answer(self._take_closed())
         self._spawn(self._tell_moved())
+
+    def _stepped(self, closed: Closed) -> Closed:
+        """Begin average and outer step on our own thread, if we know the state that the version was made on."""
+        state, commit, terms = self._state, closed.commit, self.terms
+        if state is None or not closed.parts or commit.state_digest != state.digest:
+            return closed
+        fragment = terms.layout.fragments[commit.fragment]
+
+        def step() -> FragmentState:
+            after = terms.optimizer.step(state.fragments[fragment.index], unpack(closed.parts, fragment, terms.codec))
+            _ = after.hashes  # they are kept, and nobody waits for them later
+            return after
+
+        return Ahead(commit, closed.parts, self._pool.submit(step).result)
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
         """Nothing that closed on our lineage, and was not applied yet, counts any more."""
@@ -596,17 +620,21 @@ class Exchange:
                 self._feed(m.MeanHeld(commit.mean_digest))
                 return
 
+    def _since(self) -> int:
+        """The version after which commits are missing."""
+        return self.machine.version if self.machine.commit is not None else self.machine.version - 1
+
     async def _catch_up(self, source: Member) -> None:
-        since = self.machine.version if self.machine.commit is not None else self.machine.version - 1
+        since = self._since()
         stall_s = self.terms.timing.stall_s
         try:
             missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
         except (LinkDown, LinkSlow, LinkRefused) as error:
             logger.info("no commits from %s: %s", source.peer, error)
             return
-        if not missed:
+        if not missed and since == self._since():  # else a version closed meanwhile
             self.behind = True
-            self._answer(Skip("too far behind to catch up by commits: the state must be copied", self.machine.exposed))
+            self._feed(m.Withdrawn(m.TOO_FAR))
         for closed in missed:
             if not is_mean_of(closed.parts, closed.commit, self.terms.layout):
                 logger.warning("%s sent a mean that does not match its commit", source.peer)
@@ -674,7 +702,7 @@ class Exchange:
             if work.generation:
                 return m.Reply.STALE  # it has another owner since a repair
             return self._refuse(key, sender, f"part {part.index} is not its to send to me")
-        if len(part.payload) > work.max_bytes(part.index):
+        if len(part.payload) > work.max_bytes(header.kind, part.index):
             return self._refuse(key, sender, f"part {part.index} has {len(part.payload)} bytes")
         if header.kind is Kind.CONTRIBUTION:
             work.put_contribution(sender, part.index, part.payload)

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 MAX_COMMITS: Final = 4096
 """Most commits taken from one answer."""
 
+IDLE_MS: Final = 60_000
+"""A connection that nobody used for so long is closed; without that gRPC knocks at a dead peer's door once a second
+for half an hour, and the dead of a long run are many."""
+
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
@@ -180,6 +184,7 @@ class GrpcLink(Link):
             "grpc.keepalive_time_ms": 2 * rpc_ms,
             "grpc.keepalive_timeout_ms": 4 * rpc_ms,
             "grpc.http2.ping_timeout_ms": 4 * rpc_ms,
+            "grpc.client_idle_timeout_ms": IDLE_MS,
         }
         return grpc.aio.secure_channel(f"dns:///{target}", self._credentials, options=list(options.items()))
 

@@ -170,9 +170,9 @@ class Machine(Parting):
             if self._reduction is None:
                 self._send_ready()
 
-    def _on_withdrawn(self, _: m.Withdrawn) -> None:
+    def _on_withdrawn(self, event: m.Withdrawn) -> None:
         if self._offer is not None:
-            self._give_up(f"no commit before the round's deadline ({self._waiting_for})")
+            self._give_up(event.reason or f"no commit before the round's deadline ({self._waiting_for})")
 
     def _on_leave_wanted(self, _: m.LeaveWanted) -> None:
         others = [member for member in self.alive() if member != self.me]

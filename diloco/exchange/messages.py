@@ -262,9 +262,15 @@ class Offered:
     offer: Offer
 
 
+TOO_FAR = "too far behind to catch up by commits: the state must be copied"
+
+
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
     """The training side waits no longer."""
+
+    reason: str = ""
+    """Empty: its patience is at an end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,6 @@ class Standing:
         return self._alone_since is not None
 
     @property
-    def exposed(self) -> bool:
-        """Whether bytes of a contribution to the version being made went out, so that it may be counted."""
-        return self._exposed
-
-    @property
     def reducing(self) -> tuple[int, int, int] | None:
         """(version, attempt, generation) of the reduction under way."""
         return (*self._reduction.key, self._reduction.generation) if self._reduction else None

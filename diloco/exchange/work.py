@@ -1,6 +1,7 @@
 """The bytes of one attempt's reduction on one peer: contributions to the parts it owns, and the mean as it grows.
 
-Bounded by sizes known beforehand: at most one encoded span per contributor, and one encoded fragment for the mean.
+Bounded by sizes known beforehand: at most one encoded span per contributor, and one encoded fragment for the mean,
+or one from each contributor where the codec gathers them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from diloco.average import BadTerm, fold
+import torch
+
+from diloco.average import BadTerm, fold, max_mean_bytes, mean_into
 from diloco.compress import Codec, PayloadError
 from diloco.exchange.link import Kind
 from diloco.exchange.messages import Begin, Span
@@ -27,12 +30,21 @@ class BadContribution(Exception):
 class Work:
     """Made when an attempt begins, dropped when its version closes or another attempt begins."""
 
-    def __init__(self, begin: Begin, me: str, fragment: Fragment, codec: Codec, max_norm_ratio: float = 0.0) -> None:
+    def __init__(
+        self,
+        begin: Begin,
+        me: str,
+        fragment: Fragment,
+        codec: Codec,
+        max_norm_ratio: float = 0.0,
+        radial: bool = False,
+    ) -> None:
         self.begin = begin
         self.me = me
         self.fragment = fragment
         self.codec = codec
         self.max_norm_ratio = max_norm_ratio
+        self.radial = radial
         self.mean: list[bytes | None] = [None] * fragment.parts
         self.generation = 0
         self._owner: dict[int, str] = {}
@@ -46,9 +58,11 @@ class Work:
     def key(self) -> tuple[int, int]:
         return self.begin.version, self.begin.attempt
 
-    def max_bytes(self, part: int) -> int:
-        """Most bytes that a payload of this part may have."""
-        return self.codec.max_bytes(self._elements(part))
+    def max_bytes(self, kind: Kind, part: int) -> int:
+        """Most bytes that a payload of this part may have: a contribution, or the mean."""
+        if kind is Kind.CONTRIBUTION:
+            return self.codec.max_bytes(self._elements(part))
+        return max_mean_bytes(self.codec, self._elements(part), len(self._contributors))
 
     def owned(self) -> list[int]:
         """Parts that are mine to average."""
@@ -58,7 +72,6 @@ class Work:
         """My own contribution to the parts that I own does not travel."""
         if self.me in self._contributors:
             self._own = contribution.parts
-            self._put_own(self.owned())
 
     def repair(self, generation: int, spans: Sequence[Span]) -> list[int]:
         """Owners changed. The parts that moved are empty again; returns those of them that are mine now."""
@@ -66,9 +79,7 @@ class Work:
         moved = self._assign(spans)
         for part in moved:
             self.mean[part] = None
-        mine = [part for part in moved if self._owner[part] == self.me]
-        self._put_own(mine)
-        return mine
+        return [part for part in moved if self._owner[part] == self.me]
 
     def expects(self, kind: Kind, sender: str, part: int) -> bool:
         """Whether a part of that kind from that peer belongs to this reduction."""
@@ -83,7 +94,7 @@ class Work:
 
     def check_mean(self, part: int, payload: bytes) -> None:
         """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
-        self.codec.decode(payload, self._elements(part))
+        mean_into(payload, self.codec, torch.empty(self._elements(part)))
 
     def put_mean(self, part: int, payload: bytes) -> None:
         """Keep what was checked by `expects` and `check_mean`."""
@@ -94,12 +105,12 @@ class Work:
 
         The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
         """
-        payloads = self._payloads[part]
+        payloads = self._payloads[part] | ({self.me: self._own[part]} if self._own else {})
         counted = [entry for entry in self.begin.contributors if entry.peer not in omitted]
         terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
         try:
             tokens = [entry.tokens for entry in counted]
-            return fold(terms, self._elements(part), self.codec, self.max_norm_ratio, tokens)
+            return fold(terms, self._elements(part), self.codec, self.max_norm_ratio, tokens, self.radial)
         except BadTerm as error:
             raise BadContribution(counted[error.index].peer, str(error)) from error
 
@@ -135,11 +146,6 @@ class Work:
         self._owner = owner
         self._payloads |= {part: {} for part in moved if owner[part] == self.me}
         return moved
-
-    def _put_own(self, parts: Sequence[int]) -> None:
-        if self._own:
-            for part in parts:
-                self._payloads[part][self.me] = self._own[part]
 
     def _elements(self, part: int) -> int:
         start, stop = self.fragment.part_bounds(part)

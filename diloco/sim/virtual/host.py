@@ -325,7 +325,7 @@ class Host:
 
     def _take(self, work: Work, stream: Stream, part: int, payload: bytes, omitted: tuple[str, ...]) -> bool:
         sender = stream.sender.name
-        if not work.expects(stream.kind, sender, part) or len(payload) > work.max_bytes(part):
+        if not work.expects(stream.kind, sender, part) or len(payload) > work.max_bytes(stream.kind, part):
             return False
         if stream.kind is Kind.CONTRIBUTION:
             work.put_contribution(sender, part, payload)
@@ -376,14 +376,23 @@ class Host:
         ask(self, source, lambda other: other.mean(commit.mean_digest), take, lambda: self._fetch_mean(commit, sources))
 
     def _catch_up(self, source: Member) -> None:
-        since = self.machine.version if self.machine.commit is not None else self.machine.version - 1
+        since = self._since()
         ask = self.world.network.ask
-        ask(self, source, lambda other: other.commits_since(since), self._learn, lambda: None)
+        ask(
+            self,
+            source,
+            lambda other: other.commits_since(since),
+            lambda missed: self._learn(since, missed),
+            lambda: None,
+        )
 
-    def _learn(self, missed: Sequence[Closed]) -> None:
-        if not missed:
+    def _since(self) -> int:
+        return self.machine.version if self.machine.commit is not None else self.machine.version - 1
+
+    def _learn(self, since: int, missed: Sequence[Closed]) -> None:
+        if not missed and since == self._since():
             self.behind = True
-            self._answer(Skip("too far behind to catch up by commits: the state must be copied", self.machine.exposed))
+            self.feed(m.Withdrawn(m.TOO_FAR))
         for closed in missed:
             if not is_mean_of(closed.parts, closed.commit, self.world.setup.layout):
                 return

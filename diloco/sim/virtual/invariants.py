@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.average import mean_digest
+from diloco.average import mean_digest, mean_into
 from diloco.compress import Codec
 from diloco.fragments import Fragment, read_fragment
 from diloco.round import Line, Sent
@@ -167,10 +167,18 @@ class Invariants:
             terms = [(c.weight, entry.parts[part]) for c, entry in made if commit.counts(c.peer, part)]
             start, stop = fragment.part_bounds(part)
             parts.append(plain_mean(terms, stop - start, setup.codec))
+            if setup.codec.gathered and closed.parts[part] == parts[-1]:
+                self._check_gathered(closed, part, plain_gathered(terms, stop - start, setup.codec, setup.by_senders))
         told = [self._excused(true, closed.parts[part]) for part, true in enumerate(parts)]
         if mean_digest(told) != commit.mean_digest:
             wrong = [part for part, payload in enumerate(told) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
+
+    def _check_gathered(self, closed: Closed, part: int, expected: np.ndarray) -> None:
+        mean = torch.empty(len(expected))
+        mean_into(closed.parts[part], self.world.setup.codec, mean)
+        if not np.allclose(mean.numpy(), expected, rtol=1e-4, atol=1e-6):
+            raise Violation("I3", f"part {part} of version {closed.commit.version} is read as another mean than it is")
 
     def _excused(self, true: bytes, told: bytes) -> bytes:
         """An owner that tells all others the same lie is found out by nobody: that, and only that, is let pass."""
@@ -233,7 +241,10 @@ class Invariants:
 
 
 def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The weighted mean, encoded: fp32 in the order given, written apart from `diloco.average.fold`."""
+    """The weighted mean, encoded: fp32 in the order given, written apart from `diloco.average.fold`. Or the bundle."""
+    if codec.gathered:
+        table = b"".join(weight.to_bytes(8, "little") + len(payload).to_bytes(4, "little") for weight, payload in terms)
+        return len(terms).to_bytes(4, "little") + table + b"".join(payload for _, payload in terms)
     unit = math.gcd(*(weight for weight, _ in terms)) or 1
     total = np.zeros(elements, dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -242,6 +253,15 @@ def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) 
             total = values if index == 0 else total + values
         mean = total / np.float32(sum(weight for weight, _ in terms) // unit)
     return codec.encode(torch.from_numpy(mean).nan_to_num_())
+
+
+def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:
+    """What a bundle means, in fp64: over the weights of all, or of those whose value is not zero."""
+    values = np.stack([codec.decode(payload, elements).double().numpy() for _, payload in terms])
+    weights = np.array([float(weight) for weight, _ in terms])[:, None]
+    divisor = (weights * (values != 0)).sum(axis=0) if by_senders else weights.sum(axis=0)
+    mean: np.ndarray = (weights * values).sum(axis=0) / np.where(divisor == 0, 1.0, divisor)
+    return mean
 
 
 class Books:
@@ -350,13 +370,15 @@ class Books:
                     raise Violation("I2", f"{name} after {after}: keeps progress in part {part} that is committed")
                 if self.mine & ~(ours | theirs | gone):
                     raise Violation("I4", f"{name} after {after}: progress in part {part} is nowhere")
-        if not self.host.world.hostile:
+        if not self.host.world.hostile and line.merge != "mix":  # which keeps a share of what is committed
             self._check_values(after)
 
     def _check_values(self, after: str) -> None:
         for fragment, total in zip(self.line.layout.fragments, self.sums, strict=True):
-            anchor = self.line.state.fragments[fragment.index].anchor
-            progress = read_fragment(self.line.parameters, fragment) - anchor
+            sent, base = self.line.sent, self.line.state.fragments[fragment.index].anchor
+            if sent is not None and sent.contribution.fragment == fragment.index:
+                base = sent.unsent  # `eager` shows what is on its way at its expected effect
+            progress = read_fragment(self.line.parameters, fragment) - base
             error = (progress - total).abs_().max().item()
             if not error <= TOLERANCE:
                 what = f"{self.host.name} after {after}: the weights are off by {error:.2g} from anchor plus progress"

@@ -69,6 +69,11 @@ class Plan:
     """The peers share a machine: that a dead one's address refuses connections proves its death."""
     round_s: float = 0.8
     """Time that inner steps take, about."""
+    overlap: float = 0.0
+    """Share of them that is done while a contribution is on its way."""
+    merge: str = "carry"
+    feedback: float = -1.0
+    """Decay of the codec's residual; below 0: no error feedback."""
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -126,6 +131,9 @@ MOMENTS = (
     "Committed",
 )  # fmt: skip
 """Effects, and messages sent: a death can be placed before or after any of them."""
+GATHERED = ("topk", "topk", "topk-all", "topk+zstd", "dct-all", "lowrank")
+GATHERED_SHARE = 0.25
+"""Codecs whose contributions are gathered, and how many of the plans have one."""
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 
 
@@ -148,7 +156,16 @@ def draw(seed: int, policy: str = "", without_majority: str = "") -> Plan:
         proven=dice.random() < 0.4,
         round_s=dice.choice((0.3, 0.6, 1.0)),
     )
-    return replace(plan, faults=tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s)))
+    faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
+    return _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
+
+
+def _schedule(dice: Random, plan: Plan) -> Plan:
+    """What came later is thrown with dice of its own: the faults of a seed stay what they were."""
+    overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
+    merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
+    plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
+    return replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
 
 
 def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diloco.compress import Codec, open_codec
+from diloco.compress.dct import DctCodec
 from diloco.config import CodecSection, OuterSection
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.view import Policy
@@ -19,6 +23,12 @@ from diloco.sim.virtual.plan import Plan
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
 PART_ELEMENTS = 4
 NOISES = 64
+SMALL: Mapping[str, Mapping[str, Any]] = {
+    "topk": {"density": 0.5},
+    "dct": {"density": 0.5, "values": "int8"},
+    "lowrank": {"rank": 1, "columns": 2},
+}
+"""What other codecs than those with blocks need where a part is 4 numbers."""
 
 
 class Setup:
@@ -26,10 +36,9 @@ class Setup:
 
     def __init__(self, plan: Plan) -> None:
         self.layout = Layout.of(SHAPES, plan.fragments, "strided", PART_ELEMENTS)
-        name, _, zstd = plan.codec.partition("+")
-        self.codec: Codec = Remembering(
-            open_codec(CodecSection.model_validate({"name": name, "block": 4, "zstd": bool(zstd)}))
-        )
+        self.codec: Codec = Remembering(open_small(plan.codec))
+        self.by_senders = plan.codec.startswith("topk") and not plan.codec.endswith("-all")
+        """Means are divided by the weights of those who sent a value, and not of all."""
         self.optimizer = open_outer(OuterSection.model_validate({"optimizer": plan.optimizer, "lr": 0.7}))
         self.by_tokens = plan.weighting == "tokens"
         self.tokens, self.blocks = 10, 2
@@ -58,18 +67,31 @@ class Setup:
         return {name: torch.full(shape, 0.5) for name, shape in SHAPES}
 
 
+def open_small(text: str) -> Codec:
+    """The codec `name`, `name-mean` or `name+zstd` of a plan, with blocks and tiles for parts of 4 numbers."""
+    text, _, zstd = text.partition("+")
+    name, _, mean = text.partition("-")
+    wanted = {"name": name, "zstd": bool(zstd), "mean": mean or "senders"}
+    codec = open_codec(CodecSection.model_validate({**wanted, **SMALL.get(name, {"block": 4})}))
+    return replace(codec, chunk=PART_ELEMENTS) if isinstance(codec, DctCodec) else codec
+
+
 class Remembering(Codec):
     """A codec whose decoded values are kept: several peers decode the same bytes, and 4 numbers take 5 to 40 us."""
 
     def __init__(self, codec: Codec) -> None:
         self.inner = codec
-        self.gathered = codec.gathered
+        self._means: dict[tuple[tuple[tuple[int, bytes], ...], int], Tensor] = {}
         self._max_bytes = cache(codec.max_bytes)
         self._known: dict[tuple[bytes, int], Tensor] = {}
 
     @property
     def name(self) -> str:
         return self.inner.name
+
+    @property
+    def gathered(self) -> bool:
+        return self.inner.gathered
 
     def encode(self, values: Tensor) -> bytes:
         return self.inner.encode(values)
@@ -85,6 +107,13 @@ class Remembering(Codec):
         if known is None:
             known = self._known[payload, elements] = self.inner.decode(payload, elements)
         return known.clone()
+
+    def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
+        key = tuple(terms), out.numel()
+        if key not in self._means:
+            self.inner.mean_into(terms, out)
+            self._means[key] = out.clone()
+        out.copy_(self._means[key])
 
 
 @cache

@@ -14,7 +14,7 @@ from diloco.compress import PayloadError
 from diloco.data import leases
 from diloco.exchange import messages as m
 from diloco.outer import OuterState
-from diloco.round import Diverged, Line, Sent, Trained, adopt_state, drop_progress, measure, step_outer
+from diloco.round import Diverged, Line, Sent, Trained, adopt_state, drop_progress, measure, step_outer, withdraw
 from diloco.sim.virtual.copying import Download
 from diloco.sim.virtual.disk import Snapshot
 from diloco.sim.virtual.invariants import Books
@@ -35,9 +35,22 @@ class Training:
     def __init__(self, host: Host) -> None:
         setup = host.world.setup
         self.host = host
+        plan = host.world.plan
         self.line = Line(
-            host.name, setup.parameters(), setup.layout, setup.codec, setup.optimizer, setup.by_tokens, setup.start
+            host.name,
+            setup.parameters(),
+            setup.layout,
+            setup.codec,
+            setup.optimizer,
+            setup.by_tokens,
+            setup.start,
+            merge=plan.merge,
+            feedback=plan.feedback if plan.feedback >= 0 else None,
         )
+        self.overlap = plan.overlap
+        self.overlapping = False
+        self._early: Sequence[Closed] | Skip | None = None
+        """What the round came to while the overlapped steps still went on."""
         self.books = Books(host, self.line)
         self.leaving = False
         self.entered = False
@@ -91,15 +104,23 @@ class Training:
     # ------------------------------------------------------------ rounds
 
     def _inner_steps(self) -> None:
-        world = self.host.world
-        self.host.later(world.setup.round_s * world.dice.uniform(0.7, 1.3), self._inner_steps_done)
+        """Those before the contribution is measured: all of them as long as there is nothing to measure."""
+        share = 1.0 - self.overlap if self.line.trained.tokens else 1.0
+        if share:
+            self._train(share, lambda: self._catch_up(self._contribute))
+        else:
+            self._catch_up(self._contribute)
 
-    def _inner_steps_done(self) -> None:
+    def _train(self, share: float, then: Callable[[], None]) -> None:
+        world = self.host.world
+        self.host.later(share * world.setup.round_s * world.dice.uniform(0.7, 1.3), self._trained, then)
+
+    def _trained(self, then: Callable[[], None]) -> None:
         setup, line = self.host.world.setup, self.line
         for name, noise in self.books.train(setup.tokens).items():
             line.parameters[name].add_(noise)
         line.trained.add(setup.tokens, self._fresh_blocks())
-        self._catch_up(self._contribute)
+        then()
 
     def _fresh_blocks(self) -> int:
         """Blocks of the lease that this round read for the first time."""
@@ -119,8 +140,24 @@ class Training:
             if self.host.lie:
                 line.sent = self._falsified(line.sent)
             self.books.measured(line.sent)
-        self.waiting_since_s = self.host.world.now
+        self.overlapping = self.overlap > 0
         self.host.offer(line.sent.contribution, self.leaving)
+        if self.overlapping:
+            self._train(self.overlap, self._overlapped)
+        else:
+            self._wait()
+
+    def _overlapped(self) -> None:
+        """The steps that hid the exchange are done."""
+        self.overlapping = False
+        early, self._early = self._early, None
+        if early is None:
+            self._wait()
+        else:
+            self._came_to(early)
+
+    def _wait(self) -> None:
+        self.waiting_since_s = self.host.world.now
         self.host.later(self.host.world.setup.patience_s, self._withdraw, self.waiting_since_s)
 
     def _falsified(self, sent: Sent) -> Sent:
@@ -132,10 +169,17 @@ class Training:
             self.host.feed(m.Withdrawn())
 
     def outcome(self, outcome: Sequence[Closed] | Skip) -> None:
-        """What the round came to."""
+        """What the round came to, sooner or later than the steps that hide it."""
+        if self.overlapping:
+            self._early = outcome
+        else:
+            self._came_to(outcome)
+
+    def _came_to(self, outcome: Sequence[Closed] | Skip) -> None:
         self.waiting_since_s = None
         if isinstance(outcome, Skip):
-            self.line.sent = self.line.sent if outcome.exposed else None
+            if not outcome.exposed:
+                withdraw(self.line)
             self.host.world.tell(self.host.name, f"skips the round: {outcome.reason}")
             self._next_round()
             return

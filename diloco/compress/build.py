@@ -1,0 +1,143 @@
+"""Compile kernels.c on this machine with the system's compiler, once, and switch the codecs to it.
+
+The library lies in the user's cache folder, under a name that follows from source, compiler, flags and processor: a
+home directory may be shared by different machines. It is used only if it makes the bits that eager torch makes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from diloco.compress import Codec, kernels, open_codec
+from diloco.config import CodecSection
+from diloco.errors import ConfigError
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC")
+"""None of them lets a result differ: no -ffast-math, which would also make the whole process flush subnormals."""
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_TIMEOUT_S = 120.0
+
+log = logging.getLogger(__name__)
+
+
+class NoKernelsError(Exception):
+    """There is no compiler, it fails, or what it made does not do what eager torch does."""
+
+
+def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None = None) -> str:
+    """Switch all codecs of this process to compiled kernels, or back. Returns what is used, in words, for people.
+
+    `auto`: eager torch, with a warning, where there can be none; `on`: that raises ConfigError. `cache`: the folder to
+    keep the library in. Seconds when it has to be compiled, 50 ms when not; call it once, before threads encode.
+    """
+    kernels.install(None)
+    if mode == "off":
+        return "eager codecs"
+    try:
+        library = _compiled(cache or _cache_folder())
+        _check(library)
+    except NoKernelsError as error:
+        if mode == "on":
+            raise ConfigError(
+                f"device.compile_codecs = on: {error}", "install a C compiler (package gcc or clang), or say auto"
+            ) from error
+        log.warning("codecs run uncompiled: %s", error)
+        return f"eager codecs: {error}"
+    kernels.install(library)
+    return "compiled codecs"
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
+
+
+def _compiled(folder: Path) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoKernelsError(f"no C compiler found ({', '.join(COMPILERS)})")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / f"kernels-{_key(compiler)}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022:
+            raise NoKernelsError(f"{path} can be written by others")
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoKernelsError(f"cannot compile the codecs: {error}") from error
+
+
+def _key(compiler: str) -> str:
+    """A digest of all that the compiled bytes depend on."""
+    version = _run([compiler, "--version"]).stdout
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else platform.processor()
+    abilities = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features", "CPU"))]
+    parts = [SOURCE.read_text(), compiler, version, *FLAGS, platform.machine(), *abilities]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Into a file of its own, then renamed: several peers may start at once."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        for machine in (["-march=native"], []):  # not every compiler knows its own machine
+            run = _run([compiler, *FLAGS, *machine, "-shared", "-o", str(made), str(SOURCE), "-lm"])
+            if run.returncode == 0:
+                made.chmod(0o700)
+                made.replace(path)
+                return
+    raise NoKernelsError(f"{compiler} fails: {run.stderr.strip()[-300:]}")
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+
+
+# ---------------------------------------------------------------- the same bits?
+
+
+def _check(library: ctypes.CDLL) -> None:
+    """Raises NoKernelsError unless every codec makes the same bytes and values with it as without.
+
+    The caller holds no kernels installed, and none are when this raises.
+    """
+    ties = torch.arange(-127.0, 127.25, 0.25)
+    values = torch.cat([ties, torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)])
+    for section in _sections():
+        codec = open_codec(section)
+        eager = _outcome(codec, values)
+        kernels.install(library)
+        try:
+            same = _outcome(codec, values) == eager
+        finally:
+            kernels.install(None)
+        if not same:
+            raise NoKernelsError(f"the compiled {codec.name} makes other bits than torch does on this machine")
+
+
+def _sections() -> list[CodecSection]:
+    names = ("int8", "int4", "e3m0", "two_bit", "sign")
+    plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
+    dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
+    binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
+    return plain + dithered + binned
+
+
+def _outcome(codec: Codec, values: torch.Tensor) -> tuple[bytes, bytes, bytes]:
+    payload = codec.encode(values)
+    total = values.clone()
+    codec.fold(payload, 3.0, total)
+    return payload, codec.decode(payload, values.numel()).numpy().tobytes(), total.numpy().tobytes()

@@ -1,0 +1,60 @@
+"""Contributions gathered: what a part's owner sends to all where a sum would not be small any more.
+
+The owner joins the payloads that the part counts, as they came, with their weights, in the order of the view. Every
+member decodes them and takes the mean for itself, the same bits as everybody.
+
+A bundle is a count (u32), for each contribution its weight (u64) and its size (u32), then the payloads. It grows with
+the contributors, so there is a most of them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from diloco.compress.codec import Codec, PayloadError
+
+MAX_CONTRIBUTIONS = 64
+_COUNT = struct.Struct("<I")
+_TERM = struct.Struct("<QI")
+
+
+def join(terms: Sequence[tuple[int, bytes]]) -> bytes:
+    """The bundle of (0 <= weight < 2**64, payload), of which there are 1 to `MAX_CONTRIBUTIONS`."""
+    assert 0 < len(terms) <= MAX_CONTRIBUTIONS
+    table = b"".join(_TERM.pack(weight, len(payload)) for weight, payload in terms)
+    return b"".join([_COUNT.pack(len(terms)), table, *(payload for _, payload in terms)])
+
+
+def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
+    """The inverse of `join`. Raises PayloadError unless all of it is used, by payloads that are not too long."""
+    count = _COUNT.unpack_from(bundle)[0] if len(bundle) >= _COUNT.size else 0
+    start = _COUNT.size + count * _TERM.size
+    if not 0 < count <= MAX_CONTRIBUTIONS or len(bundle) < start:
+        raise PayloadError(f"bundle of {count} contributions in {len(bundle)} bytes")
+    table = list(_TERM.iter_unpack(bundle[_COUNT.size : start]))
+    if any(size > max_payload_bytes for _, size in table) or start + sum(size for _, size in table) != len(bundle):
+        raise PayloadError(f"bundle of {len(bundle)} bytes whose sizes are wrong")
+    terms = []
+    for weight, size in table:
+        terms.append((weight, bundle[start : start + size]))
+        start += size
+    return terms
+
+
+def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:
+    """Fill `out`, flat contiguous fp32 on the host, with the mean of a bundle, the same bits on any CPU.
+
+    Only ratios of weights count, as in `diloco.average.fold`. Raises PayloadError; `out` may then hold anything.
+    """
+    terms = split(bundle, codec.max_bytes(out.numel()))
+    unit = math.gcd(*(weight for weight, _ in terms)) or 1
+    codec.mean_into([(weight // unit, payload) for weight, payload in terms], out)
+
+
+def max_bytes(codec: Codec, elements: int, contributions: int = MAX_CONTRIBUTIONS) -> int:
+    """The most bytes of a bundle of so many contributions to a part of so many values."""
+    return _COUNT.size + contributions * (_TERM.size + codec.max_bytes(elements))

@@ -1,0 +1,294 @@
+// The block codecs as `blocks.py` and its codecs define them, the same bits, in one pass over the values.
+//
+// Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no
+// fused multiply-add (-ffp-contract=off). Only the sum of squares, which is for screens, is added up in any order.
+// Sizes, and headers that are to be decoded, were checked by the caller. Bytes are little-endian, as the hosts are.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define CHUNK 1024  // values of a block of codes below 8 bits, at most; 4 KiB of fp32 stay in the first cache
+#define SMALLEST_MAGNITUDE 0x1p-100f
+#define SMALLEST_INT8_SCALE 0x1p-126f
+#define LARGEST_HEADER 0x1p120f
+#define FIXED_POINT 0x1p20f
+
+INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---------------------------------------------------------------- headers
+
+INLINE float read_bf16(const uint8_t *at) { uint16_t half; memcpy(&half, at, 2); return float_of((uint32_t)half << 16); }
+INLINE void write_bf16(uint8_t *at, uint32_t bits) { uint16_t half = (uint16_t)(bits >> 16); memcpy(at, &half, 2); }
+
+INLINE float write_rounded_up(uint8_t *at, float scale) {
+    uint32_t bits = bits_of(scale) + 0xFFFF;
+    write_bf16(at, bits);
+    return float_of(bits & 0xFFFF0000);
+}
+
+INLINE void write_nearest(uint8_t *at, float value) {
+    uint32_t bits = bits_of(value);
+    write_bf16(at, bits + 0x7FFF + (bits >> 16 & 1));
+}
+
+// ---------------------------------------------------------------- what is known of a block before it is encoded
+
+typedef struct { float largest; uint32_t sum; } Survey;
+
+// The largest absolute value (as integers floats keep their order, and nan is above all), and the sum of all bits.
+INLINE Survey survey(const float *values, int64_t count) {
+    uint32_t largest = 0, sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = bits_of(values[i]), magnitude = bits & 0x7FFFFFFF;
+        largest = magnitude > largest ? magnitude : largest;
+        sum += bits;
+    }
+    return (Survey){float_of(largest), sum};
+}
+
+INLINE uint32_t mixed(uint32_t number) {
+    number = (number ^ number >> 16) * 0x45D9F3B;
+    number = (number ^ number >> 16) * 0x45D9F3B;
+    return number ^ number >> 16;
+}
+
+INLINE float dither(uint32_t seed, int64_t column) {
+    return (float)(int32_t)(mixed(seed + (uint32_t)column * 0x9E3779B9u) >> 8) * 0x1p-24f;
+}
+
+INLINE float divisor(float scale) { return scale == 0 ? INFINITY : scale; }
+
+// ---------------------------------------------------------------- packing
+
+INLINE void pack(uint8_t *codes, int64_t count, int bits, uint8_t *out) {
+    int64_t width = (count * bits + 7) / 8;
+    memset(codes + count, 0, width * (8 / bits) - count);
+    for (int64_t i = 0; i < width; i++) {
+        uint8_t byte = 0;
+        for (int plane = 0; plane < 8 / bits; plane++) byte |= codes[i + plane * width] << plane * bits;
+        out[i] = byte;
+    }
+}
+
+INLINE void unpack(const uint8_t *in, int64_t count, int bits, uint8_t *codes) {
+    int64_t width = (count * bits + 7) / 8;
+    for (int plane = 0; plane < 8 / bits; plane++)
+        for (int64_t i = 0; i < width; i++) codes[i + plane * width] = in[i] >> plane * bits & ((1 << bits) - 1);
+}
+
+// ---------------------------------------------------------------- one block of each codec: encode
+
+#define ENCODER const float *values, int64_t count, Survey found, const uint32_t *seed, uint8_t *header, uint8_t *out
+
+INLINE float grid_code(float ratio, float limit, const uint32_t *seed, int64_t column) {
+    if (!seed) return rintf(ratio);
+    float code = floorf(ratio + dither(*seed, column));
+    return code < -limit ? -limit : code > limit ? limit : code;
+}
+
+INLINE void encode_int8(ENCODER) {
+    float scale = found.largest / 127;
+    if (scale < SMALLEST_INT8_SCALE) scale = 0;
+    memcpy(header, &scale, 4);
+    float by = divisor(scale);
+    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(int32_t)grid_code(values[i] / by, 127, seed, i);
+}
+
+INLINE void encode_int4(ENCODER) {
+    uint8_t codes[CHUNK + 8];
+    float by = divisor(write_rounded_up(header, found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest / 7));
+    for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)(8 + (int32_t)grid_code(values[i] / by, 7, seed, i));
+    pack(codes, count, 4, out);
+}
+
+INLINE void encode_e3m0(ENCODER) {
+    uint8_t codes[CHUNK + 8];
+    float by = divisor(write_rounded_up(header, found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest));
+    for (int64_t i = 0; i < count; i++) {
+        float ratio = values[i] / by, size = fabsf(ratio);
+        int32_t code = (int32_t)(bits_of(size) >> 23) - 120;
+        code = code < 0 ? 0 : code;
+        float step = float_of((uint32_t)((code < 1 ? 1 : code) + 120) << 23);
+        float share = (size - (code > 0 ? step : 0)) / step;
+        code += share > (seed ? dither(*seed, i) : 0.5f);
+        codes[i] = (uint8_t)(code + (ratio < 0 && code > 0 ? 8 : 0));
+    }
+    pack(codes, count, 4, out);
+}
+
+INLINE void encode_sign(ENCODER) {
+    uint8_t codes[CHUNK + 8];
+    float largest = found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
+    int32_t sum = 0;  // at most 2^10 values of 2^20
+    for (int64_t i = 0; i < count; i++) {
+        sum += (int32_t)fabsf(rintf(values[i] * factor));
+        codes[i] = values[i] >= 0;
+    }
+    write_nearest(header, (float)((double)sum / (double)count * ((double)largest / FIXED_POINT)));
+    pack(codes, count, 1, out);
+    (void)seed;
+}
+
+INLINE void encode_binned(ENCODER, int bits, double sigmas, uint8_t *codes) {
+    const int bins = 1 << bits;
+    float largest = found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
+    int64_t sum = 0, squares = 0, sums[256] = {0}, counts[256] = {0};
+    for (int64_t i = 0; i < count; i++) {
+        int32_t number = (int32_t)rintf(values[i] * factor);
+        sum += number;
+        squares += (int64_t)number * number;
+    }
+    double mean = (double)sum / (double)count, variance = (double)squares / (double)count - mean * mean;
+    double sigma = sqrt(variance < 0 ? 0 : variance), half = bins / 2;
+    double slope = half / (sigmas * (sigma == 0 ? INFINITY : sigma));
+    float a = (float)slope, b = (float)(half - mean * slope), last = (float)(bins - 1);
+    for (int64_t i = 0; i < count; i++) {
+        float bin = floorf(rintf(values[i] * factor) * a + b);
+        codes[i] = (uint8_t)(int32_t)(bin < 0 ? 0 : bin > last ? last : bin);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        sums[codes[i]] += (int32_t)rintf(values[i] * factor);
+        counts[codes[i]] += 1;
+    }
+    for (int i = 0; i < bins; i++) {
+        double bin_mean = (double)sums[i] / (double)(counts[i] ? counts[i] : 1);
+        write_nearest(header + 2 * i, (float)(bin_mean * ((double)largest / FIXED_POINT)));
+    }
+    if (bits < 8) pack(codes, count, bits, out);
+    (void)seed;
+}
+
+INLINE void encode_binned8(ENCODER) { encode_binned(values, count, found, seed, header, out, 8, 6, out); }
+INLINE void encode_binned4(ENCODER) {
+    uint8_t codes[CHUNK + 8];
+    encode_binned(values, count, found, seed, header, out, 4, 2.5, codes);
+}
+INLINE void encode_binned2(ENCODER) {
+    uint8_t codes[CHUNK + 8];
+    encode_binned(values, count, found, seed, header, out, 2, 2, codes);
+}
+
+// ---------------------------------------------------------------- one block, or a piece of it, of each codec: decode
+
+#define DECODER const uint8_t *header, const uint8_t *in, int64_t count, float *values
+
+INLINE void decode_int8(DECODER) {
+    float scale;
+    memcpy(&scale, header, 4);
+    for (int64_t i = 0; i < count; i++) values[i] = (float)(int8_t)in[i] * scale;
+}
+
+INLINE void decode_int4(DECODER) {
+    uint8_t codes[CHUNK + 8];
+    float scale = read_bf16(header);
+    unpack(in, count, 4, codes);
+    for (int64_t i = 0; i < count; i++) values[i] = (float)((int32_t)codes[i] - 8) * scale;
+}
+
+INLINE void decode_e3m0(DECODER) {
+    uint8_t codes[CHUNK + 8];
+    float scale = read_bf16(header);
+    unpack(in, count, 4, codes);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t code = codes[i], size = code & 7;
+        values[i] = float_of((size ? (size + 120) << 23 : 0) | (code & 8) << 28) * scale;
+    }
+}
+
+INLINE void decode_sign(DECODER) {
+    uint8_t codes[CHUNK + 8];
+    float scale = read_bf16(header);
+    unpack(in, count, 1, codes);
+    for (int64_t i = 0; i < count; i++) values[i] = codes[i] ? scale : -scale;
+}
+
+INLINE void look_up(const uint8_t *header, const uint8_t *codes, int64_t count, int bins, float *values) {
+    float book[256];
+    for (int i = 0; i < bins; i++) book[i] = read_bf16(header + 2 * i);
+    for (int64_t i = 0; i < count; i++) values[i] = book[codes[i]];
+}
+
+INLINE void decode_binned8(DECODER) { look_up(header, in, count, 256, values); }
+
+INLINE void decode_binned4(DECODER) {
+    uint8_t codes[CHUNK + 8];
+    unpack(in, count, 4, codes);
+    look_up(header, codes, count, 16, values);
+}
+
+INLINE void decode_binned2(DECODER) {
+    uint8_t codes[CHUNK + 8];
+    unpack(in, count, 2, codes);
+    float zero = read_bf16(header), one = read_bf16(header + 2), two = read_bf16(header + 4), three = read_bf16(header + 6);
+    for (int64_t i = 0; i < count; i++) values[i] = codes[i] & 2 ? (codes[i] & 1 ? three : two) : (codes[i] & 1 ? one : zero);
+}
+
+// ---------------------------------------------------------------- all blocks
+
+// Returns 0, and nothing is encoded, when a value is not finite or has to saturate: those are the caller's.
+INLINE int encode_all(void encode(ENCODER), int bits, int header_bytes, float largest, const float *values,
+                      int64_t elements, int64_t block, int stochastic, uint8_t *out) {
+    int64_t blocks = (elements + block - 1) / block;
+    uint8_t *codes = out + blocks * header_bytes;
+    for (int64_t i = 0; i < blocks; i++) {
+        const float *from = values + i * block;
+        int64_t count = least(block, elements - i * block);
+        Survey found = survey(from, count);
+        if (!(found.largest <= largest)) return 0;
+        uint32_t seed = mixed(found.sum + (uint32_t)i * 0x9E3779B9u);
+        encode(from, count, found, stochastic ? &seed : 0, out + i * header_bytes, codes + i * ((block * bits + 7) / 8));
+    }
+    return 1;
+}
+
+INLINE void decode_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
+                       int64_t block, float *out) {
+    const uint8_t *codes = payload + (elements + block - 1) / block * header_bytes;
+    for (int64_t start = 0; start < elements; start += block)
+        for (int64_t stop = least(start + block, elements), at = start; at < stop; at += CHUNK)
+            decode(payload + start / block * header_bytes, codes + start / block * ((block * bits + 7) / 8) + (at - start) * bits / 8, least(CHUNK, stop - at), out + at);
+}
+
+INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
+                       int64_t block, float weight, float *total) {
+    float values[CHUNK];
+    double all_squares = 0;
+    const uint8_t *codes = payload + (elements + block - 1) / block * header_bytes;
+    for (int64_t start = 0; start < elements; start += block)
+        for (int64_t stop = least(start + block, elements), at = start; at < stop; at += CHUNK) {
+            int64_t count = least(CHUNK, stop - at);
+            float squares = 0;
+            decode(payload + start / block * header_bytes, codes + start / block * ((block * bits + 7) / 8) + (at - start) * bits / 8, count, values);
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < count; i++) {
+                squares += values[i] * values[i];
+                total[at + i] += weight * values[i];
+            }
+            all_squares += squares;
+        }
+    return all_squares;
+}
+
+#define CODEC(NAME, BITS, HEADER_BYTES, LARGEST)                                                                       \
+    int diloco_encode_##NAME(const float *values, int64_t elements, int64_t block, int stochastic, uint8_t *out) {     \
+        if (stochastic) return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 1, out); \
+        return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 0, out);                \
+    }                                                                                                                  \
+    void diloco_decode_##NAME(const uint8_t *payload, int64_t elements, int64_t block, float *out) {                   \
+        decode_all(decode_##NAME, BITS, HEADER_BYTES, payload, elements, block, out);                                  \
+    }                                                                                                                  \
+    double diloco_fold_##NAME(const uint8_t *payload, int64_t elements, int64_t block, float weight, float *total) {   \
+        return fold_all(decode_##NAME, BITS, HEADER_BYTES, payload, elements, block, weight, total);                   \
+    }
+
+CODEC(int8, 8, 4, 127 * LARGEST_HEADER)
+CODEC(int4, 4, 2, 7 * LARGEST_HEADER)
+CODEC(e3m0, 4, 2, LARGEST_HEADER)
+CODEC(sign, 1, 2, LARGEST_HEADER)
+CODEC(binned8, 8, 512, LARGEST_HEADER)
+CODEC(binned4, 4, 32, LARGEST_HEADER)
+CODEC(binned2, 2, 8, LARGEST_HEADER)

@@ -1,0 +1,55 @@
+"""Encoding the parts of a contribution while the first of them are already on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import overload
+
+from torch import Tensor
+
+from diloco.compress import Codec
+
+Bounds = Sequence[tuple[int, int]]
+Encode = Callable[[Codec, Tensor, Bounds], Sequence[bytes]]
+
+
+def encode_now(codec: Codec, values: Tensor, bounds: Bounds) -> list[bytes]:
+    """Each span of flat fp32 `values` encoded. Raises PayloadError when one is not finite."""
+    return [codec.encode(values[start:stop]) for start, stop in bounds]
+
+
+class Encoder:
+    """A thread that encodes one contribution after the other, so that the training thread need not."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    def __call__(self, codec: Codec, values: Tensor, bounds: Bounds) -> Encoded:
+        """As `encode_now`, but at once; `values` must not change any more. They must be finite."""
+        return Encoded([self._pool.submit(codec.encode, values[start:stop]) for start, stop in bounds])
+
+    def close(self) -> None:
+        """Encode no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Encoded(Sequence[bytes]):
+    """Encoded parts, of which the later ones may not be ready: asking for one waits for it."""
+
+    def __init__(self, parts: Sequence[Future[bytes]]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
+        if isinstance(index, slice):
+            return [part.result() for part in self._parts[index]]
+        return self._parts[index].result()

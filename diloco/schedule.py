@@ -1,0 +1,66 @@
+"""When a round's bytes go out and when a run is over: fragments and overlap in inner steps and versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.config import Contract
+from diloco.types import Commit
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The inner steps of one round: some before the contribution is measured, some while it is on its way.
+
+    A round has H / P inner steps, and the last `overlap` of them hide the exchange (Streaming DiLoCo, arXiv
+    2501.18512). What they bring is progress of the next contribution.
+    """
+
+    steps: int
+    overlap: int
+
+    @staticmethod
+    def of(contract: Contract) -> Cadence:
+        """The contract's."""
+        return Cadence(contract.steps_per_round, contract.sync.overlap)
+
+    def before(self, trained_tokens: int) -> int:
+        """Inner steps before the contribution is measured. With nothing trained yet they are a whole round's, lest
+        the first contribution be empty (`overlap` may be the whole round)."""
+        return self.steps - self.overlap if trained_tokens else self.steps
+
+
+@dataclass
+class Finish:
+    """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
+
+    The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
+    more, and steps that overlapped with the exchange are committed, too.
+    """
+
+    total_tokens: int
+    further_versions: int
+    last_version: int | None = None
+    version: int = 0
+
+    @staticmethod
+    def of(contract: Contract) -> Finish:
+        """The contract's."""
+        fragments = contract.sync.fragments
+        return Finish(contract.run.total_tokens, fragments if contract.sync.overlap else fragments - 1)
+
+    def passed(self, commit: Commit, copied: bool = False) -> None:
+        """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""
+        self.version = commit.version
+        if commit.tokens >= self.total_tokens and self.last_version is None:
+            self.last_version = commit.version + (0 if copied else self.further_versions)
+
+    @property
+    def finishing(self) -> bool:
+        """Whether no more inner steps are to be done."""
+        return self.last_version is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over."""
+        return self.last_version is not None and self.version >= self.last_version

@@ -1,0 +1,40 @@
+"""What one peer of `scripts/bench-sync` is to do: how the bench tells sync_peer.py, whichever Python runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAYERS = 16
+WIDTH = 1024
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one peer is to do."""
+
+    system: str
+    codec: str
+    rank: int
+    peers: int
+    mebi_params: float
+    host: str
+    """Address to listen on."""
+    interface: str
+    scratch: str
+    """A folder of its own."""
+    meet: str = ""
+    """What the first peer told: where the others find it. Empty for the first."""
+
+    @property
+    def elements(self) -> int:
+        return LAYERS * WIDTH * self.rows
+
+    @property
+    def rows(self) -> int:
+        """Of each layer's matrix."""
+        return max(round(self.mebi_params * 2**20 / (LAYERS * WIDTH)), 1)
+
+    @property
+    def mean_length(self) -> float:
+        """How far the peers have moved on average."""
+        return (self.peers + 1) / 2

@@ -1,0 +1,279 @@
+"""Compiled codecs: the bits of eager torch, in every codec, and eager torch where they cannot be had."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import CDLL
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.compress import PayloadError, build, kernels
+from diloco.compress.binned import WHOLE_PART, BinnedCodec
+from diloco.compress.blocks import BlockCodec
+from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.int4 import Int4Codec
+from diloco.compress.int8 import Int8Codec
+from diloco.compress.sign import SignCodec
+from diloco.errors import ConfigError
+
+CODECS: list[BlockCodec] = [
+    *(kind(block) for kind in (Int8Codec, Int4Codec, E3M0Codec) for block in (8, 64)),
+    *(kind(64, stochastic=True) for kind in (Int8Codec, Int4Codec, E3M0Codec)),
+    Int8Codec(256),
+    Int4Codec(1024),
+    SignCodec(8),
+    SignCodec(256),
+    *(BinnedCodec(block, bits) for bits in (2, 4) for block in (4, 256, 1024)),
+    BinnedCodec(64, 8),
+    BinnedCodec(WHOLE_PART, 8),
+]
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+any_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+class Outcome(NamedTuple):
+    payload: bytes
+    decoded: bytes
+    total: bytes
+    squares: float
+
+
+@pytest.fixture(scope="module")
+def library() -> CDLL:
+    try:
+        build.use_compiled("on")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = kernels.installed()
+    kernels.install(None)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def eager_afterwards() -> Iterator[None]:
+    yield
+    kernels.install(None)
+
+
+def outcome(codec: BlockCodec, values: Tensor, weight: float = 3.0, library: CDLL | None = None) -> Outcome:
+    """What comes of the values, with this library or without any."""
+    kernels.install(library)
+    try:
+        payload = codec.encode(values)
+        total = values.flip(0).clone()
+        squares = codec.fold(payload, weight, total)
+        decoded = codec.decode(payload, values.numel())
+    finally:
+        kernels.install(None)
+    return Outcome(payload, decoded.numpy().tobytes(), total.numpy().tobytes(), squares)
+
+
+def assert_same(codec: BlockCodec, values: Tensor, library: CDLL, weight: float = 3.0) -> None:
+    eager, compiled = outcome(codec, values, weight), outcome(codec, values, weight, library)
+    assert compiled[:3] == eager[:3]
+    assert compiled.squares == pytest.approx(eager.squares, rel=1e-4) or not np.isfinite(eager.squares)
+
+
+def gaussian(elements: int, seed: int = 0) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)) * 1e-3
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@each_codec
+@pytest.mark.parametrize("elements", [1, 7, 8, 9, 255, 257, 1023, 1025, 5000, 2**17 + 300])
+def test_any_length(codec: BlockCodec, elements: int, library: CDLL) -> None:
+    assert_same(codec, gaussian(elements), library)
+
+
+@each_codec
+def test_sizes_that_differ_wildly_and_weights_that_round(codec: BlockCodec, library: CDLL) -> None:
+    spread = gaussian(4096).mul_(torch.exp2(torch.linspace(-60, 60, 4096)))
+    for weight in (1.0, 7.0, 16_777_217.0, 1e-3):
+        assert_same(codec, spread, library, weight)
+
+
+@each_codec
+@given(values=st.lists(any_fp32, min_size=1, max_size=80))
+def test_any_values(codec: BlockCodec, values: list[float], library: CDLL) -> None:
+    assert_same(codec, torch.tensor(values), library)
+
+
+@each_codec
+@given(seed=st.integers(0, 2**32), elements=st.integers(1, 600))
+def test_any_codes(codec: BlockCodec, seed: int, elements: int, library: CDLL) -> None:
+    """Bytes that `encode` never makes, behind headers that it may make."""
+    raw = bytearray(codec.encode(gaussian(elements, seed % 7)))
+    random = np.random.default_rng(seed)
+    header_bytes = -(-elements // codec.block) * codec.header_numbers * codec.header_dtype.itemsize
+    raw[header_bytes:] = random.bytes(len(raw) - header_bytes)
+    payload, totals, values = bytes(raw), [], []
+    for used in (None, library):
+        kernels.install(used)
+        total = gaussian(elements, 99)
+        codec.fold(payload, 5.0, total)
+        totals.append(total.numpy().tobytes())
+        values.append(codec.decode(payload, elements).numpy().tobytes())
+    assert totals[0] == totals[1]
+    assert values[0] == values[1]
+
+
+def test_ties_and_steps_of_the_grid(library: CDLL) -> None:
+    """Half-way between codes, where one bit in a quotient would show."""
+    for codec, largest in ((Int8Codec(256), 127), (Int4Codec(64), 7)):
+        halves = torch.arange(-largest, largest + 0.25, 0.25)
+        assert_same(codec, torch.cat([halves, halves * 0.1, halves / 3, halves * 1e-20]), library)
+    levels = torch.cat([torch.tensor([0.0, 1.0]), 2.0 ** torch.arange(-9, 1), 1.5 * 2.0 ** torch.arange(-9, 0)])
+    for scale in (1.0, 0.1, 1 / 3, 1e-20):
+        assert_same(E3M0Codec(64), torch.cat([levels, -levels]) * scale, library)
+
+
+def test_no_multiplication_is_fused_with_the_sum(library: CDLL) -> None:
+    """Values for which a fused multiply-add has another last bit, and the definition in numpy to compare with."""
+    codec, values, weight = Int8Codec(256), gaussian(2**14), 3.0
+    payload = codec.encode(values)
+    start, decoded = gaussian(2**14, 1).numpy(), codec.decode(payload, 2**14).numpy()
+    separate = start + decoded * np.float32(weight)
+    fused = (start.astype(np.float64) + decoded.astype(np.float64) * weight).astype(np.float32)
+    assert (separate != fused).any()
+    for used in (None, library):
+        kernels.install(used)
+        total = torch.from_numpy(start.copy())
+        codec.fold(payload, weight, total)
+        assert total.numpy().tobytes() == separate.tobytes()
+
+
+@each_codec
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused(codec: BlockCodec, bad: float, library: CDLL) -> None:
+    kernels.install(library)
+    for place in (0, 299, 599):
+        values = gaussian(600)
+        values[place] = bad
+        with pytest.raises(PayloadError, match="not finite"):
+            codec.encode(values)
+
+
+def test_every_nan_is_refused(library: CDLL) -> None:
+    """Quiet, signalling, negative, and with all bits set: a rounding up of bits would make a zero of the last."""
+    for pattern in (0x7FC00000, 0x7F800001, -1, 0x7FFFFFFF):
+        values = torch.zeros(64)
+        values.view(torch.int32)[9] = pattern
+        for used in (None, library):
+            kernels.install(used)
+            with pytest.raises(PayloadError, match="not finite"):
+                Int4Codec(64).encode(values)
+
+
+@each_codec
+def test_views_that_begin_anywhere(codec: BlockCodec, library: CDLL) -> None:
+    """Parts are slices of one buffer, aligned to nothing but 4 bytes, and what lies beside them is left alone."""
+    buffer = gaussian(3000)
+    eager = outcome(codec, buffer[1:2050].clone())
+    kernels.install(library)
+    assert codec.encode(buffer[1:2050]) == eager.payload
+    target = torch.full((3000,), 7.0)
+    codec.decode_into(eager.payload, target[1:2050])
+    assert target[1:2050].numpy().tobytes() == eager.decoded
+    assert target[0] == 7.0
+    assert torch.all(target[2050:] == 7.0)
+
+
+def test_threads_share_the_kernels(library: CDLL) -> None:
+    batches = [gaussian(50_000, seed) for seed in range(8)]
+    for codec in (Int8Codec(64, stochastic=True), SignCodec(8)):
+        expected = [outcome(codec, values) for values in batches]
+        kernels.install(library)
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(codec.encode, batches * 2)) == [each.payload for each in expected] * 2
+            decoded = pool.map(lambda each, codec=codec: codec.decode(each.payload, 50_000), expected)
+            assert [values.numpy().tobytes() for values in decoded] == [each.decoded for each in expected]
+
+
+def test_blocks_too_large_for_a_kernel_go_without(library: CDLL) -> None:
+    assert_same(BinnedCodec(4096, 2), gaussian(10_000), library)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@each_codec
+def test_the_same_bytes_from_a_cuda_device(codec: BlockCodec, library: CDLL) -> None:
+    kernels.install(library)
+    assert codec.encode(gaussian(5000).cuda()) == codec.encode(gaussian(5000))
+
+
+# ---------------------------------------------------------------- having them, or not
+
+
+def test_a_library_is_compiled_once(tmp_path: Path, library: CDLL) -> None:
+    assert build.use_compiled("on", tmp_path) == "compiled codecs"
+    made = list(tmp_path.iterdir())
+    assert len(made) == 1
+    stamp = made[0].stat().st_mtime_ns
+    build.use_compiled("auto", tmp_path)
+    assert [(path, path.stat().st_mtime_ns) for path in tmp_path.iterdir()] == [(made[0], stamp)]
+    assert kernels.installed() is not None
+    assert build.use_compiled("off") == "eager codecs"
+    assert kernels.installed() is None
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert build.use_compiled("auto", tmp_path).startswith("eager codecs: no C compiler found")
+    assert len(caplog.records) == 1
+    assert kernels.installed() is None
+    with pytest.raises(ConfigError, match="compile_codecs"):
+        build.use_compiled("on", tmp_path)
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "cc"
+    fake.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert "out of order" in build.use_compiled("auto", tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot compile" in build.use_compiled("auto", tmp_path / "file" / "cache")
+
+
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: CDLL) -> None:
+    build.use_compiled("on", tmp_path)
+    next(tmp_path.iterdir()).chmod(0o722)
+    assert "can be written by others" in build.use_compiled("auto", tmp_path)
+    assert kernels.installed() is None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "codec"),
+    [
+        ("found.largest / 127", "found.largest * (1.0f / 127)", "int8"),
+        ("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int"),
+        ("weight * values[i]", "weight * 0.99999994f * values[i]", "int8"),
+        ("0x45D9F3B", "0x45D9F3D", "int8-stochastic"),
+    ],
+)
+def test_a_library_with_other_bits_is_not_used(
+    right: str, wrong: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: CDLL
+) -> None:
+    source = build.SOURCE.read_text()
+    assert right in source
+    changed = tmp_path / "kernels.c"
+    changed.write_text(source.replace(right, wrong))
+    monkeypatch.setattr(build, "SOURCE", changed)
+    assert f"the compiled {codec}" in build.use_compiled("auto", tmp_path / "cache")
+    assert kernels.installed() is None

@@ -1,0 +1,260 @@
+"""When bytes go out, when a run is over, and what becomes of the local weights meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from diloco.average import fold, mean_digest
+from diloco.compress import open_codec
+from diloco.config import CodecSection, Contract, OuterSection, SyncSection
+from diloco.errors import ConfigError
+from diloco.feedback import left_over, with_residual
+from diloco.fragments import Layout
+from diloco.merge import mix
+from diloco.outer import OuterState, open_outer
+from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
+from diloco.schedule import Cadence, Finish
+from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
+from tests.paper import PaperRun, contract
+
+SIZE = 6000
+SHAPES = [("a", (SIZE,))]
+
+
+# ---------------------------------------------------------------- when
+
+
+def test_a_round_is_split_by_the_overlap_and_the_first_one_is_whole() -> None:
+    cadence = Cadence.of(contract(inner={"steps": 30}, sync={"fragments": 2, "overlap": 5}))
+    assert (cadence.steps, cadence.before(0), cadence.before(1)) == (15, 15, 10)
+    whole = Cadence.of(contract(inner={"steps": 30}, sync={"overlap": 30}))
+    assert (whole.before(0), whole.before(1)) == (30, 0)
+
+
+@pytest.mark.parametrize(
+    ("sync", "more"), [({}, 0), ({"fragments": 2}, 1), ({"overlap": 1}, 1), ({"fragments": 2, "overlap": 1}, 2)]
+)
+def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str, int], more: int) -> None:
+    base = {"fragments": 1}
+    ending = Finish.of(contract(run={"name": "x", "total_tokens": 100}, inner={"steps": 4}, sync={**base, **sync}))
+    ending.passed(commit_of(3, tokens=99))
+    assert not ending.finishing
+    for version in range(4, 4 + more):
+        ending.passed(commit_of(version, tokens=100 + version))
+        assert ending.finishing
+        assert not ending.done
+    ending.passed(commit_of(4 + more, tokens=110))
+    assert ending.done
+
+
+def test_who_copies_the_state_after_the_end_is_done() -> None:
+    ending = Finish(100, 3)
+    ending.passed(commit_of(9, tokens=120), copied=True)
+    assert ending.done
+
+
+@pytest.mark.parametrize(
+    ("sections", "what"),
+    [
+        ({"inner": {"steps": 4}, "sync": {"overlap": 5}}, "sync.overlap"),
+        ({"inner": {"steps": 4}, "sync": {"fragments": 2, "overlap": 3}}, "sync.overlap"),
+        ({"sync": {"merge": "eager"}}, "does nothing without"),
+        ({"sync": {"merge": "eager", "overlap": 1}, "outer": {"optimizer": "adam"}}, "linear"),
+    ],
+)
+def test_contradictions_are_refused(sections: dict[str, dict[str, object]], what: str) -> None:
+    with pytest.raises((ValueError, ConfigError), match=what):
+        contract(**{"sync": {"fragments": 1}, **sections})
+
+
+# ---------------------------------------------------------------- merging
+
+
+def commit_of(version: int, tokens: int = 0, counted: tuple[Counted, ...] = (), fragment: int = 0) -> Commit:
+    view = tuple(Member(one.peer, 1, "") for one in counted)
+    return Commit(version, "", "l", fragment, view, counted, (), "", tokens, Leases(0, {}, (), 0), "")
+
+
+def line_of(name: str, start: Tensor, outer: OuterSection, **settings: object) -> Line:
+    layout = Layout.agreed(SHAPES, SyncSection(part_elements=1024))
+    optimizer = open_outer(outer)
+    state = OuterState(0, (optimizer.start(start.clone()),))
+    codec = open_codec(CodecSection(name="fp32", zstd=False))
+    return Line(name, {"a": start.clone()}, layout, codec, optimizer, False, state, **settings)  # type: ignore[arg-type]
+
+
+def close(lines: list[Line], sent: list[Sent]) -> Closed:
+    """The version that all of them are counted in."""
+    fragment = lines[0].layout.fragments[0]
+    parts = [
+        fold([(1, one.contribution.parts[part]) for one in sent], stop - start, lines[0].codec)
+        for part in range(fragment.parts)
+        for start, stop in [fragment.part_bounds(part)]
+    ]
+    counted = tuple(Counted(line.peer, lines[0].state.version, 1, 0, 0) for line in lines)
+    commit = commit_of(lines[0].state.version + 1, counted=counted)
+    return Closed(replace(commit, state_digest=lines[0].state.digest, mean_digest=mean_digest(parts)), parts)
+
+
+TARGETS = [torch.linspace(-1, 1, SIZE) + 0.1 * index for index in range(3)]
+
+
+def train(weights: Tensor, target: Tensor) -> None:
+    """Inner steps: a way towards what this peer's data ask for."""
+    for _ in range(3):
+        weights.sub_((weights - target) * 0.1)
+
+
+@pytest.mark.parametrize("outer", [OuterSection(lr=0.4, momentum=0.9), OuterSection(optimizer="sgd", lr=0.7)])
+def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) -> None:
+    """arXiv 2502.12996: each replica steps by its own fresh share and the others' previous one."""
+    start = torch.zeros(SIZE)
+    lines = [line_of(name, start, outer, merge="eager") for name in "xyz"]
+    for line in lines:
+        line.commit = commit_of(0, counted=tuple(Counted(name, 0, 1, 0, 0) for name in "xyz"))
+    replicas = [start.clone() for _ in lines]
+    optimizers = [open_outer(outer) for _ in lines]
+    states = [optimizer.start(start.clone()) for optimizer in optimizers]
+    before: list[Tensor] | None = None
+    for round_number in range(6):
+        for index, target in enumerate(TARGETS):
+            train(lines[index].parameters["a"], target)
+            train(replicas[index], target)
+        deltas = [state.anchor - replica for state, replica in zip(states, replicas, strict=True)]
+        for index, delta in enumerate(deltas):
+            stale = sum(before) / 3 - before[index] / 3 if before else torch.zeros(SIZE)
+            states[index] = optimizers[index].step(states[index], delta / 3 + stale)
+            replicas[index] = states[index].anchor.clone()
+        before = deltas
+        if round_number:
+            closed = close(lines, [line.sent for line in lines if line.sent])
+            for line in lines:
+                step_outer(line, closed, {})
+        for line in lines:
+            line.sent = measure(line, {})
+        for line, replica in zip(lines, replicas, strict=True):
+            torch.testing.assert_close(line.parameters["a"], replica, rtol=1e-5, atol=1e-6)
+    assert len({line.state.digest for line in lines}) == 1
+
+
+def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() -> None:
+    line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager")
+    line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+    train(line.parameters["a"], TARGETS[0])
+    trained = line.parameters["a"].clone()
+    line.sent = measure(line, {})
+    assert not torch.equal(line.parameters["a"], trained)
+    line.parameters["a"].add_(1.0)  # more steps while it is on its way
+    withdraw(line)
+    torch.testing.assert_close(line.parameters["a"], trained + 1.0)
+    assert line.sent is None
+    assert line.own == {}
+
+
+def test_mix_is_of_the_weights_now_and_not_of_those_sent() -> None:
+    line = line_of("x", torch.zeros(SIZE), OuterSection(optimizer="sgd", lr=1.0), merge="mix", mix_alpha=0.25)
+    line.commit = commit_of(0)
+    line.parameters["a"].fill_(1.0)
+    line.sent = measure(line, {})
+    line.parameters["a"].fill_(3.0)
+    step_outer(line, close([line], [line.sent]), {})
+    assert torch.equal(line.state.fragments[0].anchor, torch.ones(SIZE))
+    assert torch.equal(line.parameters["a"], torch.full((SIZE,), 0.25 * 3.0 + 0.75 * 1.0))
+    assert torch.equal(mix(torch.tensor([2.0]), torch.tensor([4.0]), 0.0), torch.tensor([4.0]))
+
+
+# ---------------------------------------------------------------- error feedback
+
+
+@given(
+    scales=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=5),
+    skipped=st.sets(st.integers(0, 4)),
+    omitted=st.integers(0, 5),
+    decay=st.sampled_from([1.0, 0.9]),
+)
+@settings(deadline=None, max_examples=30)
+def test_sent_plus_residual_is_what_was_there(
+    scales: list[float], skipped: set[int], omitted: int, decay: float
+) -> None:
+    """Conservation, part by part, whatever is counted, skipped or left out of a part."""
+    codec = open_codec(CodecSection(name="int8", block=64))
+    fragment = Layout.agreed(SHAPES, SyncSection(part_elements=1024)).fragments[0]
+    generator = torch.Generator().manual_seed(len(scales))
+    residual: Tensor | None = None
+    there, sent = torch.zeros(SIZE), torch.zeros(SIZE)
+    for index, scale in enumerate(scales):
+        gradient = torch.randn(SIZE, generator=generator) * scale
+        target = with_residual(gradient, residual, decay)
+        bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
+        parts = [codec.encode(target[start:stop]) for start, stop in bounds]
+        if index in skipped:
+            continue  # nothing is final
+        counted = [part != omitted for part in range(fragment.parts)]
+        after = left_over(target, parts, fragment, codec, counted.__getitem__, residual)
+        for part, (start, stop) in enumerate(bounds):
+            if counted[part]:
+                lost = 0.0 if residual is None else (1 - decay) * residual[start:stop]
+                there[start:stop] += gradient[start:stop] - lost
+                sent[start:stop] += codec.decode(parts[part], stop - start)
+        residual = after
+    torch.testing.assert_close(
+        sent + (torch.zeros(SIZE) if residual is None else residual), there, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_residual_is_final_only_on_a_commit_and_survives_a_checkpoint_but_not_a_copy(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path, "ab", record=False, codec={"name": "int8", "error_feedback": 0.9})
+    a, b = run.peers["a"], run.peers["b"]
+    assert a.line.residuals == {}
+    closed = run.round()
+    index = closed.commit.fragment
+    first = a.line.residuals[index].clone()
+    assert first.abs().max() > 0
+    assert set(a.line.residuals) == {index}
+    run.round()  # the other fragment
+    waiting = b.line.residuals[index].clone()
+    run.round(count=[a])
+    assert torch.equal(b.line.residuals[index], waiting)
+    assert not torch.equal(a.line.residuals[index], first)
+    adopt_state(a.line, a.line.state, a.line.commit)
+    assert a.line.residuals == {}
+    run.end()
+
+
+def test_a_part_that_omits_us_keeps_its_residual(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path, "ab", record=False, codec={"name": "int8", "error_feedback": 1.0})
+    a = run.peers["a"]
+    run.round()
+    run.round()
+    before = a.line.residuals[0].clone()
+    fragment = a.line.layout.fragments[0]
+    run.round(omitted=[Omitted("a", 0, 1)])
+    start, stop = fragment.part_bounds(0)
+    assert torch.equal(a.line.residuals[0][start:stop], before[start:stop])
+    assert not torch.equal(a.line.residuals[0][stop:], before[stop:])
+    run.end()
+
+
+def test_a_share_of_the_residual_can_outlive_a_copy(tmp_path: Path) -> None:
+    codec = {"name": "int8", "error_feedback": 1.0, "residual_after_rejoin": 0.5}
+    run = PaperRun(tmp_path, "ab", record=False, codec=codec)
+    a = run.peers["a"]
+    index = run.round().commit.fragment
+    before = a.line.residuals[index].clone()
+    adopt_state(a.line, a.line.state, a.line.commit)
+    assert torch.equal(a.line.residuals[index], before * 0.5)
+    run.end()
+
+
+def test_what_a_contract_says_of_the_schedule_has_a_digest_of_its_own() -> None:
+    plain = contract(inner={"steps": 4})
+    overlapped = contract(inner={"steps": 4}, sync={"fragments": 2, "part_elements": 4096, "overlap": 1})
+    assert isinstance(plain, Contract)
+    assert plain.digest != overlapped.digest
