@@ -340,7 +340,7 @@ class DeviceSection(Section):
     compile: bool = False
     """`torch.compile` the model (needs a compiler)."""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
-    """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: where there is a compiler."""
+    """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
 

@@ -57,6 +57,7 @@ from diloco.round import (
     finish_round,
     run_round,
     step_outer,
+    weights_to_keep,
 )  # fmt: skip
 from diloco.schedule import Finish
 from diloco.telemetry import Events
@@ -425,7 +426,7 @@ class Peer:
         """Write a checkpoint: the outer state, and what the inner side adds. Raises ResourceError."""
         line = self.line
         outer = {"outer": dict(line.state.buffers())}
-        local = {"local": dict(self.parameters)} if line.trained.tokens else {}
+        local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
         residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
         own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
         about: dict[str, JsonValue] = {

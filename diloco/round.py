@@ -207,11 +207,25 @@ def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) ->
 
 def withdraw(line: Line) -> None:
     """What was sent comes to nothing, and nobody holds it: it is progress again."""
-    sent, line.sent = line.sent, None
+    for name, weights in weights_to_keep(line).items():
+        if weights is not line.parameters[name]:
+            line.parameters[name].data.copy_(weights)
+    line.sent = None
+
+
+def weights_to_keep(line: Line) -> dict[str, Tensor]:
+    """The local weights by name, as anchor plus all progress that is not committed: without what `eager` foresees.
+
+    A checkpoint holds these, for a contribution that is on its way is progress after a restart. Not copies, but where
+    they differ from the parameters.
+    """
+    weights, sent = dict(line.parameters), line.sent
     if sent is not None and sent.foreseen is not None:
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor
-        write_fragment(line.parameters, fragment, carry(read_fragment(line.parameters, fragment), sent.unsent, anchor))
+        weights |= {entry.name: weights[entry.name].detach().clone() for entry in fragment.entries}
+        write_fragment(weights, fragment, carry(read_fragment(line.parameters, fragment), sent.unsent, anchor))
+    return weights
 
 
 def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted | None:

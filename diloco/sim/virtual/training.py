@@ -14,7 +14,18 @@ from diloco.compress import PayloadError
 from diloco.data import leases
 from diloco.exchange import messages as m
 from diloco.outer import OuterState
-from diloco.round import Diverged, Line, Sent, Trained, adopt_state, drop_progress, measure, step_outer, withdraw
+from diloco.round import (
+    Diverged,
+    Line,
+    Sent,
+    Trained,
+    adopt_state,
+    drop_progress,
+    measure,
+    step_outer,
+    weights_to_keep,
+    withdraw,
+)
 from diloco.sim.virtual.copying import Download
 from diloco.sim.virtual.disk import Snapshot
 from diloco.sim.virtual.invariants import Books
@@ -252,7 +263,7 @@ class Training:
     def _save(self) -> None:
         line = self.line
         trained = line.trained
-        local = {name: tensor.clone() for name, tensor in line.parameters.items()} if trained.tokens else {}
+        local = {name: tensor.clone() for name, tensor in weights_to_keep(line).items()} if trained.tokens else {}
         pieces = self.books.pieces() if local else None
         snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
         if not self.host.world.disks[self.host.name].save(snapshot):
