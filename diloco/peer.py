@@ -29,6 +29,7 @@ from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codec
 from diloco.compress.build import use_compiled
+from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.config import Contract, Site, contract_from_json
 from diloco.encoding import Encode, Encoder, encode_now
 from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
@@ -516,6 +517,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
             quorum_peers=membership.quorum_peers if membership.policy == "quorum" else None,
             grace_s=membership.grace_s,
             match_deadline_s=membership.match_deadline_s,
+            most_peers=MAX_CONTRIBUTIONS if open_codec(contract.codec).gathered else None,
         ),
         backlog_versions=membership.backlog_versions,
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -13,7 +14,7 @@ from diloco.exchange.electorate import Electorate
 from diloco.exchange.lineage import goes_on, parted_at
 from diloco.exchange.reduction import Reduction, covers, well_formed
 from diloco.exchange.roster import Roster
-from diloco.exchange.view import Policy, coordinator, decide, respan, spans, votes_needed
+from diloco.exchange.view import Policy, coordinator, decide, in_turn, respan, spans, votes_needed
 from diloco.types import Counted, Member, Omitted
 
 NAMES = ["a", "b", "c", "d"]
@@ -241,3 +242,13 @@ def test_one_of_two_lineages_goes_on_and_both_sides_agree_which() -> None:
         assert goes_on(mine, other) != goes_on(other, mine)
     assert goes_on(history(("L", 11)), histories[1])
     assert goes_on(histories[1], histories[0])  # a tie: whoever was left behind could not go on
+
+
+def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
+    group = [f"p{index}" for index in range(10)]
+    assert in_turn(group, None, 7) == tuple(group)
+    assert in_turn(group, 10, 7) == tuple(group)
+    turns = [in_turn(group, 4, version) for version in range(5)]
+    assert turns[2] == ("p0", "p1", "p8", "p9")
+    assert all(list(turn) == sorted(turn) and len(turn) == 4 for turn in turns)
+    assert Counter(peer for turn in turns for peer in turn) == dict.fromkeys(group, 2)

@@ -9,7 +9,7 @@ from diloco.exchange import messages as m
 from diloco.exchange.committing import Committing
 from diloco.exchange.reduction import Reduction
 from diloco.exchange.tally import Tally
-from diloco.exchange.view import Decision, decide, respan, spans
+from diloco.exchange.view import Decision, decide, in_turn, respan, spans
 from diloco.types import Commit, Member
 
 
@@ -67,12 +67,13 @@ class Coordinating(Committing):
         if decision.group is None:
             return
         newcomers = [member for member in self._newcomers() if self._stands_here(member)]
+        group = in_turn(decision.group, self.rules.policy.most_peers, self.making)
         begin = m.Begin(
             self.making,
             self.attempt,
-            tuple(tally.counted(peer) for peer in decision.group),
+            tuple(tally.counted(peer) for peer in group),
             (*self._trainers_alive(), *newcomers),
-            spans(self.rules.parts[self.fragment], decision.group),
+            spans(self.rules.parts[self.fragment], group),
         )
         tally.begin = begin
         tally.audience = begin.receivers

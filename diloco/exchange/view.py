@@ -70,6 +70,8 @@ class Policy:
     """None: `sync`, all live members. K: `quorum`, K of them and whoever comes within `grace_s` of the K-th."""
     grace_s: float
     match_deadline_s: float
+    most_peers: int | None = None
+    """More do not contribute to one version: they take turns. None: no limit."""
     """How long the first to be ready waits for a live member under `sync`."""
 
 
@@ -110,6 +112,15 @@ def decide(
     if policy.quorum_peers is None:
         return _decide_sync(policy, now - times[0], agreed, late)
     return _decide_quorum(policy.quorum_peers, policy.grace_s, now, times, agreed, late)
+
+
+def in_turn(group: Sequence[str], most: int | None, version: int) -> tuple[str, ...]:
+    """At most so many of a group, in its order; the next version begins where this one ends."""
+    if most is None or len(group) <= most:
+        return tuple(group)
+    start = version * most % len(group)
+    chosen = {*group[start : start + most], *group[: max(start + most - len(group), 0)]}
+    return tuple(peer for peer in group if peer in chosen)
 
 
 def _decide_sync(policy: Policy, waited_s: float, agreed: Sequence[str], late: Sequence[str]) -> Decision:
