@@ -129,14 +129,27 @@ def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_
     return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)
 
 
-def unpack(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
-    """A fragment's mean, flat fp32, from the bytes of its parts in order. Raises PayloadError."""
+def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
+    """The most bytes of the mean of any part; `codecs` by group of parameters."""
+    sizes = (
+        max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
+        for fragment in layout.fragments
+        for group, elements in fragment.groups
+    )
+    return max(sizes, default=0)
+
+
+def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
+    """A fragment's mean, flat fp32, from the bytes of its parts in order; `codecs` by group of parameters.
+
+    Raises PayloadError.
+    """
     if len(parts) != fragment.parts:
         raise PayloadError(f"{len(parts)} parts, fragment {fragment.index} has {fragment.parts}")
     mean = torch.empty(fragment.elements, dtype=torch.float32)
     for part, payload in enumerate(parts):
         start, stop = fragment.part_bounds(part)
-        mean_into(payload, codec, mean[start:stop])
+        mean_into(payload, codecs[fragment.group_of(part)], mean[start:stop])
     return mean
 
 

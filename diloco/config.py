@@ -34,6 +34,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Glob = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class Section(BaseModel):
@@ -192,7 +193,9 @@ CODE_BITS = {"int8": 8, "int4": 4, "e3m0": 4, "two_bit": 2, "sign": 1}
 """Of the codecs with blocks."""
 
 
-class CodecSection(Section):
+class CodecChoice(Section):
+    """One codec and its keys."""
+
     name: Literal["fp32", "fp16", "bf16", "int8", "int4", "e3m0", "two_bit", "sign", "topk", "dct", "lowrank"] = "int8"
     """Bits a value, in this order, before zstd: 32, 16, 16, 8.125, 4.25, 4.25, 2.25, 1.0625; then as their keys say."""
     block: PositiveInt | None = None
@@ -204,11 +207,6 @@ class CodecSection(Section):
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """For `int8`, `int4` and `e3m0`. `stochastic`: up or down by chance, so that the expected value is the value; at
     least twice the squared error."""
-    error_feedback: Annotated[float, Field(ge=0, le=1)] | None = None
-    """What the codec dropped is added to the next pseudo-gradient, times this decay (SparseLoCo: 0.95); not given: it
-    is lost. Needed below about 4 bits a value."""
-    residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
     density: Annotated[float, Field(gt=0, le=1)] = 0.03125
     """Share of the values that are sent (`topk`, `dct`): the largest of every 4096."""
     values: Literal["fp16", "int8", "two_bit"] = "two_bit"
@@ -232,6 +230,30 @@ class CodecSection(Section):
         if self.rounding == "stochastic" and (self.name not in ("int8", "int4", "e3m0") or self.scale != "absmax"):
             raise ValueError("codec.rounding 'stochastic' is for int8, int4 and e3m0 with codec.scale 'absmax'")
         return self
+
+
+class CodecGroup(CodecChoice):
+    """Parameters with a codec of their own. A key that is not given has its default, not the value in `[codec]`."""
+
+    match: Annotated[tuple[Glob, ...], Field(min_length=1, max_length=16)]
+    """Names of parameters, with `*`, `?` and `[...]` as in a shell: `["*norm*", "*.bias"]`. A parameter is in the first
+    group that it fits. Globs and not regular expressions, which in a stranger's contract may take for ever."""
+
+
+class CodecSection(CodecChoice):
+    error_feedback: Annotated[float, Field(ge=0, le=1)] | None = None
+    """What the codec dropped is added to the next pseudo-gradient, times this decay (SparseLoCo: 0.95); not given: it
+    is lost. Needed below about 4 bits a value."""
+    residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
+    groups: Annotated[tuple[CodecGroup, ...], Field(max_length=64)] = ()
+    """Each a `[[codec.groups]]` with `match` and the keys of a codec; `[codec]` is for what no group matches. No part
+    has parameters of two groups."""
+
+    @property
+    def by_group(self) -> tuple[CodecChoice, ...]:
+        """Of the parameters that are in no group, then of each group (`diloco.fragments.Fragment.groups`)."""
+        return (self, *self.groups)
 
 
 class SyncSection(Section):
@@ -278,8 +300,9 @@ class Contract(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.outer.averaging == "radial" and self.codec.name in GATHERED_CODECS:
-            raise ValueError(f"outer.averaging 'radial' needs a codec whose mean is made once, not {self.codec.name!r}")
+        gathered = [codec.name for codec in self.codec.by_group if codec.name in GATHERED_CODECS]
+        if self.outer.averaging == "radial" and gathered:
+            raise ValueError(f"outer.averaging 'radial' needs a codec whose mean is made once, not {gathered[0]!r}")
         if self.inner.steps % self.sync.fragments:
             raise ValueError(
                 f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
@@ -356,6 +379,10 @@ class NetworkSection(Section):
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
     serve_bps: NonNegativeFloat = 400e6
     """Most bits per second that this peer sends to joiners that copy the state; 0: no limit."""
+    send_bps: NonNegativeFloat = 0.0
+    """Most bits per second that this peer sends in rounds, contributions and means together; 0: no limit."""
+    streams: Annotated[int, Field(ge=1, le=16)] = 1
+    """Connections to each other peer that contributions and means go over at once: several fill a long, lossy link."""
 
 
 class StorageSection(Section):

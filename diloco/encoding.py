@@ -10,13 +10,14 @@ from torch import Tensor
 
 from diloco.compress import Codec
 
-Bounds = Sequence[tuple[int, int]]
-Encode = Callable[[Codec, Tensor, Bounds], Sequence[bytes]]
+Pieces = Sequence[tuple[Codec, Tensor]]
+"""Of every part: its codec, and its values, flat fp32."""
+Encode = Callable[[Pieces], Sequence[bytes]]
 
 
-def encode_now(codec: Codec, values: Tensor, bounds: Bounds) -> list[bytes]:
-    """Each span of flat fp32 `values` encoded. Raises PayloadError when one is not finite."""
-    return [codec.encode(values[start:stop]) for start, stop in bounds]
+def encode_now(pieces: Pieces) -> list[bytes]:
+    """Each piece encoded. Raises PayloadError when a value is not finite."""
+    return [codec.encode(values) for codec, values in pieces]
 
 
 class Encoder:
@@ -25,9 +26,9 @@ class Encoder:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
-    def __call__(self, codec: Codec, values: Tensor, bounds: Bounds) -> Encoded:
-        """As `encode_now`, but at once; `values` must not change any more. They must be finite."""
-        return Encoded([self._pool.submit(codec.encode, values[start:stop]) for start, stop in bounds])
+    def __call__(self, pieces: Pieces) -> Encoded:
+        """As `encode_now`, but at once; the values must not change any more. They must be finite."""
+        return Encoded([self._pool.submit(codec.encode, values) for codec, values in pieces])
 
     def close(self) -> None:
         """Encode no more."""

@@ -26,14 +26,18 @@ def left_over(
     target: Tensor,
     parts: Sequence[bytes],
     fragment: Fragment,
-    codec: Codec,
+    codecs: Sequence[Codec],
     counted: Callable[[int], bool],
     before: Tensor | None,
 ) -> Tensor:
-    """The new residual, flat fp32. Where a part was not `counted` it is still the one of `before`."""
+    """The new residual, flat fp32. Where a part was not `counted` it is still the one of `before`.
+
+    `codecs`: by group of parameters.
+    """
     residual = torch.zeros_like(target) if before is None else before.clone()
     for part, payload in enumerate(parts):
         if counted(part):
             start, stop = fragment.part_bounds(part)
-            torch.sub(target[start:stop], codec.decode(payload, stop - start), out=residual[start:stop])
+            sent = codecs[fragment.group_of(part)].decode(payload, stop - start)
+            torch.sub(target[start:stop], sent, out=residual[start:stop])
     return residual

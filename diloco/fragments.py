@@ -2,7 +2,8 @@
 
 It depends on names and shapes only, so islands with different meshes, devices and dtypes agree on it. A
 *fragment* is synchronised on its own; a *part* of one has one owner in the reduction. (Streaming DiLoCo, arXiv
-2501.18512: layer i goes to fragment i mod P, "strided", which beats consecutive layers.)
+2501.18512: layer i goes to fragment i mod P, "strided", which beats consecutive layers.) Parameters with a codec of
+their own are a *group*, and a part has parameters of one group only: one part, one codec.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from diloco.config import SyncSection
+from diloco.config import Contract
 from diloco.errors import ConfigError
 
 PARTS_PER_FRAGMENT = 64
@@ -48,24 +51,45 @@ class Entry:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fragment:
-    """The parameters that are synchronised together, one behind the other in a flat buffer, in model order."""
+    """The parameters that are synchronised together, one behind the other in a flat buffer: by group, then as in the
+    model."""
 
     index: int
     entries: tuple[Entry, ...]
-    elements: int
+    groups: tuple[tuple[int, int], ...]
+    """(number, elements > 0) of each group that is here, by number; 0 is of the parameters that are in no group."""
     part_elements: int
 
-    @property
+    @cached_property
+    def elements(self) -> int:
+        return sum(elements for _, elements in self.groups)
+
+    @cached_property
     def parts(self) -> int:
-        """How many parts; only the last one may be shorter than `part_elements`."""
-        return math.ceil(self.elements / self.part_elements)
+        """How many parts; only the last one of a group may be shorter than `part_elements`."""
+        return sum(math.ceil(elements / self.part_elements) for _, elements in self.groups)
 
     def part_bounds(self, part: int) -> tuple[int, int]:
         """First element of a part and the one behind its last."""
-        start = part * self.part_elements
-        return start, min(start + self.part_elements, self.elements)
+        start, stop, _ = self._cuts[part]
+        return start, stop
+
+    def group_of(self, part: int) -> int:
+        """The number of a part's group."""
+        return self._cuts[part][2]
+
+    @cached_property
+    def _cuts(self) -> tuple[tuple[int, int, int], ...]:
+        """Bounds and group of each part."""
+        cuts, begin = [], 0
+        for group, elements in self.groups:
+            end = begin + elements
+            starts = range(begin, end, self.part_elements)
+            cuts += [(start, min(start + self.part_elements, end), group) for start in starts]
+            begin = end
+        return tuple(cuts)
 
 
 @dataclass(frozen=True)
@@ -76,7 +100,11 @@ class Layout:
 
     @staticmethod
     def of(
-        named_shapes: NamedShapes, fragments: int = 1, order: str = "strided", part_elements: int | None = None
+        named_shapes: NamedShapes,
+        fragments: int = 1,
+        order: str = "strided",
+        part_elements: int | None = None,
+        groups: Sequence[Sequence[str]] = (),
     ) -> Layout:
         """Cut parameters, given as (name, shape) in model order with tied ones once.
 
@@ -84,22 +112,29 @@ class Layout:
         `strided` (layer i to fragment i mod P) or `sequential` (consecutive layers together). What is in no layer
         (embeddings, final norm, head) goes, the largest first, to the fragment that is smallest so far.
 
-        `part_elements`: a power of two that makes about 64 parts of each fragment when not given.
-        Raises ConfigError when there are more fragments than layers, or nothing to cut.
+        `part_elements`: a power of two that makes about 64 parts of each fragment when not given. `groups`: names of
+        parameters as globs; who fits several groups is in the first.
+        Raises ConfigError when there are more fragments than layers, nothing to cut, or nothing in a group.
         """
         _check(named_shapes, order, part_elements)
         homes = _homes(named_shapes, fragments, order)
-        groups = [[pair for pair in named_shapes if homes[pair[0]] == index] for index in range(fragments)]
-        return Layout(tuple(_fragment(index, group, part_elements) for index, group in enumerate(groups)))
+        numbers = _numbers([name for name, _ in named_shapes], groups)
+        by_group = sorted(named_shapes, key=lambda pair: numbers[pair[0]])  # stable: the model's order inside a group
+        pieces = [[pair for pair in by_group if homes[pair[0]] == index] for index in range(fragments)]
+        return Layout(tuple(_fragment(index, piece, numbers, part_elements) for index, piece in enumerate(pieces)))
 
     @staticmethod
-    def agreed(named_shapes: NamedShapes, sync: SyncSection) -> Layout:
-        """The layout that a contract's `[sync]` gives to these parameters. Raises ConfigError."""
-        return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements)
+    def agreed(named_shapes: NamedShapes, contract: Contract) -> Layout:
+        """The layout that a contract gives to these parameters. Raises ConfigError."""
+        sync, groups = contract.sync, [group.match for group in contract.codec.groups]
+        return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit."""
+        """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit.
+
+        Which names are a group is the contract's, whose digest peers compare before this one.
+        """
         tree = [[f.part_elements, [[entry.name, entry.shape] for entry in f.entries]] for f in self.fragments]
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
@@ -174,13 +209,35 @@ def _layer(name: str) -> str | None:
     return match.group() if match else None
 
 
-def _fragment(index: int, named_shapes: NamedShapes, part_elements: int | None) -> Fragment:
+def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The number of each parameter's group: from 1; 0 for none. Raises ConfigError where a group has nothing in it."""
+    numbers = dict.fromkeys(names, 0)
+    for number, patterns in enumerate(groups, 1):
+        free = [name for name in names if numbers[name] == 0]
+        fitting = [name for name in free if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not fitting:
+            cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter has such a name"
+            raise ConfigError(cause, f"names that are in no group before it: {_some(free) or 'none'}")
+        numbers |= dict.fromkeys(fitting, number)
+    return numbers
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first and the last few, in one line; they may be a stranger's."""
+    few = names if len(names) <= 6 else (*names[:3], *names[-3:])
+    return ", ".join(ascii(name[:30]) for name in few)
+
+
+def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int], part_elements: int | None) -> Fragment:
     entries = []
     elements = 0
+    sizes: Counter[int] = Counter()
     for name, shape in named_shapes:
         entries.append(Entry(name, tuple(shape), elements))
         elements += entries[-1].elements
-    return Fragment(index, tuple(entries), elements, part_elements or _fitting_part(elements))
+        sizes[numbers[name]] += entries[-1].elements
+    groups = tuple((number, size) for number, size in sizes.items() if size)
+    return Fragment(index, tuple(entries), groups, part_elements or _fitting_part(elements))
 
 
 def _fitting_part(elements: int) -> int:

@@ -27,7 +27,7 @@ from diloco import failpoints
 from diloco.checkpoint import Checkpoint, JsonValue, outer_state
 from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s, new_incarnation
-from diloco.compress import PayloadError, open_codec
+from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import use_compiled
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.config import Contract, Site, contract_from_json
@@ -468,7 +468,7 @@ class Peer:
             timing=timing_of(self.site),
             layout=layout,
             layout_digest=layout.digest,
-            codec=self.line.codec,
+            codecs=self.line.codecs,
             optimizer=self.line.optimizer,
             total_tokens=contract.run.total_tokens,
             data=data,
@@ -485,14 +485,14 @@ compiled_codecs = cache(use_compiled)
 def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], encode: Encode = encode_now) -> Line:
     """What the rounds of a peer work on, before the first version. Raises ConfigError."""
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-    layout = Layout.agreed(shapes, contract.sync)
+    layout = Layout.agreed(shapes, contract)
     optimizer = open_outer(contract.outer)
     anchor = [read_fragment(parameters, fragment) for fragment in layout.fragments]
     return Line(
         name,
         parameters,
         layout,
-        open_codec(contract.codec),
+        open_codecs(contract.codec),
         optimizer,
         contract.outer.weighting == "tokens",
         OuterState(0, tuple(map(optimizer.start, anchor))),
@@ -517,7 +517,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
             quorum_peers=membership.quorum_peers if membership.policy == "quorum" else None,
             grace_s=membership.grace_s,
             match_deadline_s=membership.match_deadline_s,
-            most_peers=MAX_CONTRIBUTIONS if open_codec(contract.codec).gathered else None,
+            most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
         ),
         backlog_versions=membership.backlog_versions,
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,

@@ -62,7 +62,7 @@ class Recorder:
         header = {
             "peer": self.peer,
             "fragment": fragment.index,
-            "elements": fragment.elements,
+            "groups": fragment.groups,
             "part_elements": fragment.part_elements,
             **{name: getattr(contribution, name) for name in ("base_version", "weight", "tokens", "blocks")},
             "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in contribution.parts],
@@ -122,7 +122,11 @@ def _open(path: Path) -> Recording:
     parts = tuple((int(size), str(sha256)) for size, sha256 in header["parts"])
     if path.stat().st_size != len(line) + sum(size for size, _ in parts):
         raise _damaged(path, "it has another size than its first line says")
-    fragment = Fragment(header["fragment"], (), header["elements"], header["part_elements"])
+    groups = header.get("groups", [[0, header.get("elements")]])  # without: of a diloco before there were groups
+    sizes = tuple((int(group), int(elements)) for group, elements in groups)
+    fragment = Fragment(header["fragment"], (), sizes, header["part_elements"])
+    if fragment.parts != len(parts):
+        raise _damaged(path, f"{len(parts)} parts, its groups make {fragment.parts}")
     return Recording(path, fragment, Counted(*(header[name] for name in names)), len(line), parts)
 
 

@@ -22,7 +22,7 @@ from diloco.audit import Book, chain_of, read_books, saved_state
 from diloco.average import fold, mean_digest, unpack
 from diloco.chain import Chain
 from diloco.checkpoint import Checkpoint, load
-from diloco.compress import Codec, PayloadError, open_codec
+from diloco.compress import Codec, PayloadError, open_codecs
 from diloco.config import Contract, contract_from_json
 from diloco.data import open_dataset
 from diloco.errors import StateError, UsageError
@@ -93,7 +93,8 @@ class Workshop:
 
     chain: Chain
     shelf: Shelf
-    codec: Codec
+    codecs: Sequence[Codec]
+    """By group of parameters."""
     optimizer: OuterOptimizer
     seeded: Callable[[], OuterState | None]
     """The state that the run begins with, if the contract tells."""
@@ -159,7 +160,7 @@ class Workshop:
         for chosen in itertools.product(*candidates) if candidates else ():
             try:
                 parts = list(self._fold(commit, chosen))
-            except (PayloadError, ValueError) as error:
+            except (PayloadError, ValueError, IndexError) as error:
                 why = f"the contributions do not fold: {error}"
                 continue
             if mean_digest(parts) == commit.mean_digest:
@@ -168,7 +169,8 @@ class Workshop:
         raise Otherwise(Verdict.MISMATCH, why)
 
     def _fold(self, commit: Commit, chosen: Sequence[Recording]) -> Iterator[bytes]:
-        """Raises PayloadError, and ValueError where the recordings differ in the number of parts."""
+        """Raises PayloadError, ValueError where the recordings differ in the number of parts, and IndexError where a
+        part is of a group that the contract does not have."""
         fragment = chosen[0].fragment
         for part, payloads in enumerate(zip(*(recording.payloads() for recording in chosen), strict=True)):
             start, stop = fragment.part_bounds(part)
@@ -176,10 +178,10 @@ class Workshop:
             terms = [(counted.weight, payload) for counted, payload in pairs if commit.counts(counted.peer, part)]
             if not terms:
                 raise ValueError(f"part {part} counts nobody")
-            yield fold(terms, stop - start, self.codec, radial=self.radial)
+            yield fold(terms, stop - start, self.codecs[fragment.group_of(part)], radial=self.radial)
 
     def _step(self, before: OuterState, fragment: Fragment, parts: Sequence[bytes], version: int) -> OuterState:
-        mean = unpack(parts, fragment, self.codec)
+        mean = unpack(parts, fragment, self.codecs)
         after = self.optimizer.step(before.fragments[fragment.index], mean)
         return before.replace(fragment.index, after, version)
 
@@ -202,7 +204,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
     workshop = Workshop(
         chain_of(books),
         shelf,
-        open_codec(contract.codec),
+        open_codecs(contract.codec),
         open_outer(contract.outer),
         lambda: seeded_state(contract, checkpoints, data_root),
         {digest: _opener(checkpoint) for checkpoint in checkpoints if (digest := _commit_digest(checkpoint))},
@@ -231,7 +233,7 @@ def seeded_state(contract: Contract, checkpoints: Sequence[Checkpoint], data_roo
     parameters = named_parameters(build_model(contract.model, vocab_size, contract.run.seed, data_root))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     optimizer = open_outer(contract.outer)
-    fragments = Layout.agreed(shapes, contract.sync).fragments
+    fragments = Layout.agreed(shapes, contract).fragments
     return OuterState(0, tuple(optimizer.start(read_fragment(parameters, fragment)) for fragment in fragments))
 
 

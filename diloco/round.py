@@ -90,7 +90,8 @@ class Line:
     parameters: Mapping[str, Tensor]
     """The model's own, by name: read and written in place."""
     layout: Layout
-    codec: Codec
+    codecs: Sequence[Codec]
+    """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
     by_tokens: bool
     """Contributions weigh as many as their tokens; else all weigh the same."""
@@ -188,12 +189,18 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
             target = with_residual(gradient, line.residuals.get(fragment.index), line.feedback)
         if not math.isfinite(magnitude(target)):
             raise PayloadError("the pseudo-gradient is not finite")
-        parts = line.encode(line.codec, target, [fragment.part_bounds(part) for part in range(fragment.parts)])
+        parts = line.encode(_pieces(target, fragment, line.codecs))
     trained = line.trained
     weight = max(trained.tokens, 1) if line.by_tokens else 1
     contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
     sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
     return sent if line.merge != "eager" else _look_ahead(line, sent, fragment, gradient)
+
+
+def _pieces(flat: Tensor, fragment: Fragment, codecs: Sequence[Codec]) -> list[tuple[Codec, Tensor]]:
+    """The codec and the values of each part of a flat buffer."""
+    bounds = map(fragment.part_bounds, range(fragment.parts))
+    return [(codecs[fragment.group_of(part)], flat[start:stop]) for part, (start, stop) in enumerate(bounds)]
 
 
 def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) -> Sent:
@@ -259,7 +266,7 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
             after = closed.after()
     else:
         with timed(seconds, "average"):
-            mean = unpack(closed.parts, fragment, line.codec)
+            mean = unpack(closed.parts, fragment, line.codecs)
         with timed(seconds, "outer"):
             after = line.optimizer.step(before, mean)
     failpoints.hit("before-merge")
@@ -285,12 +292,8 @@ def _merged(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: 
 
 
 def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
-    """Spans of elements whose mean leaves us out, though the version counts us."""
-    return [
-        (fragment.part_bounds(entry.start)[0], fragment.part_bounds(entry.stop - 1)[1])
-        for entry in commit.omitted
-        if entry.peer == line.peer
-    ]
+    """Bounds of the parts whose mean leaves us out, though the version counts us."""
+    return [fragment.part_bounds(part) for part in range(fragment.parts) if not commit.counts(line.peer, part)]
 
 
 def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
@@ -300,7 +303,7 @@ def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
     if sent.target is not None:
         parts, before = sent.contribution.parts, line.residuals.get(fragment.index)
         line.residuals[fragment.index] = left_over(
-            sent.target, parts, fragment, line.codec, lambda part: commit.counts(line.peer, part), before
+            sent.target, parts, fragment, line.codecs, lambda part: commit.counts(line.peer, part), before
         )
     if sent.foreseen is not None:
         line.own[fragment.index] = sent.foreseen

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.clock import monotonic_s, new_incarnation
-from diloco.compress import open_codec
+from diloco.compress import open_codecs
 from diloco.config import Contract
 from diloco.errors import EvictedError
 from diloco.exchange.engine import Exchange, Terms
@@ -127,7 +127,7 @@ class Witness:
             timing=timing_of(self.gate.site),
             layout=Layout(()),
             layout_digest=welcome.layout,
-            codec=open_codec(contract.codec),
+            codecs=open_codecs(contract.codec),
             optimizer=open_outer(contract.outer),
             total_tokens=contract.run.total_tokens,
             data=welcome.data,

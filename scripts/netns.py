@@ -32,6 +32,7 @@ SMALLEST_BURST_BYTES = 32 * 1024
 QUEUE_S = 0.05
 """How much a shaper holds back before it drops: a router's usual buffer."""
 INTERFACE = "eth0"
+MOST_PEERS = 200
 
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
@@ -49,7 +50,7 @@ class Star:
     """The namespaces of so many peers; use it as a context manager.
 
     Args:
-        peers: at most 200.
+        peers: at most MOST_PEERS.
         link_mbit: of each peer, in each direction; Ethernet, IP and TCP headers count.
         delay_ms: from any peer to any other, one way.
         congestion: TCP congestion control, one of `congestion_controls()`.

@@ -51,6 +51,8 @@ class Round:
     """Of all processes of all peers."""
     peak_rss_mb: float
     """Of the largest process, from the beginning to the end of the sync."""
+    mean_error: float
+    """How far off the mean was, relative (L2): the worst peer's."""
     identical: bool
     """Whether all peers hold the same bits afterwards."""
 
@@ -77,12 +79,12 @@ class Group:
 
     def __enter__(self) -> Self:
         try:
-            self._start(self._tasks[0])
-            meet = self._ask("", START_S)[0]["meet"]
-            for task in self._tasks[1:]:
-                self._start(replace(task, meet=meet))
-            for peer in self._peers[1:]:
-                peer.answer(time.monotonic() + START_S)
+            for task in self._tasks:
+                self._start(task)
+            first, *others = self._peers
+            meet = first.answer(time.monotonic() + START_S)["meet"]
+            for peer in others:
+                peer.tell(meet)
             self.payload_bytes = round(mean([answer["payload_bytes"] for answer in self._ask("", START_S)]))
         except BaseException:
             self._end()
@@ -114,6 +116,7 @@ class Group:
             sent_bytes / len(self._peers),
             cpu_s,
             peak_mb,
+            error,
             len({answer["digest"] for answer in checked}) == 1,
         )
 
@@ -137,15 +140,18 @@ class Group:
         return sum(peer.sent_bytes() for peer in self._peers)
 
     def _end(self) -> None:
+        theirs = [pid for peer in self._peers for pid in process_tree(peer.pid)]
         for peer in self._peers:
             peer.dismiss()
         deadline_s = time.monotonic() + END_S
-        theirs = {pid for peer in self._peers for pid in process_tree(peer.pid)}
         for peer in self._peers:
             peer.end(deadline_s)
-        for pid in theirs.intersection(process_tree(os.getpid())):  # those that a peer left behind
+        left = set(theirs).intersection(process_tree(os.getpid()))
+        for pid in left:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for pid in filter(left.__contains__, theirs):  # parents first: then their children are ours
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 class Peer:

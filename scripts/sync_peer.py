@@ -28,6 +28,7 @@ from typing import Any, ClassVar, TextIO
 import torch
 from sync_task import LAYERS, WIDTH, Task
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 NOISE = 1e-3
 """Root mean square of the noise: a pseudo-gradient's usual size."""
@@ -37,12 +38,15 @@ PATIENCE_S = 600.0
 
 
 class System:
-    """How one system averages. Made by the first peer, which tells `meet`, then by the others; then all `enter`."""
+    """How one system averages. Made by the first peer, then by the others, which it tells where to `meet` it.
 
-    meet = ""
+    Then all `enter`.
+    """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, meet: str) -> None:
+        """`meet`: what the first peer told; empty for itself."""
         self.task = task
+        self.meet = meet
 
     def enter(self) -> None:
         """Wait until all peers are there."""
@@ -128,8 +132,8 @@ class Course:
 class Moving(System):
     """DiLoCo itself: a model that every peer moves, and an outer step."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, meet: str) -> None:
+        super().__init__(task, meet)
         self.model = build_model(task)
         self.course = Course()
 
@@ -148,8 +152,8 @@ class Moving(System):
 class Diloco(Moving):
     """This project, through its library: found, join, and a step that is a round."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, meet: str) -> None:
+        super().__init__(task, meet)
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
         import diloco
         from diloco.config import Site
@@ -161,8 +165,8 @@ class Diloco(Moving):
                 "storage": {"directory": task.scratch},
             }
         )
-        if task.meet:
-            self.run = diloco.join(task.meet, self.model, site)
+        if meet:
+            self.run = diloco.join(meet, self.model, site)
         else:
             self.run = diloco.found(self._contract(), self.model, site)
         self.meet = self.run.address
@@ -194,7 +198,7 @@ class Diloco(Moving):
 
         contract = self.run.contract
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.model.named_parameters()]
-        (fragment,) = Layout.agreed(shapes, contract.sync).fragments
+        (fragment,) = Layout.agreed(shapes, contract).fragments
         moved = torch.cat([noise.flatten() for _, noise in noise_beside(self.parameters)]).mul_(self.task.rank + 1)
         codec = open_codec(contract.codec)
         bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
@@ -212,12 +216,12 @@ class Diloco(Moving):
 class Gloo(System):
     """One all-reduce of torch.distributed over one flat tensor: the baseline that every mean is made of."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, meet: str) -> None:
+        super().__init__(task, meet)
         os.environ["GLOO_SOCKET_IFNAME"] = task.interface
-        host, _, port = task.meet.rpartition(":")
-        first = not task.meet
-        self.store = torch.distributed.TCPStore(host or task.host, int(port or 0), None, first, wait_for_workers=False)
+        host, _, port = meet.rpartition(":")
+        first = not meet
+        self.store = TCPStore(host or task.host, int(port or 0), None, first, wait_for_workers=False)
         self.meet = f"{task.host}:{self.store.port}"
         self.values = torch.zeros(task.elements)
 
@@ -248,13 +252,16 @@ class Hivemind(System):
     BYTES: ClassVar = {"fp32": 4, "fp16": 2, "int8": 1}
     """Of one parameter; of 8 bit without the codebooks (1 KiB per 512 KiB)."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, meet: str) -> None:
+        super().__init__(task, meet)
         import hivemind
+        import numpy as np
         from hivemind import compression as c
 
+        if task.codec == "int8" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+            raise SystemExit("with numpy 2.4 hivemind's 8 bit averages nothing: give --hivemind-python with numpy<2.4")
         codec = {"fp32": c.NoCompression, "fp16": c.Float16Compression, "int8": c.Uniform8BitQuantization}[task.codec]
-        bootstrap = task.meet.split() or None
+        bootstrap = meet.split() or None
         self.dht = hivemind.DHT(initial_peers=bootstrap, host_maddrs=[f"/ip4/{task.host}/tcp/0"], start=True)
         self.meet = " ".join(map(str, self.dht.get_visible_maddrs()))
         self.averager = hivemind.DecentralizedAverager(
@@ -302,11 +309,11 @@ class Hivemind(System):
 class Torchft(Moving):
     """torchft's DiLoCo over Gloo. The first peer's process starts its lighthouse, too."""
 
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    def __init__(self, task: Task, meet: str) -> None:
+        super().__init__(task, meet)
         os.environ["GLOO_SOCKET_IFNAME"] = task.interface
         self.lighthouse: subprocess.Popen[bytes] | None = None
-        self.meet = task.meet or self._start_lighthouse()
+        self.meet = meet or self._start_lighthouse()
         self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0)  # never has a gradient: `prepare` moves the model
         outer = torch.optim.SGD(self.model.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
         self.manager = self._manager()
@@ -328,7 +335,7 @@ class Torchft(Moving):
         from torchft import Manager, ProcessGroupGloo
 
         task, patience = self.task, timedelta(seconds=PATIENCE_S)
-        self.store = torch.distributed.TCPStore(task.host, 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore(task.host, 0, is_master=True, wait_for_workers=False)
         return Manager(
             pg=ProcessGroupGloo(patience),
             timeout=patience,
@@ -369,8 +376,10 @@ def main() -> None:
     answers = take_stdout()
     task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    system = SYSTEMS[task.system](task)
-    tell(answers, meet=system.meet)
+    meet = sys.stdin.readline().strip() if task.rank else ""
+    system = SYSTEMS[task.system](task, meet)
+    if not task.rank:
+        tell(answers, meet=system.meet)
     system.enter()
     tell(answers, payload_bytes=system.payload_bytes)
     try:

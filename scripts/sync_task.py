@@ -22,8 +22,6 @@ class Task:
     interface: str
     scratch: str
     """A folder of its own."""
-    meet: str = ""
-    """What the first peer told: where the others find it. Empty for the first."""
 
     @property
     def elements(self) -> int:

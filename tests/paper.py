@@ -156,7 +156,7 @@ class PaperRun:
         for part in range(fragment.parts):
             start, stop = fragment.part_bounds(part)
             terms = [(one.weight, sent[one.peer].parts[part]) for one in counted if commit.counts(one.peer, part)]
-            parts.append(fold(terms, stop - start, at.line.codec))
+            parts.append(fold(terms, stop - start, at.line.codecs[fragment.group_of(part)]))
         return Closed(replace(commit, mean_digest=mean_digest(parts)), parts)
 
     def apply(self, closed: Closed, peers: Sequence[PaperPeer]) -> None:

@@ -124,7 +124,7 @@ def test_unpack_puts_parts_in_place(elements: int, part_elements: int) -> None:
     values = torch.arange(elements, dtype=torch.float32)
     bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
     parts = [FP32.encode(values[start:stop]) for start, stop in bounds]
-    assert torch.equal(unpack(parts, fragment, FP32), values)
+    assert torch.equal(unpack(parts, fragment, [FP32]), values)
 
 
 def test_unpack_refuses_wrong_parts() -> None:
@@ -132,7 +132,7 @@ def test_unpack_refuses_wrong_parts() -> None:
     parts = [FP32.encode(torch.ones(n)) for n in (4, 4, 2)]
     for wrong in (parts[:2], [*parts, parts[0]], parts[::-1]):
         with pytest.raises(PayloadError):
-            unpack(wrong, fragment, FP32)
+            unpack(wrong, fragment, [FP32])
 
 
 def test_digest_of_the_mean() -> None:
@@ -222,10 +222,10 @@ def test_unpack_of_gathered_parts() -> None:
     values = contributions(2)
     parts = [fold([(1, TOPK.encode(v[a:b])) for v in values], b - a, TOPK) for a, b in bounds]
     pieces = [decoded_mean(part, TOPK, b - a) for part, (a, b) in zip(parts, bounds, strict=True)]
-    assert torch.equal(unpack(parts, fragment, TOPK), torch.cat(pieces))
+    assert torch.equal(unpack(parts, fragment, [TOPK]), torch.cat(pieces))
     for wrong in (parts[:2], parts[::-1], [part[:-1] for part in parts]):
         with pytest.raises(PayloadError):
-            unpack(wrong, fragment, TOPK)
+            unpack(wrong, fragment, [TOPK])
 
 
 def test_radial_mean_is_made_of_what_was_decoded_and_encoded_once() -> None:

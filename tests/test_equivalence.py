@@ -87,7 +87,7 @@ class Peers:
             arrived = {peer: self.codec.encode(gradients[peer][start:stop]) for peer in arrival}
             in_order = [(1 + peer, arrived[peer]) for peer in sorted(arrived)]
             parts.append(fold(in_order, stop - start, self.codec))
-        after = self.optimizer.step(before, unpack(parts, fragment, self.codec))
+        after = self.optimizer.step(before, unpack(parts, fragment, [self.codec]))
         for peer, base in sent.items():
             own = self.parameters[peer]
             write_fragment(own, fragment, carry(read_fragment(own, fragment), base, after.anchor))

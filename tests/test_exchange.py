@@ -95,7 +95,7 @@ def test_a_hostile_contribution_is_left_out(world: LocalWorld) -> None:
     """Bytes that do not decode: the version closes without their sender, as if it had been absent."""
     world.rounds(world.peers, 1)
     bad = world.peers[2]
-    honest = bad.peer.line.codec
+    (honest,) = bad.peer.line.codecs
 
     class Hostile:
         name = "hostile"
@@ -103,7 +103,7 @@ def test_a_hostile_contribution_is_left_out(world: LocalWorld) -> None:
         def encode(self, values: torch.Tensor) -> bytes:
             return b"\xff" * len(honest.encode(values))
 
-    bad.peer.line.codec = Hostile()  # type: ignore[assignment]
+    bad.peer.line.codecs = [Hostile()]  # type: ignore[list-item]
     world.pool.submit(bad.round)
     world.rounds(world.peers[:2], 1)
     assert counted(world.peers[0])[-1] == ["p0", "p1"]

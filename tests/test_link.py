@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc.aio
 import pytest
@@ -37,6 +38,7 @@ from diloco.exchange.link import (
     Welcome,
 )  # fmt: skip
 from diloco.exchange.memory_link import MemoryNetwork
+from diloco.exchange.pace import MEASURED_S, Uplink
 from diloco.types import Closed, Commit, Leases, Member
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -124,8 +126,8 @@ MEAN = [b"a" * 16_384, b"b" * (2 * MIB + 5), b"", b"c"]
 class GrpcNet:
     """Real servers on loopback."""
 
-    def __init__(self) -> None:
-        self.link: Link = GrpcLink(rpc_s=0.5, keys=KEYS)
+    def __init__(self, send_bps: float = 0.0, streams: int = 1) -> None:
+        self.link: Link = GrpcLink(rpc_s=0.5, keys=KEYS, send_bps=send_bps, streams=streams)
         self._servers: dict[str, Server] = {}
 
     async def start(self, service: Listener, address: str = "127.0.0.1:0") -> str:
@@ -143,9 +145,9 @@ class GrpcNet:
 
 
 class MemoryNet:
-    def __init__(self) -> None:
+    def __init__(self, send_bps: float = 0.0) -> None:
         self.network = MemoryNetwork()
-        self.link = self.network.link(rpc_s=0.5)
+        self.link = self.network.link(rpc_s=0.5, send_bps=send_bps)
 
     async def start(self, service: Listener, address: str = "memory:1") -> str:
         self.network.attach(address, service)
@@ -479,6 +481,180 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+# ---------------------------------------------------------------- how fast
+
+
+def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_message(net):
+    async def scenario(net: Net) -> None:
+        services = [Listener(), Listener()]
+        addresses = [await net.start(services[0]), await net.start(services[1], "127.0.0.1:0")]
+        for address in addresses:
+            await net.link.send_parts(address, HEADER, stream(Part(9, b"connected")), 5.0)
+        started = time.monotonic()
+        sends = [net.link.send_parts(address, HEADER, stream(*halves), 0.5) for address in addresses * 2]
+        sending = asyncio.gather(*sends)
+        await until(lambda: any(len(service.parts) > 1 for service in services))
+        assert await net.link.deliver(addresses[0], ENVELOPE) is m.Reply.OK
+        assert not sending.done()
+        assert await sending == [m.Reply.OK] * 4
+        # The last one waits for the three before it: 3 x 64 KiB at 1 Mb/s are 1.6 s, less what is made up for.
+        assert 1.2 < time.monotonic() - started < 10.0
+        assert [len(service.parts) for service in services] == [5, 5]
+        assert 0 < net.link.send_bps <= 1e6
+
+    halves = [Part(index, bytes(32_768)) for index in range(2)]
+    play(partial(net, send_bps=1e6), scenario)
+
+
+class Slow(Listener):
+    """Takes a part each 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[int] = []
+        """How many parts came over each."""
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        count = 0
+        async for part in parts:
+            await asyncio.sleep(0.02)
+            self.parts.append(part)
+            count += 1
+        self.streams.append(count)
+        return m.Reply.OK
+
+
+def test_the_link_notices_how_fast_others_take_what_it_sends():
+    async def scenario(net: GrpcNet) -> None:
+        service = Slow()
+        address = await net.start(service)
+        await net.link.send_parts(address, HEADER, stream(Part(99, b"connected")), 5.0)
+        assert net.link.send_bps == 0
+        started = time.monotonic()
+        await net.link.send_parts(address, HEADER, stream(*parts), 5.0)
+        bps = 8 * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
+        assert 0.5 * bps < net.link.send_bps < 2 * bps
+
+    parts = [Part(index, bytes(65_536)) for index in range(80)]
+    play(GrpcNet, scenario)
+
+
+def test_a_sender_that_is_slow_itself_learns_nothing_of_its_link():
+    async def scenario(net: GrpcNet) -> None:
+        address = await net.start(Listener())
+
+        async def bursts() -> AsyncIterator[Part]:
+            for index in range(20):
+                yield Part(index, bytes(65_536))
+                if index % 4 == 3:
+                    await asyncio.sleep(0.4)
+
+        await net.link.send_parts(address, HEADER, bursts(), 5.0)
+        assert net.link.send_bps == 0
+
+    play(GrpcNet, scenario)
+
+
+def test_streams_that_share_an_uplink_add_up_and_earlier_rounds_count_half():
+    uplink = Uplink(0.0)
+    uplink.begin(1)
+    uplink.took(1000, 0.0, MEASURED_S / 2)
+    assert uplink.bps == 0  # too little to tell
+    uplink.took(1000, 0.0, 1.0)
+    uplink.took(1000, 0.5, 1.5)  # another stream
+    uplink.took(1000, 9.0, 9.5)  # nothing was sent in between
+    assert uplink.bps == 4 * 8000 / 2
+    uplink.begin(1)
+    uplink.took(0, 10.0, 12.0)
+    assert uplink.bps == 4 * 8000 / 4
+    uplink.begin(2)
+    uplink.took(4000, 20.0, 21.0)
+    assert uplink.bps == (2 * 8000 + 4 * 8000) / 3
+
+
+def test_no_estimate_exceeds_the_limit_which_stands_for_it_before_anything_is_measured():
+    uplink = Uplink(5000.0)
+    assert uplink.bps == 5000
+    uplink.took(1000, 0.0, 1.0)
+    assert uplink.bps == 5000
+    uplink.took(0, 1.0, 4.0)
+    assert uplink.bps == 2000
+
+
+def test_an_offer_tells_the_rate():
+    sent = m.Envelope("run", "", "", ALICE, "", 1, m.Ready(1, 0, m.Offer(0, 1, 2, 3, False, 10**9), "digest"))
+    assert convert.unseal(convert.seal(sent)) == sent
+    message = convert.envelope_to_wire(sent)
+    message.ready.offer.send_bps = 2**63
+    with pytest.raises(ValueError, match="send_bps"):
+        convert.envelope_from_wire(message)
+
+
+# ---------------------------------------------------------------- several streams
+
+
+@asynccontextmanager
+async def door(address: str, entered: list[str]) -> AsyncIterator[str]:
+    """An address that leads to `address`, and notes each connection."""
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        entered.append(address)
+        other_reader, other_writer = await asyncio.open_connection(*split_address(address))
+        await asyncio.gather(pump(reader, other_writer), pump(other_reader, writer))
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(enter, "127.0.0.1", 0)
+    try:
+        yield join_address("127.0.0.1", server.sockets[0].getsockname()[1])
+    finally:
+        server.close()
+
+
+def test_parts_are_spread_over_several_connections_and_arrive_once():
+    async def scenario(net: GrpcNet) -> None:
+        service, entered = Slow(), []
+        async with door(await net.start(service), entered) as address:
+            assert await net.link.send_parts(address, HEADER, stream(*parts), 5.0) is m.Reply.OK
+            assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
+            assert sorted(service.parts, key=lambda part: part.index) == parts
+            assert len(service.streams) == 3
+            assert min(service.streams) > 0
+            assert len(entered) == 3 + 1
+            await net.link.close()
+
+    parts = [Part(index, os.urandom(size)) for index, size in enumerate([65_536] * 30 + [0, 1, 2_000_000])]
+    play(partial(GrpcNet, streams=3), scenario)
+
+
+def test_what_one_stream_meets_ends_all():
+    async def scenario(net: GrpcNet) -> None:
+        refusing, service = Listener(), Listener()
+        refusing.reply = m.Reply.STALE
+        addresses = [await net.start(refusing), await net.start(service)]
+        assert await net.link.send_parts(addresses[0], HEADER, endless(), 5.0) is m.Reply.STALE
+
+        async def failing() -> AsyncIterator[Part]:
+            for _ in range(20):
+                yield Part(0, bytes(MIB))
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await net.link.send_parts(addresses[1], HEADER, failing(), 5.0)
+        await until(lambda: service.ended == ["CancelledError"] * 3)
+        sending = asyncio.create_task(net.link.send_parts(addresses[1], HEADER, endless(), 5.0))
+        await until(lambda: len(service.headers) == 6)
+        await net.kill(addresses[1])
+        with pytest.raises(LinkDown):
+            await sending
+
+    play(partial(GrpcNet, streams=3), scenario)
 
 
 # ---------------------------------------------------------------- memory only

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.exchange import messages as m
 from diloco.exchange.admission import WINDOW, Admission
 from diloco.exchange.electorate import Electorate
 from diloco.exchange.lineage import goes_on, parted_at
+from diloco.exchange.machine import Machine
 from diloco.exchange.reduction import Reduction, covers, well_formed
 from diloco.exchange.roster import Roster
-from diloco.exchange.view import Policy, coordinator, decide, in_turn, respan, spans, votes_needed
+from diloco.exchange.rules import Rules, Timing
+from diloco.exchange.status import status_json
+from diloco.exchange.tally import Tally
+from diloco.exchange.view import Policy, coordinator, decide, in_turn, respan, spans, upload_shares, votes_needed
+from diloco.sim.virtual.plan import parse
+from diloco.sim.virtual.search import outcome_lines, tell
 from diloco.types import Counted, Member, Omitted
 
 NAMES = ["a", "b", "c", "d"]
@@ -110,6 +119,80 @@ def test_only_parts_that_are_wanted_get_new_owners() -> None:
         ("b", 2, 4),
         ("c", 4, 6),
     ]
+
+
+def lengths(parts: int, send_bps: list[int]) -> list[int]:
+    """Parts of each owner."""
+    found = {span.owner: span.stop - span.start for span in spans(parts, NAMES[: len(send_bps)], send_bps)}
+    return [found.get(name, 0) for name in NAMES[: len(send_bps)]]
+
+
+@pytest.mark.parametrize(
+    ("send_bps", "expected"),
+    [
+        ([5, 5000], [6, 6]),  # of two each uploads the same, whatever it owns
+        ([0, 0, 0], [4, 4, 4]),
+        ([100, 124, 110], [4, 4, 4]),
+        ([14 * 10**8, 40 * 10**8, 30 * 10**8], [4, 4, 4]),
+        ([0, 100, 0], [4, 4, 4]),
+        ([10, 10, 20], [0, 0, 12]),  # a, b: 1 of 10; c: 1 + 1 of 20
+        ([20, 20, 40], [0, 0, 12]),
+        ([10, 0, 30, 20], [0, 3, 6, 3]),  # b as 20, the median; nobody is done before a with its contribution
+        ([1, 2**63 - 1, 2**63 - 1], [0, 6, 6]),
+        ([12, 15, 15], [2, 5, 5]),  # shares 1/7, 3/7, 3/7: (1 + 1/7) / 12 = (1 + 3/7) / 15
+    ],
+)
+def test_who_uploads_faster_owns_more(send_bps: list[int], expected: list[int]) -> None:
+    assert lengths(12, send_bps) == expected
+
+
+def slowest_s(shares: tuple[float, ...], send_bps: tuple[int, ...]) -> float:
+    """When the last upload of one bit ends, for these shares of it."""
+    others = len(shares) - 2
+    return max((1 + others * share / sum(shares)) / bps for share, bps in zip(shares, send_bps, strict=True))
+
+
+def test_the_status_tells_the_rate() -> None:
+    machine = Machine(A, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", True, 0.0)
+    assert json.loads(status_json(machine, None, 0, (), 7, 0.0))["send_bps"] == 7
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=4).map(tuple))
+def test_no_other_division_ends_earlier(send_bps: tuple[int, ...]) -> None:
+    parts = 6
+    divisions = (each for each in product(range(parts + 1), repeat=len(send_bps)) if sum(each) == parts)
+    best_s = min(slowest_s(division, send_bps) for division in divisions)
+    shares = upload_shares(send_bps)
+    assert not shares if max(send_bps) < 1.25 * min(send_bps) else slowest_s(tuple(shares), send_bps) <= best_s + 1e-9
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4))
+def test_every_part_has_one_owner_whatever_anybody_claims(parts: int, send_bps: list[int]) -> None:
+    names = NAMES[: len(send_bps)]
+    found = spans(parts, names, send_bps)
+    assert covers(found, parts, names)
+    assert covers(respan(found, range(parts), {found[0].owner}, names[::-1], send_bps), parts, names)
+
+
+def test_a_repair_gives_more_to_who_uploads_faster() -> None:
+    before = spans(8, NAMES)
+    after = respan(before, wanted=range(8), gone={"d"}, owners=["a", "b", "c"], send_bps=[10, 10, 20])
+    assert [(span.owner, span.start, span.stop) for span in after] == [("a", 0, 2), ("b", 2, 4), ("c", 4, 8)]
+
+
+def test_a_tally_knows_the_rates_of_the_offers() -> None:
+    tally = Tally(0)
+    tally.hear("a", m.Ready(1, 0, m.Offer(0, 1, 2, 3, send_bps=7), "digest"), 0.0)
+    tally.hear("b", m.Ready(1, 0, m.Offer(0, 1, 2, 3), "digest"), 0.0)
+    tally.hear("c", m.Ready(1, 0, None, "digest"), 0.0)
+    assert tally.send_bps(["c", "a", "b"]) == [0, 7, 0]
+
+
+def test_a_coordinator_divides_the_parts_by_what_the_peers_offer() -> None:
+    outcome = tell(parse("peers 3\nuplinks 10+10+20"))
+    begins = {line.partition("; ")[2] for line in outcome_lines(outcome) if "Begin" in line}
+    assert not outcome.violation
+    assert begins == {"p2:0-5"}
 
 
 @pytest.mark.parametrize(

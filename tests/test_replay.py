@@ -219,7 +219,7 @@ def of_world(world: LocalWorld, start: OuterState) -> Replay:
     books = read_books([world.directory])
     shelf = shelve(recording for book in books for recording in recordings(book.directory))
     line = world.peers[0].peer.line
-    return Workshop(chain_of(books), shelf, line.codec, line.optimizer, lambda: start, {}).replay(quiet)
+    return Workshop(chain_of(books), shelf, line.codecs, line.optimizer, lambda: start, {}).replay(quiet)
 
 
 def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:

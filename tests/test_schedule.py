@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diloco.average import fold, mean_digest
 from diloco.compress import open_codec
-from diloco.config import CodecSection, Contract, OuterSection, SyncSection
+from diloco.config import CodecSection, Contract, OuterSection
 from diloco.errors import ConfigError
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Layout
@@ -83,18 +83,18 @@ def commit_of(version: int, tokens: int = 0, counted: tuple[Counted, ...] = (), 
 
 
 def line_of(name: str, start: Tensor, outer: OuterSection, **settings: object) -> Line:
-    layout = Layout.agreed(SHAPES, SyncSection(part_elements=1024))
+    layout = Layout.of(SHAPES, part_elements=1024)
     optimizer = open_outer(outer)
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
-    return Line(name, {"a": start.clone()}, layout, codec, optimizer, False, state, **settings)  # type: ignore[arg-type]
+    return Line(name, {"a": start.clone()}, layout, [codec], optimizer, False, state, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[Sent]) -> Closed:
     """The version that all of them are counted in."""
     fragment = lines[0].layout.fragments[0]
     parts = [
-        fold([(1, one.contribution.parts[part]) for one in sent], stop - start, lines[0].codec)
+        fold([(1, one.contribution.parts[part]) for one in sent], stop - start, lines[0].codecs[0])
         for part in range(fragment.parts)
         for start, stop in [fragment.part_bounds(part)]
     ]
@@ -185,7 +185,7 @@ def test_sent_plus_residual_is_what_was_there(
 ) -> None:
     """Conservation, part by part, whatever is counted, skipped or left out of a part."""
     codec = open_codec(CodecSection(name="int8", block=64))
-    fragment = Layout.agreed(SHAPES, SyncSection(part_elements=1024)).fragments[0]
+    (fragment,) = Layout.of(SHAPES, part_elements=1024).fragments
     generator = torch.Generator().manual_seed(len(scales))
     residual: Tensor | None = None
     there, sent = torch.zeros(SIZE), torch.zeros(SIZE)
@@ -197,7 +197,7 @@ def test_sent_plus_residual_is_what_was_there(
         if index in skipped:
             continue  # nothing is final
         counted = [part != omitted for part in range(fragment.parts)]
-        after = left_over(target, parts, fragment, codec, counted.__getitem__, residual)
+        after = left_over(target, parts, fragment, [codec], counted.__getitem__, residual)
         for part, (start, stop) in enumerate(bounds):
             if counted[part]:
                 lost = 0.0 if residual is None else (1 - decay) * residual[start:stop]

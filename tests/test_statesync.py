@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import diloco.outer
-from diloco.config import OuterSection, SyncSection
+from diloco.config import OuterSection
 from diloco.errors import StateError
 from diloco.exchange import statesync
 from diloco.exchange.grpc_link import GrpcLink, serve
@@ -36,7 +36,7 @@ from tests.peers import KEYS
 from tests.test_link import Listener
 
 ELEMENTS = 3 * 2**20
-LAYOUT = Layout.agreed([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], SyncSection(fragments=2))
+LAYOUT = Layout.of([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], fragments=2)
 OPTIMIZER = open_outer(OuterSection(warmup_steps=0))
 CHUNKS = 12
 """Two fragments of an anchor and a momentum of 12 MiB each: 48 MiB in chunks of 4."""
@@ -267,7 +267,7 @@ def test_a_member_that_cannot_be_reached_is_asked_again(state: OuterState) -> No
 
 
 def versions(count: int) -> list[OuterState]:
-    small = Layout.agreed([("a", (8,))], SyncSection())
+    small = Layout.of([("a", (8,))])
     first = OuterState(0, (OPTIMIZER.start(torch.zeros(8)),))
     assert len(small.fragments) == 1
     states = [first]

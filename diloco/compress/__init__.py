@@ -17,17 +17,22 @@ from diloco.compress.lowrank import LowRankCodec
 from diloco.compress.sign import SignCodec
 from diloco.compress.topk import CHUNK, TopKCodec, kept_of
 from diloco.compress.zstd import ZstdCodec
-from diloco.config import GATHERED_CODECS, CodecSection
+from diloco.config import GATHERED_CODECS, CodecChoice, CodecSection
 
-__all__ = ["Codec", "PayloadError", "open_codec"]
+__all__ = ["Codec", "PayloadError", "open_codec", "open_codecs"]
 
 SMALLEST_BLOCK = 128
 """Kept values that share a scale or a codebook, at least: a codebook of 64 bits costs half a bit for each of them."""
 _FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def open_codec(section: CodecSection) -> Codec:
-    """The codec that a contract asks for."""
+def open_codecs(section: CodecSection) -> tuple[Codec, ...]:
+    """The codecs of a contract, by group of parameters: `codecs[fragment.group_of(part)]` is that of a part."""
+    return tuple(map(open_codec, section.by_group))
+
+
+def open_codec(section: CodecChoice) -> Codec:
+    """One codec that a contract asks for."""
     if section.name in _FLOATS:
         floats = FloatCodec(section.name, _FLOATS[section.name])
         return ZstdCodec(floats, floats.dtype.itemsize) if section.zstd else floats
@@ -35,7 +40,7 @@ def open_codec(section: CodecSection) -> Codec:
     return ZstdCodec(codec, planes=1) if section.zstd else codec
 
 
-def _open_blocks(section: CodecSection) -> Codec:
+def _open_blocks(section: CodecChoice) -> Codec:
     binned = {"int8": 8, "int4": 4} if section.scale == "statistical" else {}
     bits = {**binned, "two_bit": 2}.get(section.name)
     if bits is not None:
@@ -53,7 +58,7 @@ def _open_blocks(section: CodecSection) -> Codec:
     raise AssertionError(section.name)
 
 
-def _open_gathered(section: CodecSection) -> Codec:
+def _open_gathered(section: CodecChoice) -> Codec:
     if section.name == "lowrank":
         return LowRankCodec(section.rank, section.columns)
     kept_values = kept_of(CHUNK, section.density)

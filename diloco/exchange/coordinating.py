@@ -73,7 +73,7 @@ class Coordinating(Committing):
             self.attempt,
             tuple(tally.counted(peer) for peer in group),
             (*self._trainers_alive(), *newcomers),
-            spans(self.rules.parts[self.fragment], group),
+            spans(self.rules.parts[self.fragment], group, tally.send_bps(group)),
         )
         tally.begin = begin
         tally.audience = begin.receivers
@@ -123,7 +123,7 @@ class Coordinating(Committing):
         if not left:
             self._abort(tally, sorted(gone), reason)
             return
-        owners = respan(reduction.spans(), reduction.absent, gone, left)
+        owners = respan(reduction.spans(), reduction.absent, gone, left, tally.send_bps(left))
         generation = reduction.generation + 1
         tally.repair = m.Repair(self.making, self.attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
         self._tell(tally.audience, tally.repair)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diloco import failpoints
-from diloco.average import is_mean_of, max_mean_bytes, mean_digest, unpack
+from diloco.average import is_mean_of, max_part_bytes, mean_digest, unpack
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
@@ -71,7 +71,8 @@ class Terms:
     """Without fragments for a witness."""
     layout_digest: str
     """What a joiner's model must have, too."""
-    codec: Codec
+    codecs: Sequence[Codec]
+    """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
     total_tokens: int
     data: str
@@ -132,8 +133,7 @@ class Exchange:
         self.link = link
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
         self.directory: tuple[str, ...] = ()
-        sizes = (max_mean_bytes(terms.codec, fragment.part_elements) for fragment in terms.layout.fragments)
-        self.max_part_bytes = max(sizes, default=0)
+        self.max_part_bytes = max_part_bytes(terms.layout, terms.codecs)
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
         self.refused: m.Reply = m.Reply.OK
@@ -342,7 +342,7 @@ class Exchange:
         self._contribution = contribution
         self._waiting = future
         c = contribution
-        self._feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving)))
+        self._feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.link.send_bps)))
 
     def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool) -> None:
         self._state, self._state_commit = state, commit
@@ -484,7 +484,7 @@ class Exchange:
         self._drop_work()
         me = self.machine.me.peer
         terms = self.terms
-        work = self._work = Work(begin, me, fragment, terms.codec, terms.max_norm_ratio, terms.radial)
+        work = self._work = Work(begin, me, fragment, terms.codecs, terms.max_norm_ratio, terms.radial)
         if self._contribution is not None:
             work.take_own(self._contribution)
         self._open_outlets(work, work.owned())
@@ -586,7 +586,7 @@ class Exchange:
         fragment = terms.layout.fragments[commit.fragment]
 
         def step() -> FragmentState:
-            after = terms.optimizer.step(state.fragments[fragment.index], unpack(closed.parts, fragment, terms.codec))
+            after = terms.optimizer.step(state.fragments[fragment.index], unpack(closed.parts, fragment, terms.codecs))
             _ = after.hashes  # they are kept, and nobody waits for them later
             return after
 
@@ -757,4 +757,5 @@ class Exchange:
         await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:
-        return status_json(self.machine, self._state, self.terms.total_tokens, self.directory, monotonic_s())
+        terms, send_bps = self.terms, self.link.send_bps
+        return status_json(self.machine, self._state, terms.total_tokens, self.directory, send_bps, monotonic_s())

@@ -9,8 +9,9 @@ a stopped process keeps its sockets open, so every wait for the other side has a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -37,9 +38,10 @@ from diloco.exchange.link import (
 )  # fmt: skip
 from diloco.exchange.messages import Envelope, Reply
 from diloco.exchange.outbox import Outbox
+from diloco.exchange.pace import RateLimit, Uplink
 from diloco.types import Closed
 from diloco.wire import convert
-from diloco.wire.chunks import MAX_PARTS, Damaged, Joiner, Pace, cut
+from diloco.wire.chunks import MAX_PARTS, MESSAGE_BYTES, Damaged, Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
 
@@ -58,6 +60,8 @@ _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
 _TELL_S = 0.02
 """How often at most the receiver of a stream says that it gets on."""
+_CONTROL, _BULK = 0, 1
+"""Connections to one address: control messages, and from here on bulk."""
 _FETCH_MESSAGE_BYTES = 1 << 18
 """Messages of an answer; nobody tells how fast they are taken. At 1 Mb/s one takes 2 s."""
 
@@ -71,18 +75,29 @@ PartsCall = grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.Send
 
 
 class GrpcLink(Link):
-    """Asks other peers over two connections per address, opened at the first call and mended when they break.
+    """Asks other peers over two connections per address or more, opened at the first call and mended when they break.
 
     Args:
         rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
         keys: of the run; the other end must show the same.
+        send_bps: most bits per second of `send_parts`, all calls together; 0: no limit. What TLS, TCP and IP put
+            around them (about 5 %) is not counted.
+        streams: connections over which the parts of one `send_parts` go at once. TCP fills a long link with losses
+            the better the more there are.
     """
 
-    def __init__(self, rpc_s: float, keys: Keys) -> None:
+    def __init__(self, rpc_s: float, keys: Keys, send_bps: float = 0.0, streams: int = 1) -> None:
         _keep_freed_memory()
         self._rpc_s = rpc_s
         self._credentials = channel_credentials(keys)
-        self._channels: dict[tuple[str, bool], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self._channels: dict[tuple[str, int], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self._limit = RateLimit(send_bps)
+        self._uplink = Uplink(send_bps)
+        self._bulk = range(_BULK, _BULK + streams)
+
+    @property
+    def send_bps(self) -> int:
+        return self._uplink.bps
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         request = convert.seal(envelope)
@@ -92,9 +107,14 @@ class GrpcLink(Link):
 
     async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
+        self._uplink.begin(header.version)
         with _weather(address):
-            call = self._peer(address, bulk=True).SendParts()  # type: ignore[call-arg]  # it may be left out
-            return _reply(await _Sending(call, stall_s).run(first, parts))
+            calls = [self._peer(address, lane).SendParts() for lane in self._bulk]  # type: ignore[call-arg]  # may be left out
+            outbox = Outbox(parts)
+            try:
+                return await _all_ok([self._sending(call, stall_s).run(first, outbox) for call in calls])
+            finally:
+                outbox.close()
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
@@ -106,7 +126,7 @@ class GrpcLink(Link):
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
         with _weather(address):
-            async with aclosing(_replies(self._peer(address, bulk=True).FetchCommits(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, _BULK).FetchCommits(request), stall_s)) as replies:
                 async for reply in replies:
                     if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
                         raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
@@ -117,7 +137,7 @@ class GrpcLink(Link):
     async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
         request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
         with _weather(address):
-            async with aclosing(_replies(self._peer(address, bulk=True).FetchMean(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, _BULK).FetchMean(request), stall_s)) as replies:
                 first = await anext(replies, None)
                 if first is None or first.WhichOneof("content") != "parts":
                     raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
@@ -136,7 +156,7 @@ class GrpcLink(Link):
         joiner = Joiner(max_chunk_bytes)
         wanted = iter(chunks)
         with _weather(address):
-            async with aclosing(_replies(self._peer(address, bulk=True).FetchState(request), stall_s)) as replies:
+            async with aclosing(_replies(self._peer(address, _BULK).FetchState(request), stall_s)) as replies:
                 async for reply in replies:
                     for part in _parsed(joiner.join, reply.chunks):
                         if part.index != next(wanted, None):
@@ -157,9 +177,12 @@ class GrpcLink(Link):
         for channel in channels:
             await channel.close(grace=None)
 
-    def _peer(self, address: str, bulk: bool = False) -> PeerAsyncStub:
-        """Bulk has a connection of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
-        key = address, bulk
+    def _sending(self, call: PartsCall, stall_s: float) -> _Sending:
+        return _Sending(call, stall_s, self._limit, self._uplink)
+
+    def _peer(self, address: str, lane: int = _CONTROL) -> PeerAsyncStub:
+        """Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
+        key = address, lane
         if key not in self._channels:
             channel = self._open(address)
             self._channels[key] = channel, PeerStub(channel)
@@ -198,19 +221,24 @@ class _Sending:
     """One stream of parts on its way.
 
     Progress is a message that gRPC took from us, or word from the receiver that it took some: with buffers between
-    the two, either alone may pause for longer than `stall_s` on a slow link. Waiting for `parts` is our own business.
+    the two, either alone may pause for longer than `stall_s` on a slow link. Waiting for parts, or for the turn that
+    `limit` gives, is our own business. What the receiver takes while more is there for it goes to `uplink`.
     """
 
-    def __init__(self, call: PartsCall, stall_s: float) -> None:
+    def __init__(self, call: PartsCall, stall_s: float, limit: RateLimit, uplink: Uplink) -> None:
         self._call = call
         self._stall_s = stall_s
+        self._limit = limit
+        self._uplink = uplink
         self._moved_at_s = monotonic_s()
         self._pausing = False
+        self._fed_since_s = math.inf
+        """Since then there was always something to send."""
         self._sent_bytes = 0
         self._pace = Pace()
 
-    async def run(self, first: parts_pb2.SendPartsRequest, parts: AsyncIterator[Part]) -> control_pb2.DeliverReply:
-        outbox = Outbox(parts)
+    async def run(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> Reply:
+        """Send what this stream gets of the outbox, which others may take from. Returns what the receiver answers."""
         writing = asyncio.create_task(self._write_all(first, outbox))
         answering = asyncio.create_task(self._answer())
         try:
@@ -220,9 +248,8 @@ class _Sending:
                 if writing.done() and writing in unfinished:
                     unfinished.remove(writing)
                     writing.result()  # raises what `parts` raised
-            return answering.result()
+            return _reply(answering.result())
         finally:
-            outbox.close()
             writing.cancel()
             answering.cancel()
             self._call.cancel()
@@ -233,18 +260,34 @@ class _Sending:
             await self._write(first)
             while parts := await self._take(outbox):
                 for message in cut(parts, parts_pb2.SendPartsRequest, self._pace):
+                    await self._turn(message.ByteSize())
                     await self._write(message)
             await self._call.done_writing()
         except _Ended:
             return
 
     async def _take(self, outbox: Outbox) -> list[Part]:
-        self._pausing = True
-        parts = await outbox.take(self._pace.message_bytes)
-        self._pausing = False
-        self._moved_at_s = monotonic_s()
+        if outbox.starved:
+            self._fed_since_s = math.inf
+        with self._pause():
+            parts = await outbox.take(self._pace.message_bytes)
+        self._fed_since_s = min(self._fed_since_s, monotonic_s())
         self._sent_bytes += sum(len(part.payload) for part in parts)
         return parts
+
+    async def _turn(self, size_bytes: int) -> None:
+        delay_s = self._limit.delay_s(size_bytes, monotonic_s())
+        if delay_s > 0:
+            with self._pause():
+                await asyncio.sleep(delay_s)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """It is not the other side that we wait for."""
+        self._pausing = True
+        yield
+        self._pausing = False
+        self._moved_at_s = monotonic_s()
 
     async def _write(self, message: parts_pb2.SendPartsRequest) -> None:
         try:
@@ -254,7 +297,7 @@ class _Sending:
         self._moved_at_s = monotonic_s()
 
     async def _answer(self) -> control_pb2.DeliverReply:
-        taken_bytes, told_at_s = 0, monotonic_s()
+        taken_bytes, told_at_s, full = 0, monotonic_s(), False
         async for reply in self._call:
             if _there(reply).HasField("reply"):
                 return reply.reply
@@ -262,7 +305,10 @@ class _Sending:
                 continue  # no progress, whatever it says
             now_s = self._moved_at_s = monotonic_s()
             self._pace.measured(reply.taken_bytes - taken_bytes, now_s - told_at_s)
+            if full and self._fed_since_s <= told_at_s:
+                self._uplink.took(reply.taken_bytes - taken_bytes, told_at_s, now_s)
             taken_bytes, told_at_s = reply.taken_bytes, now_s
+            full = self._sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
     def _patience_s(self) -> float:
@@ -275,6 +321,20 @@ class _Sending:
 
 class _Ended(Exception):
     """The other side ended the call before we did."""
+
+
+async def _all_ok(streams: Sequence[Coroutine[Any, Any, Reply]]) -> Reply:
+    """Run them all; what one raises or answers other than OK ends the others."""
+    tasks = [asyncio.create_task(stream) for stream in streams]
+    try:
+        for task in asyncio.as_completed(tasks):
+            if (reply := await task) is not Reply.OK:
+                return reply
+        return Reply.OK
+    finally:
+        for running in tasks:
+            running.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> AsyncGenerator[M, None]:

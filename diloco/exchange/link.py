@@ -103,6 +103,11 @@ class StateOffer:
 class Link(Protocol):
     """What a peer can ask of another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
 
+    @property
+    def send_bps(self) -> int:
+        """How fast others take what this peer sends in rounds, bits per second over all streams; 0: unknown."""
+        ...
+
     async def deliver(self, address: str, envelope: Envelope) -> Reply: ...
 
     async def send_parts(

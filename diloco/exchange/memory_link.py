@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from diloco.clock import monotonic_s
 from diloco.exchange.link import (
     CHUNK_BYTES,
     Link,
@@ -24,6 +25,7 @@ from diloco.exchange.link import (
 )  # fmt: skip
 from diloco.exchange.messages import Envelope, Reply
 from diloco.exchange.outbox import Outbox
+from diloco.exchange.pace import RateLimit
 from diloco.types import Closed
 
 T = TypeVar("T")
@@ -52,9 +54,12 @@ class MemoryNetwork:
         """It goes on."""
         self._hosts[address].awake.set()
 
-    def link(self, rpc_s: float = 5.0) -> Link:
-        """A link to all addresses; `rpc_s` is the deadline of `deliver`."""
-        return _MemoryLink(self._hosts, rpc_s)
+    def link(self, rpc_s: float = 5.0, send_bps: float = 0.0) -> Link:
+        """A link to all addresses; `rpc_s` is the deadline of `deliver`, `send_bps` limits `send_parts` (0: nothing).
+
+        Nothing is measured here, so that the limit is all that its `send_bps` knows.
+        """
+        return _MemoryLink(self._hosts, rpc_s, send_bps)
 
 
 class _Host:
@@ -82,9 +87,15 @@ class _Host:
 
 
 class _MemoryLink(Link):
-    def __init__(self, hosts: dict[str, _Host], rpc_s: float) -> None:
+    def __init__(self, hosts: dict[str, _Host], rpc_s: float, send_bps: float) -> None:
         self._hosts = hosts
         self._rpc_s = rpc_s
+        self._send_bps = send_bps
+        self._limit = RateLimit(send_bps)
+
+    @property
+    def send_bps(self) -> int:
+        return int(self._send_bps)
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         return await self._ask(address, self._rpc_s, lambda service: service.on_envelope(envelope))
@@ -97,6 +108,8 @@ class _MemoryLink(Link):
         answer.add_done_callback(lambda _: outbox.close())
         try:
             while batch := await outbox.take(CHUNK_BYTES):
+                size_bytes = sum(len(part.payload) for part in batch)
+                await asyncio.sleep(self._limit.delay_s(size_bytes, monotonic_s()))
                 await _put(batches, batch, answer, stall_s)
             await _put(batches, [], answer, stall_s)
             return await _outcome(address, answer, stall_s)

@@ -50,6 +50,8 @@ class Offer:
     blocks: int
     leaving: bool = False
     """It is my last one: leave me out of the next view."""
+    send_bps: int = 0
+    """How fast others take what I send, bits per second; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

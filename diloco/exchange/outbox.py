@@ -14,7 +14,7 @@ AHEAD_PARTS = 64
 
 class Outbox:
     """Takes from `parts` in a task of its own, so that small ones that are ready at once can share a message, and
-    those that are not yet ready hold up no others.
+    those that are not yet ready hold up no others. Several streams may take from one outbox.
     """
 
     def __init__(self, parts: AsyncIterator[Part]) -> None:
@@ -25,12 +25,17 @@ class Outbox:
         self._task = asyncio.create_task(self._fill(parts))
         self._task.add_done_callback(lambda _: self._news.set())
 
+    @property
+    def starved(self) -> bool:
+        """Whether `take` would wait for whoever makes the parts."""
+        return not (self._ready or self._task.done() or self._closed)
+
     async def take(self, most_bytes: int) -> list[Part]:
         """What is ready, at least one part and otherwise at most about `most_bytes`; waits for the first.
 
         Empty at the end or once closed. Raises what `parts` raised.
         """
-        while not self._ready and not self._task.done() and not self._closed:
+        while self.starved:
             self._news.clear()
             await self._news.wait()
         if self._closed:

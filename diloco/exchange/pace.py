@@ -1,16 +1,22 @@
-"""How fast to send what nobody is in a hurry for: a token bucket without I/O, after the generic cell rate algorithm.
+"""How fast to send, and how fast it goes: a limit and a measurement, without I/O.
 
-The state for a joiner shares a peer's uplink and cores with its training, which goes first.
+The limit is a token bucket after the generic cell rate algorithm. The state for a joiner shares a peer's uplink and
+cores with its training, which goes first; and a peer's rounds may share an uplink with its owner.
 """
 
 from __future__ import annotations
 
+import math
+
 BURST_S = 0.1
 """What was not sent in this time is not made up for: a busy event loop wakes up that late."""
 
+MEASURED_S = 1.0
+"""Less than so much time of sending tells more of busy cores than of the link, and is not worth a difference."""
+
 
 class RateLimit:
-    """Tells each sender when its turn is. Whoever asks first is served first, so several joiners share one limit.
+    """Tells each sender when its turn is. Whoever asks first is served first, so several senders share one limit.
 
     Args:
         bps: bits per second over all senders; 0: no limit.
@@ -27,3 +33,40 @@ class RateLimit:
         turn_s = max(self._free_at_s, now_s - BURST_S)
         self._free_at_s = turn_s + 8 * size_bytes / self._bps
         return max(turn_s - now_s, 0.0)
+
+
+class Uplink:
+    """The rate at which others take what this peer sends, over all streams together, measured in passing.
+
+    What was taken is divided by the time in which any stream had something to send: streams share the uplink.
+
+    Args:
+        limit_bps: of a `RateLimit` before it, which no estimate exceeds; 0: none.
+    """
+
+    def __init__(self, limit_bps: float) -> None:
+        self._limit_bps = limit_bps or math.inf
+        self._version = -1
+        self._bits = 0.0
+        self._busy_s = 0.0
+        self._busy_until_s = float("-inf")
+
+    def begin(self, version: int) -> None:
+        """Sending for this version. When it is another than before, what was measured so far counts half from now."""
+        if version != self._version:
+            self._version = version
+            self._bits /= 2
+            self._busy_s /= 2
+
+    def took(self, size_bytes: int, since_s: float, now_s: float) -> None:
+        """A receiver took so much since then, and there was more to send to it all the time. Times are monotonic."""
+        self._bits += 8 * size_bytes
+        self._busy_s += max(now_s - max(since_s, self._busy_until_s), 0.0)
+        self._busy_until_s = max(now_s, self._busy_until_s)
+
+    @property
+    def bps(self) -> int:
+        """Bits per second. The limit, if there is one, before enough was measured; without either 0: unknown."""
+        measured_bps = self._bits / self._busy_s if self._busy_s >= MEASURED_S else math.inf
+        bps = min(measured_bps, self._limit_bps)
+        return int(bps) if math.isfinite(bps) else 0

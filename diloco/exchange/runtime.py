@@ -22,19 +22,22 @@ KNOCK_S = 10.0
 
 
 class Runtime:
-    """An event loop on a daemon thread, with the gRPC link of this process. `DILOCO_SECRET` makes its keys."""
+    """An event loop on a daemon thread, with the gRPC link of this process. `DILOCO_SECRET` makes its keys.
 
-    def __init__(self, rpc_s: float) -> None:
+    The arguments are those of `GrpcLink`.
+    """
+
+    def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._keys = keys_from_environment()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="exchange", daemon=True)
         self._thread.start()
         self._rpc_s = rpc_s
         self._server: Server | None = None
-        self.link = self.run(self._open_link(), 10.0)
+        self.link = self.run(self._open_link(send_bps, streams), 10.0)
 
-    async def _open_link(self) -> GrpcLink:
-        return GrpcLink(self._rpc_s, self._keys)
+    async def _open_link(self, send_bps: float, streams: int) -> GrpcLink:
+        return GrpcLink(self._rpc_s, self._keys, send_bps, streams)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run on the loop, wait for the result."""

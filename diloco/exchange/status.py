@@ -13,9 +13,12 @@ from diloco.types import Member, Progress
 
 
 def status_json(
-    machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], now: float
+    machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], send_bps: int, now: float
 ) -> str:
-    """One object; `peers` has one entry for every member of the view and every joiner at the door."""
+    """One object; `peers` has one entry for every member of the view and every joiner at the door.
+
+    `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
+    """
     commit = machine.commit
     tree: dict[str, Any] = {
         "run": machine.rules.run,
@@ -32,6 +35,7 @@ def status_json(
         "lost_blocks": commit.leases.lost if commit else 0,
         "returned_blocks": count(commit.leases.returned) if commit else 0,
         "answering": machine.me.peer,
+        "send_bps": send_bps,
         "reason": machine.reason,
         "directory": list(directory),
         "peers": [_peer(machine, member, now) for member in _known(machine)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from diloco.exchange.messages import Begin, Offer, Ready, Repair
 from diloco.types import Commit, Counted, Member
@@ -55,6 +56,11 @@ class Tally:
     def leaving(self) -> set[str]:
         """Peers whose offer is their last."""
         return {peer for peer, ready in self.ready.items() if ready.offer is not None and ready.offer.leaving}
+
+    def send_bps(self, peers: Sequence[str]) -> list[int]:
+        """How fast each of them uploads, as its offer says, bits per second; 0: unknown."""
+        offers = [self.ready[peer].offer for peer in peers]
+        return [offer.send_bps if offer is not None else 0 for offer in offers]
 
     def counted(self, peer: str) -> Counted:
         """The entry of `peer` among the contributors."""

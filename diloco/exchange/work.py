@@ -35,14 +35,14 @@ class Work:
         begin: Begin,
         me: str,
         fragment: Fragment,
-        codec: Codec,
+        codecs: Sequence[Codec],
         max_norm_ratio: float = 0.0,
         radial: bool = False,
     ) -> None:
         self.begin = begin
         self.me = me
         self.fragment = fragment
-        self.codec = codec
+        self.codecs = codecs
         self.max_norm_ratio = max_norm_ratio
         self.radial = radial
         self.mean: list[bytes | None] = [None] * fragment.parts
@@ -58,11 +58,15 @@ class Work:
     def key(self) -> tuple[int, int]:
         return self.begin.version, self.begin.attempt
 
+    def codec(self, part: int) -> Codec:
+        """Of this part."""
+        return self.codecs[self.fragment.group_of(part)]
+
     def max_bytes(self, kind: Kind, part: int) -> int:
         """Most bytes that a payload of this part may have: a contribution, or the mean."""
         if kind is Kind.CONTRIBUTION:
-            return self.codec.max_bytes(self._elements(part))
-        return max_mean_bytes(self.codec, self._elements(part), len(self._contributors))
+            return self.codec(part).max_bytes(self._elements(part))
+        return max_mean_bytes(self.codec(part), self._elements(part), len(self._contributors))
 
     def owned(self) -> list[int]:
         """Parts that are mine to average."""
@@ -94,7 +98,7 @@ class Work:
 
     def check_mean(self, part: int, payload: bytes) -> None:
         """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
-        mean_into(payload, self.codec, torch.empty(self._elements(part)))
+        mean_into(payload, self.codec(part), torch.empty(self._elements(part)))
 
     def put_mean(self, part: int, payload: bytes) -> None:
         """Keep what was checked by `expects` and `check_mean`."""
@@ -110,7 +114,7 @@ class Work:
         terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
         try:
             tokens = [entry.tokens for entry in counted]
-            return fold(terms, self._elements(part), self.codec, self.max_norm_ratio, tokens, self.radial)
+            return fold(terms, self._elements(part), self.codec(part), self.max_norm_ratio, tokens, self.radial)
         except BadTerm as error:
             raise BadContribution(counted[error.index].peer, str(error)) from error
 

@@ -171,6 +171,7 @@ def _offer_to_wire(offer: m.Offer) -> control.Offer:
         tokens=offer.tokens,
         blocks=offer.blocks,
         leaving=offer.leaving,
+        send_bps=offer.send_bps,
     )
 
 
@@ -181,6 +182,7 @@ def _offer_from_wire(message: control.Offer) -> m.Offer:
         tokens=_whole(message.tokens, "tokens"),
         blocks=_whole(message.blocks, "blocks"),
         leaving=message.leaving,
+        send_bps=_whole(message.send_bps, "send_bps"),
     )
 
 

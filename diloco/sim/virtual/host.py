@@ -78,6 +78,12 @@ class Host:
         return self.world.now + self.clock_offset_s
 
     @property
+    def send_bps(self) -> int:
+        """What this peer says of its uplink."""
+        mbit = self.world.plan.uplinks.split("+")
+        return int(mbit[int(self.name[1:]) % len(mbit)] or 0) * 10**6
+
+    @property
     def working(self) -> bool:
         return self.alive and not self.stopped
 
@@ -131,7 +137,7 @@ class Host:
             return
         self._contribution = contribution
         c = contribution
-        self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving)))
+        self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.send_bps)))
 
     def take_closed(self) -> Sequence[Closed]:
         taken = tuple(self._closed)
@@ -218,7 +224,7 @@ class Host:
     def _begin(self, begin: m.Begin) -> None:
         setup = self.world.setup
         fragment = setup.layout.fragments[self.machine.fragment]
-        work = self._work = Work(begin, self.name, fragment, setup.codec, setup.max_norm_ratio)
+        work = self._work = Work(begin, self.name, fragment, setup.codecs, setup.max_norm_ratio)
         if self._contribution is not None:
             work.take_own(self._contribution)
         self._outlets = {}

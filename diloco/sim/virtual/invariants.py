@@ -166,17 +166,19 @@ class Invariants:
         for part in range(fragment.parts):
             terms = [(c.weight, entry.parts[part]) for c, entry in made if commit.counts(c.peer, part)]
             start, stop = fragment.part_bounds(part)
-            parts.append(plain_mean(terms, stop - start, setup.codec))
-            if setup.codec.gathered and closed.parts[part] == parts[-1]:
-                self._check_gathered(closed, part, plain_gathered(terms, stop - start, setup.codec, setup.by_senders))
+            codec = setup.codecs[fragment.group_of(part)]
+            parts.append(plain_mean(terms, stop - start, codec))
+            if codec.gathered and closed.parts[part] == parts[-1]:
+                by_senders = setup.by_senders[fragment.group_of(part)]
+                self._check_gathered(closed, part, codec, plain_gathered(terms, stop - start, codec, by_senders))
         told = [self._excused(true, closed.parts[part]) for part, true in enumerate(parts)]
         if mean_digest(told) != commit.mean_digest:
             wrong = [part for part, payload in enumerate(told) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
 
-    def _check_gathered(self, closed: Closed, part: int, expected: np.ndarray) -> None:
+    def _check_gathered(self, closed: Closed, part: int, codec: Codec, expected: np.ndarray) -> None:
         mean = torch.empty(len(expected))
-        mean_into(closed.parts[part], self.world.setup.codec, mean)
+        mean_into(closed.parts[part], codec, mean)
         if not np.allclose(mean.numpy(), expected, rtol=1e-4, atol=1e-6):
             raise Violation("I3", f"part {part} of version {closed.commit.version} is read as another mean than it is")
 

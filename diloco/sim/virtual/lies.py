@@ -9,8 +9,8 @@ import torch
 from diloco.compress import Codec, PayloadError
 
 
-def falsified(lie: str, parts: Sequence[bytes], codec: Codec) -> Sequence[bytes]:
-    """What a lying peer makes of its encoded contribution."""
+def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec]) -> Sequence[bytes]:
+    """What a lying peer makes of its encoded contribution; `codecs`: of each part."""
     match lie:
         case "short":
             return [part[:-1] for part in parts]
@@ -21,7 +21,7 @@ def falsified(lie: str, parts: Sequence[bytes], codec: Codec) -> Sequence[bytes]
         case "infinite":
             return [b"\xff" * len(part) for part in parts]
         case "absurd":
-            return [_absurd(part, codec) for part in parts]
+            return [_absurd(part, codec) for part, codec in zip(parts, codecs, strict=True)]
     return parts
 
 

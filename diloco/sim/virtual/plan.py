@@ -56,6 +56,7 @@ class Plan:
     peers: int = 3
     witnesses: int = 0
     codec: str = "fp32"
+    """Or one for each group of parameters, as `topk/fp16` (`diloco.sim.virtual.setup.GROUPS`)."""
     fragments: int = 1
     optimizer: str = "nesterov"
     weighting: str = "uniform"
@@ -74,6 +75,8 @@ class Plan:
     merge: str = "carry"
     feedback: float = -1.0
     """Decay of the codec's residual; below 0: no error feedback."""
+    uplinks: str = ""
+    """Mbit/s at which p0, p1, ... say that they upload, in turn, as in `100+10+0`; 0, or empty: unknown."""
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -134,6 +137,9 @@ MOMENTS = (
 GATHERED = ("topk", "topk", "topk-all", "topk+zstd", "dct-all", "lowrank")
 GATHERED_SHARE = 0.25
 """Codecs whose contributions are gathered, and how many of the plans have one."""
+UPLINKS_MBIT = (0, 1, 10, 12, 100, 1000)
+UPLINKS_SHARE = 0.5
+"""Rates that peers claim, and how many of the plans have some."""
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 
 
@@ -165,7 +171,9 @@ def _schedule(dice: Random, plan: Plan) -> Plan:
     overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
     merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
     plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
-    return replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
+    plan = replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
+    uplinks = dice.choices(UPLINKS_MBIT, k=plan.peers) if dice.random() < UPLINKS_SHARE else []
+    return replace(plan, uplinks="+".join(map(str, uplinks)))
 
 
 def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:

@@ -60,7 +60,7 @@ def _early_divisor() -> Iterator[None]:
         """Who is omitted adds nothing to the sum, but its weight to the divisor."""
         start, stop = work.fragment.part_bounds(part)
         for peer in omitted:
-            work.put_contribution(peer, part, work.codec.encode(torch.zeros(stop - start)))
+            work.put_contribution(peer, part, work.codec(part).encode(torch.zeros(stop - start)))
         return fold(work, part, ())
 
     with _replaced(Work, "fold", fold_for_all):
@@ -94,12 +94,12 @@ def _private_mean() -> Iterator[None]:
         for entry in work.begin.contributors:
             payload = work._payloads[part].get(entry.peer)
             if payload is not None:
-                values += work.codec.decode(payload, stop - start) * (entry.weight / total)
+                values += work.codec(part).decode(payload, stop - start) * (entry.weight / total)
         private[work.me, mean] = values
         return keep(work, part, mean)
 
-    def unpack_private(parts: Sequence[bytes], fragment: Fragment, codec: Codec) -> Tensor:
-        flat = unpack(parts, fragment, codec)
+    def unpack_private(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
+        flat = unpack(parts, fragment, codecs)
         for part, payload in enumerate(parts):
             values = private.get((current[0], payload))
             if values is not None:

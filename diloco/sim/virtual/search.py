@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from diloco.clock import monotonic_s
+from diloco.compress.build import use_compiled
 from diloco.errors import UsageError
 from diloco.sim.virtual import planted
 from diloco.sim.virtual.plan import Plan, draw, parse
@@ -142,8 +144,11 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _alone() -> None:
-    """One thread each: there is a process for every core."""
+    """One thread each: there is a process for every core. What is imported now stays, and need not be collected."""
     torch.set_num_threads(1)
+    use_compiled()
+    gc.collect()
+    gc.freeze()
 
 
 def _run_batch(batch: tuple[range, Choice]) -> Tally:

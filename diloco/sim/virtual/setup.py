@@ -21,6 +21,8 @@ from diloco.outer import OuterState, open_outer
 from diloco.sim.virtual.plan import Plan
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
+GROUPS = (("blocks.0.*",), ("blocks.1.*",))
+"""Of a plan with several codecs, `first/second/third`: the first is for what the others leave."""
 PART_ELEMENTS = 4
 NOISES = 64
 SMALL: Mapping[str, Mapping[str, Any]] = {
@@ -35,9 +37,11 @@ class Setup:
     """Everything that all peers of one simulation share."""
 
     def __init__(self, plan: Plan) -> None:
-        self.layout = Layout.of(SHAPES, plan.fragments, "strided", PART_ELEMENTS)
-        self.codec: Codec = Remembering(open_small(plan.codec))
-        self.by_senders = plan.codec.startswith("topk") and not plan.codec.endswith("-all")
+        names = plan.codec.split("/")
+        self.layout = Layout.of(SHAPES, plan.fragments, "strided", PART_ELEMENTS, GROUPS[: len(names) - 1])
+        self.codecs: Sequence[Codec] = [Remembering(open_small(name)) for name in names]
+        """By group of parameters."""
+        self.by_senders = [name.startswith("topk") and not name.endswith("-all") for name in names]
         """Means are divided by the weights of those who sent a value, and not of all."""
         self.optimizer = open_outer(OuterSection.model_validate({"optimizer": plan.optimizer, "lr": 0.7}))
         self.by_tokens = plan.weighting == "tokens"

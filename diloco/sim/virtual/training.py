@@ -51,7 +51,7 @@ class Training:
             host.name,
             setup.parameters(),
             setup.layout,
-            setup.codec,
+            setup.codecs,
             setup.optimizer,
             setup.by_tokens,
             setup.start,
@@ -172,7 +172,9 @@ class Training:
         self.host.later(self.host.world.setup.patience_s, self._withdraw, self.waiting_since_s)
 
     def _falsified(self, sent: Sent) -> Sent:
-        parts = falsified(self.host.lie, sent.contribution.parts, self.line.codec)
+        parts, fragment = sent.contribution.parts, self.line.layout.fragments[sent.contribution.fragment]
+        codecs = [self.line.codecs[fragment.group_of(part)] for part in range(fragment.parts)]
+        parts = falsified(self.host.lie, parts, codecs)
         return replace(sent, contribution=replace(sent.contribution, parts=parts))
 
     def _withdraw(self, waiting_since_s: float) -> None:

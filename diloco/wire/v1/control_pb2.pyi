@@ -361,6 +361,7 @@ class Offer(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    SEND_BPS_FIELD_NUMBER: _builtins.int
     base_version: _builtins.int
     """version whose anchor the pseudo-gradient is measured against"""
     weight: _builtins.int
@@ -370,6 +371,8 @@ class Offer(_message.Message):
     """data blocks used"""
     leaving: _builtins.bool
     """the sender's last one"""
+    send_bps: _builtins.int
+    """how fast others take what the sender sends, bits per second; 0: unknown"""
     def __init__(
         self,
         *,
@@ -378,10 +381,11 @@ class Offer(_message.Message):
         tokens: _builtins.int = ...,
         blocks: _builtins.int = ...,
         leaving: _builtins.bool = ...,
+        send_bps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "leaving", b"leaving", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "leaving", b"leaving", "send_bps", b"send_bps", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

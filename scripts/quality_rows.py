@@ -1,0 +1,105 @@
+"""What `scripts/bench-quality` compares: a contract that all rows share, and what each of them changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.config import Contract
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large and how long all runs are."""
+
+    layers: int
+    dim: int
+    sequence_length: int
+    batch_size: int
+    """Sequences of one inner step of one peer."""
+    steps: int
+    """H."""
+    rounds: int
+    """Of H steps."""
+    peers: int
+    heldout: int
+    """Sequences of the evaluation."""
+
+
+USUAL = Scale(4, 64, sequence_length=64, batch_size=16, steps=20, rounds=30, peers=4, heldout=512)
+"""0.23M parameters, in four layers so that there can be four fragments."""
+QUICK = Scale(4, 32, sequence_length=32, batch_size=4, steps=4, rounds=3, peers=2, heldout=16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    about: str
+    changes: Sections = field(default_factory=dict)
+    """Keys of the contract, by section."""
+    together: bool = False
+    """Data parallel: one step on the batches of all peers, and nothing to sync."""
+
+
+AVERAGE: Mapping[str, Any] = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0}
+"""With error feedback this takes the place of momentum (SparseLoCo): what is sent late is momentum enough."""
+STALE: Mapping[str, Any] = {"lr": 0.4, "momentum": 0.5}
+"""For a mean that is a whole round old."""
+
+
+def rows(steps: int) -> dict[str, Row]:
+    """All rows by name, in the order of the table. `steps`: H."""
+    sparse = {"name": "topk", "density": 0.125}
+    fed_back = {"error_feedback": 0.95}
+    return {
+        "ddp": Row("data parallel, batches of all peers in one step", together=True),
+        "average": Row("plain averaging", {"outer": AVERAGE}),
+        "fp32": Row("DiLoCo"),
+        "int8": Row("", {"codec": {"name": "int8"}}),
+        "int4": Row("", {"codec": {"name": "int4"}}),
+        "e3m0": Row("Streaming DiLoCo's 4 bits", {"codec": {"name": "e3m0"}}),
+        "two_bit": Row("", {"codec": {"name": "two_bit"}}),
+        "sign-ef": Row("error feedback, averaged", {"codec": {"name": "sign", **fed_back}, "outer": AVERAGE}),
+        "topk12-ef": Row("SparseLoCo: 12.5 % kept, 2 bits each", {"codec": {**sparse, **fed_back}, "outer": AVERAGE}),
+        "topk3-ef": Row("3.1 % kept", {"codec": {"name": "topk", **fed_back}, "outer": AVERAGE}),
+        "topk12": Row("12.5 % kept, the rest is lost", {"codec": sparse, "outer": AVERAGE}),
+        "dct12-ef": Row("12.5 % in frequencies", {"codec": {**sparse, **fed_back, "name": "dct"}, "outer": AVERAGE}),
+        "lowrank-ef": Row("rank 8 of each part", {"codec": {"name": "lowrank", **fed_back}, "outer": AVERAGE}),
+        "stream2-mix": Row(
+            "P = 2, 1 step overlaps, mixed", {"sync": {"fragments": 2, "overlap": 1, "merge": "mix", "mix_alpha": 0.5}}
+        ),
+        "stream2-carry": Row("P = 2, 1 step overlaps, carried", {"sync": {"fragments": 2, "overlap": 1}}),
+        "stream4-int4": Row(
+            "P = 4, 1 step overlaps, carried", {"sync": {"fragments": 4, "overlap": 1}, "codec": {"name": "int4"}}
+        ),
+        "eager": Row(
+            "a whole round overlaps, own share at once", {"sync": {"overlap": steps, "merge": "eager"}, "outer": STALE}
+        ),
+        "delayed": Row("a whole round overlaps", {"sync": {"overlap": steps}, "outer": STALE}),
+        "muon-int4": Row("MuLoCo: Muon inside", {"inner": {"optimizer": "muon"}, "codec": {"name": "int4"}}),
+    }
+
+
+def contract_of(row: Row, scale: Scale, seed: int) -> Contract:
+    """The contract that a row's peers train under. Raises pydantic's ValidationError when the scale does not fit it."""
+    tokens_per_step = scale.peers * scale.batch_size * scale.sequence_length
+    sections: Sections = {
+        "run": {"name": "quality", "seed": seed, "total_tokens": scale.rounds * scale.steps * tokens_per_step},
+        "data": {"source": "stdlib", "sequence_length": scale.sequence_length},
+        "model": {"layers": scale.layers, "dim": scale.dim, "heads": 4},
+        "inner": {"steps": scale.steps, "batch_size": scale.batch_size, **INNER},
+        "outer": OUTER,
+        "codec": {"name": "fp32"},
+        "eval": {"sequences": scale.heldout},
+    }
+    names = dict.fromkeys((*sections, *row.changes))
+    return Contract.model_validate({name: {**sections.get(name, {}), **row.changes.get(name, {})} for name in names})
+
+
+INNER: Mapping[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "warmup": 0.08, "final_lr": 0.05}
+OUTER: Mapping[str, Any] = {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.7, "warmup_steps": 6}
+"""configs/demo.toml's: from random weights the first rounds only average, and 30 rounds want less momentum than 0.9."""

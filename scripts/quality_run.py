@@ -1,0 +1,224 @@
+"""One run of `scripts/bench-quality`: all peers in one process, one after the other, and no network between them.
+
+The line is production's: inner loop, data leases, cadence, pseudo-gradient, codec, mean, commits, outer step, merge.
+Only that what peers send each other is handed over here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import mean
+from time import process_time
+
+import torch
+from torch import nn
+
+from diloco.average import fold, mean_digest
+from diloco.config import Contract, DataSection
+from diloco.data import leases, open_dataset
+from diloco.data.dataset import Dataset
+from diloco.data.reader import BlockReader
+from diloco.fragments import named_parameters, write_fragment
+from diloco.inner import InnerLoop, evaluate, seed_everything
+from diloco.models import build_model, count_parameters
+from diloco.peer import open_line
+from diloco.round import Line, Sent, measure, step_outer
+from diloco.schedule import Cadence, Finish
+from diloco.types import Closed, Commit, Counted, Member
+
+CPU = torch.device("cpu")
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended."""
+
+    loss: float
+    """Held-out, in nats per token, of the anchor after the last sync."""
+    bits: float
+    """Of a parameter on the wire of one sync: what a peer encodes, zstd included."""
+    bytes_per_token: float
+    """What a peer sends for each token that it trains, as contributor and as owner of its share of the parts."""
+    tokens: int
+    """Trained by all peers."""
+    cpu_s: float
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def get_ready() -> None:
+    """For a process that makes runs: one core, Ctrl-C is for the process that started it, and it ends with that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+
+
+def train(contract: Contract, peers: int, together: bool) -> Outcome:
+    """A whole run: `together` on all peers' batches in one step, or DiLoCo."""
+    started_s = process_time()
+    seed_everything(contract.run.seed)
+    names = [f"p{peer}" for peer in range(peers)]
+    outcome = train_together(contract, names) if together else Run(contract, names).train()
+    return replace(outcome, cpu_s=round(process_time() - started_s, 1))
+
+
+@cache
+def dataset_of(section: DataSection) -> Dataset:
+    return open_dataset(section, Path())
+
+
+def heldout_loss(contract: Contract, model: nn.Module) -> float:
+    heldout = dataset_of(contract.data).heldout(contract.eval.sequences)
+    return evaluate(model, heldout, contract.inner.batch_size, CPU)
+
+
+# ---------------------------------------------------------------- data parallel
+
+
+def train_together(contract: Contract, names: Sequence[str]) -> Outcome:
+    """What DistributedDataParallel computes: the mean gradient of the very blocks that the peers read apart."""
+    dataset, total_tokens = dataset_of(contract.data), contract.run.total_tokens
+    model = build_model(contract.model, dataset.vocab_size, contract.run.seed)
+    sequences = contract.inner.batch_size
+    inner = InnerLoop(
+        model, contract.inner.model_copy(update={"batch_size": sequences * len(names)}), total_tokens, CPU
+    )
+    held = leases.found(names, contract.lease_blocks)
+    readers = {name: BlockReader(dataset, contract.run.seed) for name in names}
+    tokens, used = 0, 0
+    while tokens < total_tokens:
+        for name, reader in readers.items():
+            reader.lease(held.held[name], used)
+        for _ in range(contract.steps_per_round):
+            tokens += contract.tokens_per_step * len(names)
+            inner.step(torch.cat([reader.next(sequences) for reader in readers.values()]), tokens)
+        used = contract.blocks_per_round
+        held = leases.advance(held, dict.fromkeys(names, used), names, contract.lease_blocks)
+    ring_bytes = 2 * (len(names) - 1) / len(names) * FP32_BYTES * count_parameters(model)
+    return Outcome(heldout_loss(contract, model), FP32_BYTES * 8, ring_bytes / contract.tokens_per_step, tokens, 0.0)
+
+
+# ---------------------------------------------------------------- DiLoCo
+
+
+class Peer:
+    """One of them: a model, its inner loop, its place in the data, and the line."""
+
+    def __init__(self, name: str, contract: Contract) -> None:
+        dataset, seed = dataset_of(contract.data), contract.run.seed
+        self.name, self._contract = name, contract
+        self.model = build_model(contract.model, dataset.vocab_size, seed)
+        self.line = open_line(name, contract, named_parameters(self.model))
+        self.inner = InnerLoop(self.model, contract.inner, contract.run.total_tokens, CPU)
+        self._reader = BlockReader(dataset, seed)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            block = self._reader.next(self._contract.inner.sequences_per_step)
+            self.line.trained.add(self._contract.tokens_per_step, len(block))
+            self.inner.step(block, self._position())
+
+    def apply(self, closed: Closed) -> None:
+        mine = step_outer(self.line, closed, {})
+        self._reader.lease(closed.commit.leases.held[self.name], mine.blocks if mine else 0)
+
+    def heldout_loss(self) -> float:
+        """Of the anchor, which takes the place of the local weights."""
+        for fragment in self.line.layout.fragments:
+            write_fragment(self.line.parameters, fragment, self.line.state.fragments[fragment.index].anchor)
+        return heldout_loss(self._contract, self.model)
+
+    def _position(self) -> int:
+        """Tokens of the whole run at the end of this step."""
+        commit = self.line.commit
+        assert commit is not None
+        return commit.tokens + self.line.trained.tokens * len(commit.view)
+
+
+class Run:
+    """Peers, the commits of a faultless network between them, and the bytes that it would have moved."""
+
+    def __init__(self, contract: Contract, names: Sequence[str]) -> None:
+        self._contract = contract
+        self.peers = [Peer(name, contract) for name in names]
+        self._cadence = Cadence.of(contract)
+        in_flight = contract.sync.overlap * contract.tokens_per_step * len(names)
+        finish = Finish.of(contract)
+        self._finish = replace(finish, total_tokens=finish.total_tokens - in_flight)  # else overlap would train more
+        self._bits: list[float] = []
+        self._sent_bytes = 0.0
+        self._apply(Closed(self._founding(names), ()))
+
+    def train(self) -> Outcome:
+        """Until all tokens are committed, and what is still under way."""
+        while not self._finish.done:
+            self._round()
+        tokens = sum(peer.inner.steps for peer in self.peers) * self._contract.tokens_per_step
+        return Outcome(self.peers[0].heldout_loss(), mean(self._bits), self._sent_bytes / tokens, tokens, 0.0)
+
+    def _round(self) -> None:
+        for peer in self.peers:
+            trains = not self._finish.finishing
+            peer.train(self._cadence.before(peer.line.trained.tokens) if trains else 0)
+            peer.line.sent = self._measured(peer.line)
+            peer.train(self._cadence.overlap if trains else 0)
+        self._apply(self._close())
+
+    def _measured(self, line: Line) -> Sent:
+        sent = measure(line, {})
+        if sent.contribution.tokens:  # else it is nearly nothing, in hardly any bytes
+            self._bits.append(8 * sum(map(len, sent.contribution.parts)) / line.due.elements)
+        return sent
+
+    def _apply(self, closed: Closed) -> None:
+        for peer in self.peers:
+            peer.apply(closed)  # raises Diverged unless all hold the same state
+        self._finish.passed(closed.commit)
+
+    def _founding(self, names: Sequence[str]) -> Commit:
+        view = tuple(Member(name, 1, f"{name}:1") for name in names)
+        held = leases.found(names, self._contract.lease_blocks)
+        digest = self.peers[0].line.state.digest
+        return Commit(0, self._contract.digest, "paper", -1, view, (), (), "", 0, held, digest)
+
+    def _close(self) -> Closed:
+        """The version that counts everybody."""
+        line = self.peers[0].line
+        before, fragment = line.commit, line.due
+        assert before is not None
+        sent = {peer.name: peer.line.sent.contribution for peer in self.peers if peer.line.sent}
+        parts = []
+        for part in range(fragment.parts):
+            start, stop = fragment.part_bounds(part)
+            terms = [(one.weight, one.parts[part]) for one in sent.values()]
+            parts.append(fold(terms, stop - start, line.codecs[fragment.group_of(part)]))
+            self._count([len(payload) for _, payload in terms], len(parts[-1]))
+        names, need = list(sent), self._contract.lease_blocks
+        commit = replace(
+            before,
+            version=before.version + 1,
+            previous=before.digest,
+            fragment=fragment.index,
+            counted=tuple(
+                Counted(name, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
+            ),
+            mean_digest=mean_digest(parts),
+            tokens=before.tokens + sum(one.tokens for one in sent.values()),
+            leases=leases.advance(before.leases, {name: one.blocks for name, one in sent.items()}, names, need),
+            state_digest=line.state.digest,
+        )
+        return Closed(commit, parts)
+
+    def _count(self, encoded_bytes: Sequence[int], mean_bytes: int) -> None:
+        """A part goes from all to its owner, who is as likely one as the other, and its mean from there to all."""
+        others = len(encoded_bytes) - 1
+        self._sent_bytes += sum(encoded_bytes) * others / len(encoded_bytes) + mean_bytes * others

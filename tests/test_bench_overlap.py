@@ -1,0 +1,55 @@
+"""scripts/bench-overlap, run as it is: two real peers for each row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "scripts" / "bench-overlap"
+ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 1, 8, 0.05, 64
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def rows_of(path: Path, network: str, *names: str) -> dict[str, dict[str, Any]]:
+    arguments = ["--rounds", str(ROUNDS), "--steps", str(STEPS), "--step-s", str(STEP_S), "--json", str(path)]
+    done = bench(*arguments, "--network", network, "--rows", ",".join(names))
+    if "no network namespaces" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(names)
+    assert all(name in done.stdout for name in names)
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_a_sync_that_overlaps_keeps_training_waiting_for_less(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "rows.json", "relay", "none", "plain", "stream2")
+    assert rows["none"]["waiting_s_per_round"] < 1e-3
+    assert rows["none"]["tokens_per_s"] <= 2 * BATCH_TOKENS / STEP_S
+    on_the_link_s = STEPS * STEP_S * 0.3 / 0.7
+    assert rows["plain"]["waiting_s_per_round"] > 0.9 * on_the_link_s
+    assert rows["stream2"]["waiting_s_per_round"] < rows["plain"]["waiting_s_per_round"]
+    assert rows["stream2"]["sync"] == {"fragments": 2, "overlap": 3, "merge": "mix"}  # 1.7 steps on the link, and one
+
+
+@pytest.mark.slow
+def test_between_namespaces(tmp_path: Path) -> None:
+    (row,) = rows_of(tmp_path / "rows.json", "namespaces", "eager").values()
+    assert row["tokens_per_s"] > 0
+    assert row["share"] is None  # nothing to compare it with
+
+
+def test_a_mistake_is_named() -> None:
+    done = bench("--rows", "none,warp")
+    assert done.returncode == 2
+    assert "no row warp" in done.stderr

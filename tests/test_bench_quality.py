@@ -1,0 +1,134 @@
+"""scripts/bench-quality: its runs against each other, and the script as it is, with runs of a second."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.config import Contract
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+BENCH = SCRIPTS / "bench-quality"
+TOKENS = 3 * 4 * 2 * 4 * 32  # rounds, steps, peers, sequences, tokens of the quick scale
+
+sys.path.insert(0, str(SCRIPTS))
+from quality_rows import QUICK, Row, contract_of, rows  # noqa: E402
+from quality_run import Outcome, Run, train  # noqa: E402
+
+
+def contract(**sections: dict[str, Any]) -> Contract:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "quality", "total_tokens": 6 * 2 * 2 * 16},
+        "data": {"sequence_length": 16},
+        "model": {"layers": 2, "dim": 16, "heads": 2},
+        "inner": {"steps": 1, "batch_size": 2, "optimizer": "sgd", "lr": 0.5, "clip": 0.0},
+        "outer": {"optimizer": "sgd", "lr": 1.0},
+        "codec": {"name": "fp32"},
+        "eval": {"sequences": 8},
+    }
+    return Contract.model_validate({name: {**tree.get(name, {}), **sections.get(name, {})} for name in tree | sections})
+
+
+def test_averaging_after_every_step_of_sgd_is_data_parallel() -> None:
+    """So both read the same blocks, at the same learning rates."""
+    apart, together = (train(contract(), peers=2, together=together) for together in (False, True))
+    assert apart.loss == pytest.approx(together.loss, abs=1e-5)
+    assert apart.tokens == together.tokens == 6 * 2 * 2 * 16
+    assert train(contract(), peers=1, together=True).loss != pytest.approx(together.loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_with_overlap_all_that_was_trained_is_committed_in_the_end(overlap: int) -> None:
+    run = Run(contract(inner={"steps": 4}, sync={"fragments": 2, "overlap": overlap}), ["p0", "p1"])
+    outcome = run.train()
+    assert all(peer.line.trained.tokens == 0 for peer in run.peers)
+    assert len({peer.line.state.digest for peer in run.peers}) == 1
+    assert 0 <= outcome.tokens - 6 * 2 * 2 * 16 <= overlap * 2 * 2 * 16
+
+
+def test_every_row_is_a_contract_and_the_tokens_are_equal() -> None:
+    for row in rows(QUICK.steps).values():
+        assert contract_of(row, QUICK, seed=1).run.total_tokens == TOKENS
+
+
+BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 1.82), "stream4-int4": (3, 4.3)}
+"""At least and at most; zstd may save some."""
+
+
+def test_quick(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    done = start("--rows", ",".join(BITS), "--seeds", "1", "--json", str(path))
+    output, errors = done.communicate(timeout=100)
+    assert done.returncode == 0, errors
+    runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
+    assert list(runs) == list(BITS)
+    for name, (least, most) in BITS.items():
+        run = runs[name]
+        assert f"`{name}`" in output
+        assert f"{name}, seed 1: {run['loss']:.3f}" in errors
+        assert 0 < run["loss"] < 1.1 * math.log(256)
+        assert least <= run["bits"] <= most
+        assert TOKENS <= run["tokens"] <= TOKENS + 2 * 4 * 32
+    assert runs["ddp"]["bytes_per_token"] > 10 * runs["int4"]["bytes_per_token"]
+
+
+def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:
+    done = start("--rows", "fp32,int8", "--seeds", "1000", "--jobs", "2")
+    assert done.stderr is not None
+    assert "seed 1" in done.stderr.readline()
+    done.send_signal(signal.SIGINT)
+    output, _ = done.communicate(timeout=20)  # its workers have ended, too: they hold the pipe
+    assert done.returncode == 130
+    assert "`fp32`" in output or "`int8`" in output
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(BENCH), "--quick", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The script as a module."""
+    loader = SourceFileLoader("bench_quality", str(BENCH))
+    module = module_from_spec(spec_from_loader(loader.name, loader) or pytest.fail("it is a file"))
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
+
+
+def test_the_table(bench: Any) -> None:
+    def outcome(loss: float) -> Outcome:
+        return Outcome(loss, bits=4.25, bytes_per_token=1234.5, tokens=1, cpu_s=1.0)
+
+    chosen = {name: Row(name.upper()) for name in ("fp32", "int4", "sign-ef")}
+    results = {"fp32": {1: outcome(2.0), 2: outcome(4.0)}, "int4": {2: outcome(3.0)}, "sign-ef": {}}
+    head, rule, fp32, int4 = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in bench.table(chosen, results).splitlines()
+    )
+    assert head == ["row", "loss", "spread", "to fp32", "bits", "bytes/token", ""]
+    assert set("".join(rule)) == {"-"}
+    assert fp32 == ["`fp32`", "3.000", "2.000 .. 4.000", "", "4.25", "1,234.5", "FP32"]
+    assert int4 == ["`int4`", "3.000", "", "-25.0%", "4.25", "1,234.5", "INT4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [("--rows fp32,fp31", "no row fp31"), ("--steps 6", "multiple of 4"), ("--seeds 0", "must be 1 or more")],
+)
+def test_mistakes_are_named(
+    bench: Any, arguments: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["bench-quality", *arguments.split()])
+    with pytest.raises(SystemExit):
+        bench.parse()
+    assert complaint in capsys.readouterr().err
