@@ -79,7 +79,7 @@ class Gate:
             raise UsageError(cause, fix)
         self.site = site
         self.directory = Directory()
-        self.runtime = Runtime(site.timeouts.rpc_s)
+        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps, site.network.streams)
         self.welcome: Welcome | None = None
 
     def knock(self, ticket: str) -> Contract:

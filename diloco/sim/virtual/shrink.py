@@ -35,12 +35,18 @@ def _shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
     return plan
 
 
+SETTINGS = (
+    "loss", "witnesses", "fragments", "merge", "overlap", "feedback", "codec", "optimizer", "weighting", "uplinks",
+    "policy", "proven", "delay_s",
+)  # fmt: skip
+
+
 def _simpler(plan: Plan) -> Iterator[Plan]:
     """Plans with one thing less, the most telling first."""
     for index in range(len(plan.faults)):
         yield replace(plan, faults=(*plan.faults[:index], *plan.faults[index + 1 :]))
     default = Plan()
-    for name in ("loss", "witnesses", "fragments", "codec", "optimizer", "weighting", "policy", "proven", "delay_s"):
+    for name in SETTINGS:
         if getattr(plan, name) != getattr(default, name):
             yield replace(plan, **{name: getattr(default, name)})
     used = {peer for fault in plan.faults for peer in fault.peer.split("+")}
