@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diloco.outer import FragmentState, OuterOptimizer
+from diloco.outer import FragmentState, OuterOptimizer, tiles
 
 
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
@@ -24,7 +24,11 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     Where `local` equals `base` the result has the anchor's very bits: anchor + 0.0 would turn a -0.0 into 0.0,
     and peers without progress must not differ.
     """
-    return torch.where(local == base, anchor, anchor + (local - base))
+    carried = torch.empty_like(anchor)
+    for tile in tiles(anchor.numel()):
+        moved = (local[tile] - base[tile]).add_(anchor[tile])
+        torch.where(local[tile] == base[tile], anchor[tile], moved, out=carried[tile])
+    return carried
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
