@@ -499,9 +499,6 @@ def _changes(event: Any) -> str:
 def main() -> NoReturn:
     """Entry point: errors for people go to standard error in two lines, with the exit code of their class."""
     logging.basicConfig(level=os.environ.get("DILOCO_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
-    # Read by torch at its first allocation: pages of 2 MB for large tensors. Outer steps and merges write whole fragments
-    # into fresh memory, and took twice as long with pages of 4 kB.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     logging.getLogger("grpc").setLevel(logging.CRITICAL)  # it logs what the network damaged; we report what follows
     try:
         app(standalone_mode=True)
