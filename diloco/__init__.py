@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-# torch reads it at its first allocation: large tensors get pages of 2 MB (Linux, where huge pages are `madvise`). Outer
+# torch reads it when it is loaded: large tensors get pages of 2 MB (Linux, where huge pages are `madvise`). Outer
 # steps and merges write whole fragments into fresh memory; with pages of 4 kB they take twice as long.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
