@@ -10,12 +10,7 @@ with diloco.join(address, model) as run:   # or diloco.found(contract, model)
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-
-# torch reads it when it is loaded: large tensors get pages of 2 MB (Linux, where huge pages are `madvise`). Outer
-# steps and merges write whole fragments into fresh memory; with pages of 4 kB they take twice as long.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 if TYPE_CHECKING:
     from diloco.library import Run, found, join
