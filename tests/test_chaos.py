@@ -218,7 +218,7 @@ def test_recovery_by_kind() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
+def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     """Three peers, rounds of half a second, a fault every 4 s. Longer: `scripts/chaos`."""
     contract = tmp_path / "contract.toml"
     contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
@@ -226,9 +226,6 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
         contract, tmp_path / "peers", 3, 0.4, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
     )
     result = run_drill(options, lambda text: None)
-    # What must hold on any machine. How soon everybody is back rests on its load: `scripts/chaos` judges that, too.
-    slow = ("I7", "not all peers")
-    unsafe = [text for text in result["violation_texts"] if not text.startswith(slow) and " ended: " not in text]
-    assert unsafe == []
-    assert result["faults"] >= 3
-    assert result["versions"] >= 5
+    assert result["violation_texts"] == []
+    assert result["faults"] >= 5
+    assert result["versions"] >= 20
