@@ -29,7 +29,8 @@ _STATES = sum(1 << state for state in (1, 2, 4, 5, 7, 8, 9, 11))
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, port
 _REQUEST = struct.Struct("=BBBBI48x")  # inet_diag_req_v2: family, protocol, extensions, padding, states, socket id
 _COOKIE_AT, _INODE_AT, _ATTRIBUTES_AT = 44, 68, 72  # in inet_diag_msg
-_ACKED_AT, _RECEIVED_AT, _SENT_AT = 120, 128, 200  # in tcp_info: tcpi_bytes_acked, _received, _sent (Linux 4.19)
+# In tcp_info: tcpi_bytes_acked, _received, and since Linux 4.19 _sent and _retrans.
+_ACKED_AT, _RECEIVED_AT, _SENT_AT, _RESENT_AT = 120, 128, 200, 208
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,14 @@ class SocketBytes:
 
     sent: int
     received: int
+    resent: int = 0
+    """How many of `sent` the kernel sent again. Even loopback has some when the receiver gets no processor."""
+
+    def __add__(self, other: SocketBytes) -> SocketBytes:
+        return SocketBytes(self.sent + other.sent, self.received + other.received, self.resent + other.resent)
+
+    def __sub__(self, other: SocketBytes) -> SocketBytes:
+        return SocketBytes(self.sent - other.sent, self.received - other.received, self.resent - other.resent)
 
 
 class SocketCounter:
@@ -52,11 +61,11 @@ class SocketCounter:
     def __init__(self, pid: int | None = None) -> None:
         self._pid = os.getpid() if pid is None else pid
         self._lock = threading.Lock()
-        self._bytes: dict[int, tuple[int, int]] = {}
+        self._bytes: dict[int, SocketBytes] = {}
         """Our sockets, open or closed, by the kernel's cookie (never given twice): largest counts seen."""
         self._foreign: set[int] = set()
         """Cookies of other processes' open sockets, so that /proc is read only when a new socket shows up."""
-        self._sent = self._received = 0
+        self._total = SocketBytes(0, 0)
         self._unsupported = False
         self._supported = False
 
@@ -73,11 +82,11 @@ class SocketCounter:
                 self._supported = True
             except OSError as error:
                 if self._supported:  # a busy kernel may refuse once; what was counted before stays true
-                    return SocketBytes(self._sent, self._received)
+                    return self._total
                 self._unsupported = True
                 logger.warning("bytes on sockets are not counted: the system does not tell them (%s)", error)
                 return None
-            return SocketBytes(self._sent, self._received)
+            return self._total
 
     @contextmanager
     def watch(self, interval_s: float = 0.2) -> Iterator[None]:
@@ -106,16 +115,15 @@ class SocketCounter:
         for entry in sockets:
             seen = self._bytes.get(entry.cookie)
             if seen is not None:
-                self._bytes[entry.cookie] = entry.sent, entry.received
-                self._sent += entry.sent - seen[0]
-                self._received += entry.received - seen[1]
+                self._bytes[entry.cookie] = entry.moved
+                self._total = self._total + entry.moved - seen
 
     def _assign(self, sockets: list[_Socket]) -> None:
         """Tell the sockets not seen before apart: ours or foreign."""
         ours = _socket_inodes(_process_tree(self._pid))
         for entry in sockets:
             if entry.inode in ours:
-                self._bytes.setdefault(entry.cookie, (0, 0))
+                self._bytes.setdefault(entry.cookie, SocketBytes(0, 0))
             elif entry.inode and entry.cookie not in self._bytes:
                 self._foreign.add(entry.cookie)
 
@@ -124,8 +132,7 @@ class SocketCounter:
 class _Socket:
     cookie: int
     inode: int
-    sent: int
-    received: int
+    moved: SocketBytes
 
 
 def _tcp_sockets() -> list[_Socket]:
@@ -166,11 +173,12 @@ def _parse(body: bytes) -> _Socket | None:
         return None
     if len(info) < _RECEIVED_AT + 8:
         raise OSError("the kernel does not count bytes per socket")
-    # Before Linux 4.19 there is only what was acknowledged: one more for the SYN, and no retransmissions.
-    sent_at = _SENT_AT if len(info) >= _SENT_AT + 8 else _ACKED_AT
-    (sent,) = struct.unpack_from("=Q", info, sent_at)
     (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
-    return _Socket(cookie, inode, sent, received)
+    if len(info) >= _RESENT_AT + 8:
+        sent, resent = struct.unpack_from("=QQ", info, _SENT_AT)
+    else:  # only what was acknowledged: one more for the SYN, and no retransmissions
+        (sent,), resent = struct.unpack_from("=Q", info, _ACKED_AT), 0
+    return _Socket(cookie, inode, SocketBytes(sent, received, resent))
 
 
 def _attribute(body: bytes, wanted: int) -> bytes:
