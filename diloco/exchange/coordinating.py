@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from diloco.data import leases
 from diloco.exchange import messages as m
@@ -218,15 +218,34 @@ class Coordinating(Committing):
         known = {member.peer for member in self.alive()}
         return [member for member in self.roster.at_the_door(near, self._now) if member.peer not in known]
 
+    def _next_view(self, leaving: Collection[str]) -> list[Member]:
+        """Those who stay, in their order, and then who joins."""
+        alive = [member for member in self.alive() if not self.roster.barred(member.peer)] or self.alive()
+        stay = [member for member in alive if member.peer not in leaving]
+        join = [member for member in self._newcomers() if member.peer not in leaving]
+        if all(member.witness for member in (*stay, *join)):
+            stay = alive  # somebody must go on training
+        kept = self._kept_for_its_vote([*stay, *join], leaving)
+        return [*(member for member in self.view if member in stay or member == kept), *join]
+
+    def _kept_for_its_vote(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
+        """One of the lost, where its vote costs nothing: two of three decide as two of two would.
+
+        It may only be out of reach. When it is back it finds its place, and if another died meanwhile, those two decide.
+        """
+        if len(view) % 2:
+            return None
+        gone = self.electorate.voters() - {member.peer for member in view} - set(leaving)
+        heard = {member: self.roster.last_heard_s(member) for member in self.view if member.peer in gone}
+        lost = {member: at_s for member, at_s in heard.items() if at_s is not None}
+        return max(lost, key=lambda member: lost[member], default=None)
+
     def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
         assert self.commit is not None
         leaving = tally.leaving() | (
             {entry.member.peer for entry in self.roster if entry.left} - self.electorate.evicted
         )
-        alive = [member for member in self.alive() if not self.roster.barred(member.peer)] or self.alive()
-        view = [member for member in (*alive, *self._newcomers()) if member.peer not in leaving]
-        if all(member.witness for member in view):
-            view = alive  # somebody must go on training
+        view = self._next_view(leaving)
         counted, omitted = reduction.counted()
         used = {entry.peer: entry.blocks for entry in counted}
         names = [member.peer for member in view if not member.witness]

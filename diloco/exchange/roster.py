@@ -139,6 +139,13 @@ class Roster:
         known = self._entries.get(member.peer)
         return known is not None and known.member.incarnation == member.incarnation and self._lives(known, now)
 
+    def last_heard_s(self, member: Member) -> float | None:
+        """When this very life of a peer last spoke. None: it is over, or unknown, or the peer is barred."""
+        known = self._entries.get(member.peer)
+        if known is None or known.member.incarnation != member.incarnation or self.barred(member.peer):
+            return None
+        return known.heard_at_s
+
     def at_the_door(self, most_lag: int, now: float) -> list[Member]:
         """Live peers that ask to be taken in and were at most so many versions behind when last heard, by name."""
         waiting = [
