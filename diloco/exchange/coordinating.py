@@ -27,7 +27,8 @@ class Coordinating(Committing):
             self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
         if self._tally is None:
             self._tally = Tally(self.attempt)
-        self._tally.hear(sender.peer, body, self._now)
+        if self._tally.begin is None:  # an older word that comes later must not change what the attempt began with
+            self._tally.hear(sender.peer, body, self._now)
         self._coordinate()
 
     def _plausible(self, sender: Member, offer: m.Offer | None) -> bool:
@@ -231,7 +232,7 @@ class Coordinating(Committing):
     def _kept_for_its_vote(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
         """One of the lost, where its vote costs nothing: two of three decide as two of two would.
 
-        It may only be out of reach. When it is back it finds its place, and if another died meanwhile, those two decide.
+        It may only be out of reach. Back, it finds its place; if another died meanwhile, those two decide.
         """
         if len(view) % 2:
             return None
