@@ -188,6 +188,15 @@ def test_a_tally_knows_the_rates_of_the_offers() -> None:
     assert tally.send_bps(["c", "a", "b"]) == [0, 7, 0]
 
 
+def test_an_older_word_does_not_change_what_an_attempt_began_with() -> None:
+    tally = Tally(0)
+    tally.hear("a", m.Ready(1, 0, m.Offer(0, 1, 2, 3), "now"), 0.0)
+    tally.begin = begin()
+    tally.hear("a", m.Ready(1, 0, None, "before"), 1.0)
+    assert tally.state_digests == {"a": "now"}
+    assert tally.counted("a").tokens == 2
+
+
 def test_a_coordinator_divides_the_parts_by_what_the_peers_offer() -> None:
     outcome = tell(parse("peers 3\nuplinks 10+10+20"))
     begins = {line.partition("; ")[2] for line in outcome_lines(outcome) if "Begin" in line}

@@ -27,8 +27,7 @@ class Coordinating(Committing):
             self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
         if self._tally is None:
             self._tally = Tally(self.attempt)
-        if self._tally.begin is None:  # an older word that comes later must not change what the attempt began with
-            self._tally.hear(sender.peer, body, self._now)
+        self._tally.hear(sender.peer, body, self._now)
         self._coordinate()
 
     def _plausible(self, sender: Member, offer: m.Offer | None) -> bool:

@@ -28,7 +28,9 @@ class Tally:
         self.majority_at_s = math.inf
 
     def hear(self, peer: str, ready: Ready, now: float) -> None:
-        """A promise came, perhaps with an offer."""
+        """A promise came, perhaps with an offer. What the attempt began with stays: an older word may come later."""
+        if self.begin is not None:
+            return
         self.ready[peer] = ready
         if ready.offer is not None:
             self.offered_at_s.setdefault(peer, now)
