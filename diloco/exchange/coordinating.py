@@ -12,6 +12,9 @@ from diloco.exchange.tally import Tally
 from diloco.exchange.view import Decision, decide, in_turn, respan, spans
 from diloco.types import Commit, Member
 
+MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"
+"""Begins the reason; those who may have it follow."""
+
 
 class Coordinating(Committing):
     """The coordinator's side; every member is one in its turn."""
@@ -196,8 +199,15 @@ class Coordinating(Committing):
             self._note("the mean that was accepted before died with an evicted peer")
             tally.lost.add(commit.digest)
             tally.proposal = self._proposal = None
+        elif lost and self.timing.stall_s < waited_s <= 2 * self.timing.stall_s:
+            self._note(f"{MEAN_LOST} {', '.join(sorted(self._out_of_reach()))}")
         elif waited_s > 3 * self.timing.stall_s:
             self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
+
+    def _out_of_reach(self) -> set[str]:
+        return {member.peer for member in self.view if not member.witness} - {
+            member.peer for member in self._trainers_alive()
+        }
 
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
         others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.exchange import messages as m
+from diloco.exchange.coordinating import MEAN_LOST
 from diloco.sim.virtual.disk import Snapshot
 from diloco.types import Commit, Member
 
@@ -32,9 +33,11 @@ class Operator:
             self._evict_if_needed(commit)
 
     def _evict_if_needed(self, commit: Commit) -> None:
-        """Only when the living are too few to decide; not when one of the dead took a later version along."""
+        """When the living are too few, or say what they lack; not when the dead took a later version along."""
         alive = [member for member in commit.view if self._lives(member)]
-        if self.world.plan.without_majority != "wait" or len(alive) > len(commit.view) // 2:
+        asked = any(self.world.hosts[member.peer].machine.reason.startswith(MEAN_LOST) for member in alive)
+        few = self.world.plan.without_majority == "wait" and len(alive) <= len(commit.view) // 2
+        if not (few or asked):
             return
         if any(snapshot.state.version > commit.version for snapshot in self._checkpoints().values()):
             self.resume()
