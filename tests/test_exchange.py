@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from diloco.exchange.link import LinkDown
+from diloco.exchange.messages import Reply
 from diloco.outer import OuterState
 from diloco.types import Skip
 from tests.local import LocalPeer, LocalWorld
@@ -40,6 +43,27 @@ def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None
     assert all(torch.equal(peer.model.weight.flatten(), anchor) for peer in world.peers)
     assert all(peer.peer.line.trained.tokens == 0 for peer in world.peers)
     assert world.peers[0].commits[-1].tokens == 5 * 3 * 10
+
+
+def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged bytes end a connection, too: the peer is there, its stream begins again, and every version counts it."""
+    broken: list[tuple[str, str]] = []
+    for peer in world.peers:
+        link = peer.peer.exchange.link
+
+        async def breaks_once(
+            address: str, *rest: Any, sender: str = peer.name, send: Callable[..., Any] = link.send_parts
+        ) -> Reply:
+            if (sender, address) not in broken:
+                broken.append((sender, address))
+                raise LinkDown("the connection broke")
+            reply: Reply = await send(address, *rest)
+            return reply
+
+        monkeypatch.setattr(link, "send_parts", breaks_once)
+    world.rounds(world.peers, 3)
+    assert len(broken) == 6
+    assert [counted(peer)[-3:] for peer in world.peers] == [[["p0", "p1", "p2"]] * 3] * 3
 
 
 def test_an_altered_state_is_noticed_and_copied_anew(world: LocalWorld) -> None:

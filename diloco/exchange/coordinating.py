@@ -183,7 +183,8 @@ class Coordinating(Committing):
             self._accept(proposal)  # comes back here
             return
         tally.majority_at_s = min(tally.majority_at_s, self._now)
-        late = [member for member in self.alive() if member.peer not in tally.accepts]
+        asked = {member.peer for member in tally.audience}  # not who came back meanwhile: it does not hold the mean
+        late = [member for member in self.alive() if member.peer in asked and member.peer not in tally.accepts]
         if not late or self._now - tally.majority_at_s >= self.timing.stall_s:
             self._announce(proposal.commit, tally.audience)
 

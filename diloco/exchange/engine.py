@@ -424,7 +424,19 @@ class Exchange:
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
-        self._feed(m.Unreachable(member, proven=await nobody_listens(member.address)))
+        """A connection broke. Damaged bytes do that too: only who does not answer on the next one is gone."""
+        proven = await nobody_listens(member.address)
+        if proven or not await self._answers(member.address):
+            self._feed(m.Unreachable(member, proven))
+
+    async def _answers(self, address: str) -> bool:
+        try:
+            await self.link.hello(address, self.terms.timing.heartbeat_s)
+        except LinkDown:
+            return False
+        except (LinkSlow, LinkRefused):
+            return True  # or it is silent, which is for its heartbeats to tell
+        return True
 
     def _note_refusal(self, by: Member, reply: m.Reply) -> None:
         if reply in (m.Reply.STALE, m.Reply.REPLAYED):

@@ -394,8 +394,10 @@ def _weather(address: str) -> Iterator[None]:
 def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
     detail = f"{address}: {_plain(error.details() or '')}"
     match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.INTERNAL:
-            return LinkDown(detail)  # INTERNAL: the connection broke during a write, or does not speak HTTP/2
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return LinkDown(detail)
+        case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
+            return LinkDown(detail)  # broke during a write, or does not speak HTTP/2; or TLS found damaged bytes
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return LinkSlow(detail)
         case grpc.StatusCode.FAILED_PRECONDITION:
