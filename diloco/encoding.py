@@ -10,14 +10,18 @@ from torch import Tensor
 
 from diloco.compress import Codec
 
-Pieces = Sequence[tuple[Codec, Tensor]]
-"""Of every part: its codec, and its values, flat fp32."""
+Pieces = Sequence[tuple[Codec, Callable[[], Tensor]]]
+"""Of every part: its codec, and what makes its values, flat fp32."""
 Encode = Callable[[Pieces], Sequence[bytes]]
 
 
 def encode_now(pieces: Pieces) -> list[bytes]:
     """Each piece encoded. Raises PayloadError when a value is not finite."""
-    return [codec.encode(values) for codec, values in pieces]
+    return [_encode(codec, values) for codec, values in pieces]
+
+
+def _encode(codec: Codec, values: Callable[[], Tensor]) -> bytes:
+    return codec.encode(values())
 
 
 class Encoder:
@@ -27,8 +31,8 @@ class Encoder:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
     def __call__(self, pieces: Pieces) -> Encoded:
-        """As `encode_now`, but at once; the values must not change any more. They must be finite."""
-        return Encoded([self._pool.submit(codec.encode, values) for codec, values in pieces])
+        """As `encode_now`, but at once; what the values are made of must not change any more. They must be finite."""
+        return Encoded([self._pool.submit(_encode, codec, values) for codec, values in pieces])
 
     def close(self) -> None:
         """Encode no more."""

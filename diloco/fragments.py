@@ -144,10 +144,10 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment) -> Tensor:
-    """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor."""
-    flat = torch.empty(fragment.elements, dtype=torch.float32)
-    for parameter, piece in _pieces(parameters, fragment, flat):
+def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
+    """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
+    flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
+    for parameter, piece in pieces(parameters, fragment, flat):
         piece.copy_(parameter.detach())
     return flat
 
@@ -155,11 +155,11 @@ def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment) -> Tenso
 def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
     """Copy a flat host tensor into a fragment's parameters, in place, rounding to their dtype."""
     with torch.no_grad():
-        for parameter, piece in _pieces(parameters, fragment, flat):
+        for parameter, piece in pieces(parameters, fragment, flat):
             parameter.copy_(piece)
 
 
-def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter beside its piece of `flat`, in the parameter's shape."""
     assert flat.shape == (fragment.elements,)
     for entry in fragment.entries:

@@ -5,9 +5,12 @@ The invariant of every mode: local = anchor + progress that is not committed yet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from diloco.fragments import Fragment, pieces
 from diloco.outer import FragmentState, OuterOptimizer, tiles
 
 
@@ -29,6 +32,19 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
         moved = (local[tile] - base[tile]).add_(anchor[tile])
         torch.where(local[tile] == base[tile], anchor[tile], moved, out=carried[tile])
     return carried
+
+
+def carry_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, base: Tensor, anchor: Tensor) -> None:
+    """`carry` a fragment's parameters (any device, any dtype) in place, one after the other.
+
+    `base` and `anchor`: flat fp32. Parameters on which nothing was done since `base` are only compared and overwritten.
+    """
+    with torch.no_grad():
+        both = zip(pieces(parameters, fragment, base), pieces(parameters, fragment, anchor), strict=True)
+        for (parameter, from_), (_, to) in both:
+            local = parameter.detach().to("cpu", torch.float32)
+            same = torch.equal(local, from_)
+            parameter.copy_(to if same else carry(local.flatten(), from_.flatten(), to.flatten()).view(to.shape))
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:

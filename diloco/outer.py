@@ -54,7 +54,20 @@ class FragmentState:
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
         """SHA-256 of each chunk of each buffer. Kept here so that a version rehashes only the fragment it moved."""
-        return {name: _hashes(buffer) for name, buffer in self.buffers().items()}
+        return {
+            name: [chunk_hash(buffer, *bounds) for bounds in chunk_bounds(buffer.nbytes)]
+            for name, buffer in self.buffers().items()
+        }
+
+    def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
+        """Take `hashes` as they were made while the buffers were filled."""
+        vars(self)["hashes"] = hashes
+
+    def part(self, start: int, stop: int) -> FragmentState:
+        """A view of the elements from `start` to `stop`."""
+        return FragmentState(
+            self.anchor[start:stop], {name: slot[start:stop] for name, slot in self.slots.items()}, self.steps
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,11 @@ def chunk_bounds(total_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + STATE_CHUNK_BYTES, total_bytes)) for start in starts]
 
 
+def chunk_hash(buffer: Tensor, start_byte: int, stop_byte: int) -> str:
+    """SHA-256, hexadecimal, of one chunk."""
+    return hashlib.sha256(_memory(buffer)[start_byte:stop_byte]).hexdigest()
+
+
 def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str:
     """SHA-256, hexadecimal, of the steps and the manifest as text: a joiner checks a manifest before it downloads."""
     lines = ["steps " + " ".join(map(str, steps))]
@@ -167,11 +185,6 @@ def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str
 
 def _memory(buffer: Tensor) -> memoryview:
     return buffer.numpy().data.cast("B")
-
-
-def _hashes(buffer: Tensor) -> list[str]:
-    memory = _memory(buffer)
-    return [hashlib.sha256(memory[start:stop]).hexdigest() for start, stop in chunk_bounds(buffer.nbytes)]
 
 
 def _tensor(data: bytes | bytearray) -> Tensor:

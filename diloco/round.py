@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,15 +21,16 @@ from diloco import failpoints
 from diloco.average import unpack
 from diloco.compress import Codec, PayloadError
 from diloco.compress.codec import magnitude
-from diloco.encoding import Encode, encode_now
+from diloco.encoding import Encode, Pieces, encode_now
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
-from diloco.merge import carry, foresee, mix
+from diloco.merge import carry, carry_fragment, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
 from diloco.telemetry import timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
 
+LARGEST = torch.finfo(torch.float32).max
 STEPS_OF_THE_LINE = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge")
 
 
@@ -176,31 +178,39 @@ def finish_round(
 def measure(line: Line, seconds: dict[str, float]) -> Sent:
     """Pseudo-gradient of the due fragment, compressed. Raises PayloadError when it is not finite.
 
+    Where nobody needs it whole, it is made part by part by whoever encodes it.
     `eager` also moves the fragment's local weights to where the outer step will have them, as far as we know.
     """
     fragment = line.due
     anchor = line.state.fragments[fragment.index].anchor
     with timed(seconds, "pseudo_gradient"):
         local = read_fragment(line.parameters, fragment)
-        gradient = pseudo_gradient(anchor, local)
+        if not magnitude(anchor) + magnitude(local) <= LARGEST:
+            raise PayloadError("the pseudo-gradient is not finite")
+        whole = line.feedback is not None or line.merge == "eager"
+        gradient = pseudo_gradient(anchor, local) if whole else None
     with timed(seconds, "compress"):
         target = gradient
-        if line.feedback is not None:
+        if gradient is not None and line.feedback is not None:
             target = with_residual(gradient, line.residuals.get(fragment.index), line.feedback)
-        if not math.isfinite(magnitude(target)):
-            raise PayloadError("the pseudo-gradient is not finite")
-        parts = line.encode(_pieces(target, fragment, line.codecs))
+            if not math.isfinite(magnitude(target)):
+                raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
+
+        def values(start: int, stop: int) -> Tensor:
+            return pseudo_gradient(anchor[start:stop], local[start:stop]) if target is None else target[start:stop]
+
+        parts = line.encode(_pieces(values, fragment, line.codecs))
     trained = line.trained
     weight = max(trained.tokens, 1) if line.by_tokens else 1
     contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
     sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
-    return sent if line.merge != "eager" else _look_ahead(line, sent, fragment, gradient)
+    return sent if line.merge != "eager" or gradient is None else _look_ahead(line, sent, fragment, gradient)
 
 
-def _pieces(flat: Tensor, fragment: Fragment, codecs: Sequence[Codec]) -> list[tuple[Codec, Tensor]]:
-    """The codec and the values of each part of a flat buffer."""
+def _pieces(values: Callable[[int, int], Tensor], fragment: Fragment, codecs: Sequence[Codec]) -> Pieces:
+    """The codec of each part and what makes its values, given its bounds."""
     bounds = map(fragment.part_bounds, range(fragment.parts))
-    return [(codecs[fragment.group_of(part)], flat[start:stop]) for part, (start, stop) in enumerate(bounds)]
+    return [(codecs[fragment.group_of(part)], partial(values, *ends)) for part, ends in enumerate(bounds)]
 
 
 def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) -> Sent:
@@ -271,24 +281,29 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
             after = line.optimizer.step(before, mean)
     failpoints.hit("before-merge")
     with timed(seconds, "merge"):
-        local = _merged(line, closed.commit, fragment, mine is not None, before.anchor, after.anchor)
-        write_fragment(line.parameters, fragment, local)
+        _merge(line, closed.commit, fragment, mine is not None, before.anchor, after.anchor)
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
         if mine is not None:
             _settle(line, closed.commit, fragment)
 
 
-def _merged(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> Tensor:
-    """The local weights on the new anchor. A part that omits us, or a version, leaves what we sent progress."""
-    local, sent = read_fragment(line.parameters, fragment), line.sent
-    if sent is None:
-        return carry(local, old, new)
-    if not counted:
-        return carry(local, sent.unsent, new)
-    merged = mix(local, new, line.mix_alpha) if line.merge == "mix" else carry(local, sent.local, new)
-    for start, stop in _omitted(line, commit, fragment):
-        merged[start:stop] = carry(local[start:stop], sent.unsent[start:stop], new[start:stop])
-    return merged
+def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
+    """The local weights onto the new anchor. A part that omits us, or a version, leaves what we sent progress."""
+    sent = line.sent
+    base = old if sent is None else sent.local if counted else sent.unsent
+    omitted = _omitted(line, commit, fragment) if counted else []
+    if sent is not None and omitted:
+        base = base.clone()
+        for start, stop in omitted:
+            base[start:stop] = sent.unsent[start:stop]
+    if not (counted and line.merge == "mix"):
+        carry_fragment(line.parameters, fragment, base, new)
+        return
+    local = read_fragment(line.parameters, fragment)
+    mixed = mix(local, new, line.mix_alpha)
+    for start, stop in omitted:
+        mixed[start:stop] = carry(local[start:stop], base[start:stop], new[start:stop])
+    write_fragment(line.parameters, fragment, mixed)
 
 
 def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:

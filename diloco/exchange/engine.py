@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from diloco import failpoints
-from diloco.average import is_mean_of, max_part_bytes, mean_digest, unpack
+from diloco.average import is_mean_of, max_part_bytes, mean_digest
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
@@ -40,9 +40,10 @@ from diloco.exchange.probe import nobody_listens
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.statesync import Snapshots, download, make_offer
 from diloco.exchange.status import status_json
+from diloco.exchange.stepping import Stepping
 from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
-from diloco.outer import FragmentState, OuterOptimizer, OuterState
+from diloco.outer import OuterOptimizer, OuterState
 from diloco.round import Ahead
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 
@@ -143,6 +144,8 @@ class Exchange:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
         self._tasks: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
+        self._stepping: Stepping | None = None
+        """Of the version being made: attempts of one version have the parts in common that did not change."""
         self._outlets: list[Outlets] = []
         self._moved = asyncio.Condition()
         self._contribution: Contribution | None = None
@@ -499,6 +502,10 @@ class Exchange:
         work = self._work = Work(begin, me, fragment, terms.codecs, terms.max_norm_ratio, terms.radial)
         if self._contribution is not None:
             work.take_own(self._contribution)
+        if self._state is None or self._state.version != begin.version - 1:
+            self._stepping = None
+        elif self._stepping is None or self._stepping.state is not self._state:
+            self._stepping = self._step_from(self._state, fragment.index)
         self._open_outlets(work, work.owned())
         self._spawn(self._tell_moved())
 
@@ -554,6 +561,12 @@ class Exchange:
         failpoints.hit("after-fold")
         if work.keep(part, mean):
             self._feed(m.PartFolded(*key, part))
+            await self._check_mean(work, part, mean)
+
+    async def _check_mean(self, work: Work, part: int, mean: bytes) -> None:
+        """Raises PayloadError when nobody could apply it: then nobody must commit it. Steps by it, if we can."""
+        check = self._stepping.take if self._stepping is not None else work.check_mean
+        await self._loop.run_in_executor(self._pool, check, part, mean)
 
     async def _seal(self, key: tuple[int, int]) -> None:
         work = self._work
@@ -591,18 +604,17 @@ class Exchange:
         self._spawn(self._tell_moved())
 
     def _stepped(self, closed: Closed) -> Closed:
-        """Begin average and outer step on our own thread, if we know the state that the version was made on."""
-        state, commit, terms = self._state, closed.commit, self.terms
+        """End average and outer step on our own thread, if we know the state that the version was made on."""
+        state, commit = self._state, closed.commit
+        stepping, self._stepping = self._stepping, None
         if state is None or not closed.parts or commit.state_digest != state.digest:
             return closed
-        fragment = terms.layout.fragments[commit.fragment]
+        if stepping is None or stepping.state is not state or stepping.fragment.index != commit.fragment:
+            stepping = self._step_from(state, commit.fragment)
+        return Ahead(commit, closed.parts, self._pool.submit(stepping.finish, closed.parts).result)
 
-        def step() -> FragmentState:
-            after = terms.optimizer.step(state.fragments[fragment.index], unpack(closed.parts, fragment, terms.codecs))
-            _ = after.hashes  # they are kept, and nobody waits for them later
-            return after
-
-        return Ahead(commit, closed.parts, self._pool.submit(step).result)
+    def _step_from(self, state: OuterState, fragment: int) -> Stepping:
+        return Stepping(state, self.terms.layout.fragments[fragment], self.terms.codecs, self.terms.optimizer)
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
         """Nothing that closed on our lineage, and was not applied yet, counts any more."""
@@ -722,7 +734,7 @@ class Exchange:
             return m.Reply.OK
         try:
             omitted = work.named(part.omitted)
-            await self._loop.run_in_executor(self._pool, work.check_mean, part.index, part.payload)
+            await self._check_mean(work, part.index, part.payload)
         except PayloadError as error:
             return self._refuse(key, sender, f"sent a mean that does not decode: {error}")
         if not work.expects(header.kind, sender, part.index):

@@ -1,0 +1,85 @@
+"""Average and outer step of a version, part by part, while later parts of its mean are still on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diloco.average import mean_into
+from diloco.compress import Codec
+from diloco.fragments import Fragment
+from diloco.outer import (
+    STATE_CHUNK_BYTES,
+    FragmentState,
+    OuterOptimizer,
+    OuterState,
+    chunk_bounds,
+    chunk_hash,
+)
+
+ELEMENT_BYTES = torch.float32.itemsize
+
+
+class Stepping:
+    """The next state of one fragment, as far as its mean is known. Not for several threads at once.
+
+    Outer steps go element by element (`diloco.outer`), so a part takes no more than its own mean, and the bits are
+    those of one step over all. What a repair changes is stepped again. A chunk is hashed as soon as it is whole.
+    Host memory: 4 bytes per parameter and buffer, which become the next state.
+    """
+
+    def __init__(
+        self, state: OuterState, fragment: Fragment, codecs: Sequence[Codec], optimizer: OuterOptimizer
+    ) -> None:
+        self.state = state
+        """That the version is made on."""
+        self.fragment = fragment
+        self._codecs = codecs
+        self._optimizer = optimizer
+        self._before = state.fragments[fragment.index]
+        self._buffers: dict[str, Tensor] = {}
+        self._steps = 0
+        self._means: list[bytes | None] = [None] * fragment.parts
+        """What each part was stepped by."""
+        self._bounds = chunk_bounds(fragment.elements * ELEMENT_BYTES)
+        self._missing_bytes = [stop - start for start, stop in self._bounds]
+        self._hashes: dict[tuple[str, int], str] = {}
+
+    def take(self, part: int, mean: bytes) -> None:
+        """Step one part. Raises PayloadError when these bytes are no mean."""
+        start, stop = self.fragment.part_bounds(part)
+        values = torch.empty(stop - start)
+        mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
+        after = self._optimizer.step(self._before.part(start, stop), values)
+        if not self._buffers:
+            self._buffers = {name: torch.empty_like(buffer) for name, buffer in self._before.buffers().items()}
+        for name, buffer in after.buffers().items():
+            self._buffers[name][start:stop] = buffer
+        first, self._means[part], self._steps = self._means[part] is None, mean, after.steps
+        self._hash(start * ELEMENT_BYTES, stop * ELEMENT_BYTES, first)
+
+    def finish(self, means: Sequence[bytes]) -> FragmentState:
+        """The state after these means, most of which were taken before. Nothing may be taken afterwards.
+
+        Raises PayloadError when one of them is no mean.
+        """
+        for part, mean in enumerate(means):
+            if self._means[part] is not mean:
+                self.take(part, mean)
+        slots = {name: buffer for name, buffer in self._buffers.items() if name != "anchor"}
+        after = FragmentState(self._buffers["anchor"], slots, self._steps)
+        chunks = range(len(self._bounds))
+        after.keep_hashes({name: [self._hashes[name, chunk] for chunk in chunks] for name in self._buffers})
+        return after
+
+    def _hash(self, start_byte: int, stop_byte: int, first: bool) -> None:
+        """Those chunks with these bytes that are whole now. `first`: the bytes were not there before."""
+        for chunk in range(start_byte // STATE_CHUNK_BYTES, (stop_byte - 1) // STATE_CHUNK_BYTES + 1):
+            bounds = self._bounds[chunk]
+            if first:
+                self._missing_bytes[chunk] -= min(stop_byte, bounds[1]) - max(start_byte, bounds[0])
+            if not self._missing_bytes[chunk]:
+                for name, buffer in self._buffers.items():
+                    self._hashes[name, chunk] = chunk_hash(buffer, *bounds)

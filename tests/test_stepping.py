@@ -1,0 +1,65 @@
+"""The outer step part by part gives the bits of one step over all, whatever comes when, and comes again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from diloco.average import unpack
+from diloco.compress import PayloadError, open_codec
+from diloco.config import CodecChoice
+from diloco.exchange.stepping import Stepping
+from diloco.fragments import Layout
+from diloco.outer import STATE_CHUNK_BYTES, Adam, FragmentState, Nesterov, OuterOptimizer, OuterState, Sgd, WarmUp
+
+OPTIMIZERS = [Sgd(0.7), Nesterov(0.7, 0.9), Adam(0.3, (0.9, 0.95), 0.1), WarmUp(Nesterov(0.7, 0.9), 2)]
+SHAPES = [("a.weight", (700, 1000)), ("b.weight", (900, 1000)), ("b.bias", (77,))]
+"""More than one chunk of the state, and two groups whose parts end inside one."""
+LAYOUT = Layout.of(SHAPES, part_elements=2**16, groups=[["b.*"]])
+CODECS = [open_codec(CodecChoice(name=name)) for name in ("int8", "fp16")]
+
+
+def state(optimizer: OuterOptimizer) -> OuterState:
+    generator = torch.Generator().manual_seed(1)
+    fragment = optimizer.start(torch.randn(LAYOUT.fragments[0].elements, generator=generator))
+    slots = {name: slot + 0.01 for name, slot in fragment.slots.items()}
+    return OuterState(3, (FragmentState(fragment.anchor, slots, 3),))
+
+
+def means(seed: int) -> list[bytes]:
+    fragment = LAYOUT.fragments[0]
+    values = torch.randn(fragment.elements, generator=torch.Generator().manual_seed(seed))
+    bounds = map(fragment.part_bounds, range(fragment.parts))
+    return [CODECS[fragment.group_of(part)].encode(values[slice(*ends)]) for part, ends in enumerate(bounds)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_the_bits_are_those_of_one_step(optimizer: OuterOptimizer) -> None:
+    before, fragment, final, earlier = state(optimizer), LAYOUT.fragments[0], means(2), means(3)
+    stepping = Stepping(before, fragment, CODECS, optimizer)
+    parts = list(range(fragment.parts))
+    random.Random(4).shuffle(parts)
+    for part in parts[:20]:
+        stepping.take(part, earlier[part])  # of owners that are gone: half of these parts come again
+    for part in parts[10:-5]:
+        stepping.take(part, final[part])
+    after = stepping.finish(final)
+    expected = optimizer.step(before.fragments[0], unpack(final, fragment, CODECS))
+    assert fragment.elements * 4 > STATE_CHUNK_BYTES
+    assert after.steps == expected.steps
+    assert list(after.buffers()) == list(expected.buffers())
+    for name, buffer in expected.buffers().items():
+        assert torch.equal(after.buffers()[name], buffer)
+    assert after.hashes == expected.hashes
+
+
+def test_what_is_no_mean_is_refused_and_can_come_again() -> None:
+    final = means(2)
+    stepping = Stepping(state(OPTIMIZERS[1]), LAYOUT.fragments[0], CODECS, OPTIMIZERS[1])
+    with pytest.raises(PayloadError):
+        stepping.take(0, b"no mean")
+    stepping.take(0, final[0])
+    with pytest.raises(PayloadError):
+        stepping.finish([final[0], b"no mean", *final[2:]])
