@@ -32,6 +32,7 @@ from torch import Tensor
 from diloco import failpoints
 from diloco.errors import ResourceError, StateError
 from diloco.fragments import Layout
+from diloco.ledger import sync_path
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, buffer_bytes
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def replacing(target: Path, what: str) -> Iterator[Path]:
             beside.mkdir(parents=True)
             yield beside
             for path in (*beside.iterdir(), beside):
-                _sync(path)
+                sync_path(path)
             _move(beside, target)
     finally:
         _remove(beside)
@@ -142,7 +143,7 @@ def _move(beside: Path, target: Path) -> None:
         _remove(aside)
         target.rename(aside)
     beside.rename(target)
-    _sync(target.parent)
+    sync_path(target.parent)
     _remove(aside)
 
 
@@ -158,14 +159,6 @@ def _writing(what: str, path: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         fix = "free space there, or choose a folder that can be written"
         raise ResourceError(f"cannot write {what} {path}: {_reason(error)}", fix) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -213,7 +213,7 @@ class DiskFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._path, self._descriptor = path, os.open(path, flags, 0o644)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
     def read(self) -> bytes:
         return self._path.read_bytes()
@@ -233,9 +233,9 @@ class DiskFile:
         os.close(self._descriptor)
 
 
-def sync_folder(folder: Path) -> None:
-    """A new name in a folder is on the disk when the folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Return when a file or folder is on the disk. A new name in a folder is there when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from diloco.errors import StateError
 from diloco.fragments import Fragment
-from diloco.ledger import sealed_line, sync_folder, unsealed
+from diloco.ledger import sealed_line, sync_path, unsealed
 from diloco.types import Contribution, Counted
 
 RECORDED = "recorded"
@@ -51,7 +51,7 @@ class Recorder:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._write(beside, contribution, fragment)
             beside.replace(path)
-            sync_folder(self.directory)
+            sync_path(self.directory)
             self._forget(contribution.base_version)
         except OSError as error:
             with suppress(OSError):

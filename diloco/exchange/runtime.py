@@ -12,7 +12,7 @@ from diloco.clock import monotonic_s
 from diloco.errors import IncompatibleError, UnreachableError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
-from diloco.exchange.keys import keys_from_environment
+from diloco.exchange.keys import VARIABLE, keys_from_environment
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
 
 T = TypeVar("T")
@@ -53,8 +53,7 @@ class Runtime:
                 raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
             except (LinkDown, LinkSlow) as error:
                 if monotonic_s() >= deadline_s:
-                    cause = f"nobody answers at {address} ({short(error)})"
-                    raise UnreachableError(cause, "check host and port; any live member of the run will do") from error
+                    raise _unanswered(address, short(error)) from error
                 self.run(asyncio.sleep(0.25), 5.0)
 
     def serve(self, service: Service, listen: str) -> str:
@@ -69,6 +68,16 @@ class Runtime:
         self.run(self.link.close(), 5.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+
+
+def _unanswered(address: str, why: str) -> UnreachableError:
+    """With the advice that fits."""
+    if VARIABLE in why:
+        advice = f"export the {VARIABLE} with which the run was founded"
+        return UnreachableError(f"{address} does not let us in: {why}", advice)
+    return UnreachableError(
+        f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
+    )
 
 
 def short(error: Exception) -> str:
