@@ -570,9 +570,9 @@ class Exchange:
 
     async def _seal(self, key: tuple[int, int]) -> None:
         work = self._work
-        if work is not None and work.key == key:
+        parts = work.whole() if work is not None and work.key == key else None
+        if parts is not None:
             failpoints.hit("after-mean")
-            parts = work.sealed()
             digest = await self._loop.run_in_executor(self._pool, mean_digest, parts)
             self._keep_mean(digest, parts)
             self._feed(m.MeanHeld(digest, *key))

@@ -137,11 +137,10 @@ class Work:
             raise PayloadError("a part of the mean omits somebody who is not there")
         return tuple(self._contributors[place] for place in places)
 
-    def sealed(self) -> list[bytes]:
-        """The whole mean."""
+    def whole(self) -> list[bytes] | None:
+        """The mean. None if a repair took parts of it away: it will be whole once more."""
         parts = [part for part in self.mean if part is not None]
-        assert len(parts) == self.fragment.parts
-        return parts
+        return parts if len(parts) == self.fragment.parts else None
 
     def _assign(self, spans: Sequence[Span]) -> list[int]:
         """Note who owns what; returns the parts whose owner is another than before."""

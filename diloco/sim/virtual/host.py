@@ -278,8 +278,9 @@ class Host:
 
     def _seal(self, key: tuple[int, int]) -> None:
         work = self._work
-        if work is not None and work.key == key:
-            self.later(WORK_S, self._sealed, key, work.sealed())
+        parts = work.whole() if work is not None and work.key == key else None
+        if parts is not None:
+            self.later(WORK_S, self._sealed, key, parts)
 
     def _sealed(self, key: tuple[int, int], parts: Sequence[bytes]) -> None:
         digest = mean_digest(parts)
