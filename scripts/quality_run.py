@@ -6,9 +6,7 @@ Only that what peers send each other is handed over here.
 
 from __future__ import annotations
 
-import ctypes
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,6 +28,7 @@ from diloco.models import build_model, count_parameters
 from diloco.peer import open_line
 from diloco.round import Line, Sent, measure, step_outer
 from diloco.schedule import Cadence, Finish
+from diloco.sim.processes import die_with_parent
 from diloco.types import Closed, Commit, Counted, Member
 
 CPU = torch.device("cpu")
@@ -51,14 +50,10 @@ class Outcome:
     cpu_s: float
 
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
 def get_ready() -> None:
     """For a process that makes runs: one core, Ctrl-C is for the process that started it, and it ends with that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
 
 

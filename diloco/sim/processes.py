@@ -40,7 +40,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environment,
-                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                preexec_fn=die_with_parent,
             )
 
     @property
@@ -85,9 +85,10 @@ class Child:
         return error
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the peer: when the simulation dies, however that happens, it is told to leave."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+def die_with_parent(number: int = signal.SIGINT) -> None:
+    """In a child: when its parent dies, however that happens, it gets this signal. Only Linux has that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def end_all(children: Sequence[Child], grace_s: float = 5.0) -> None:

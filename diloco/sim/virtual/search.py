@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import torch
 from diloco.clock import monotonic_s
 from diloco.compress.build import use_compiled
 from diloco.errors import UsageError
+from diloco.sim.processes import die_with_parent
 from diloco.sim.virtual import planted
 from diloco.sim.virtual.plan import Plan, draw, parse
 from diloco.sim.virtual.shrink import shrink
@@ -111,7 +113,7 @@ def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int]
     started_s = monotonic_s()
     batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
     tally = Tally()
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_alone) as pool:
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
         for part in pool.imap_unordered(_run_batch, batches):
             tally.merge(part)
             told(tally.seeds, last - first, len(tally.violations))
@@ -149,6 +151,13 @@ def _alone() -> None:
     use_compiled()
     gc.collect()
     gc.freeze()
+
+
+def _get_ready() -> None:
+    """For a process of the pool: it ends with the one that started it, which Ctrl-C is for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    _alone()
 
 
 def _run_batch(batch: tuple[range, Choice]) -> Tally:
