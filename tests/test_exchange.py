@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from diloco.exchange.link import LinkDown
+from diloco.compress import bundle
+from diloco.exchange.link import Kind, LinkDown, Part, StreamHeader
 from diloco.exchange.messages import Reply
 from diloco.outer import OuterState
 from diloco.types import Skip
@@ -64,6 +65,39 @@ def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatc
     world.rounds(world.peers, 3)
     assert len(broken) == 6
     assert [counted(peer)[-3:] for peer in world.peers] == [[["p0", "p1", "p2"]] * 3] * 3
+
+
+@pytest.mark.parametrize("world", [{"codec": {"name": "topk", "zstd": False}}], indirect=True)
+def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three contributions to each part of a gathered mean, two travel to each peer; all hold the same mean."""
+    sent: list[int] = []
+    for peer in world.peers:
+        link = peer.peer.exchange.link
+
+        async def watched(
+            address: str,
+            header: StreamHeader,
+            parts: AsyncIterator[Part],
+            stall_s: float,
+            send: Callable[..., Any] = link.send_parts,
+        ) -> Reply:
+            async def counted_parts() -> AsyncIterator[Part]:
+                async for part in parts:
+                    if header.kind is Kind.MEAN:
+                        sent.append(len(part.payload))
+                    yield part
+
+            reply: Reply = await send(address, header, counted_parts(), stall_s)
+            return reply
+
+        monkeypatch.setattr(link, "send_parts", watched)
+    world.rounds(world.peers, 1)
+    (commit,) = world.peers[0].commits[-1:]
+    assert len(commit.counted) == 3
+    agree(world.peers)
+    held = world.peers[0].peer.exchange._means[commit.mean_digest]
+    one = [len(bundle.split(mean, 10**6)[0][1]) for mean in held]  # of these values all are as long
+    assert sorted(sent) == sorted([len(mean) - size for mean, size in zip(held, one, strict=True)] * 2)
 
 
 def test_an_altered_state_is_noticed_and_copied_anew(world: LocalWorld) -> None:

@@ -360,6 +360,31 @@ def test_bundles_come_apart_as_they_were_joined(terms: list[tuple[int, bytes]]) 
     )
 
 
+@given(terms=some_terms, data=st.data())
+def test_who_has_its_own_payload_gets_the_bundle_without(terms: list[tuple[int, bytes]], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(terms) - 1))
+    joined, own = bundle.join(terms), terms[place][1]
+    sent = bundle.without(joined, place)
+    assert len(sent) == len(joined) - len(own)
+    assert bundle.restored(sent, place, own) == joined
+    for wild in (sent[: data.draw(st.integers(0, 3))], joined[: 4 + 12 * place]):
+        with pytest.raises(PayloadError):
+            bundle.restored(wild, place, own)
+    with pytest.raises(PayloadError):
+        bundle.restored(sent, place, own + b"more")
+    with pytest.raises(PayloadError):
+        bundle.restored(sent, len(terms), own)
+
+
+@given(payload=st.binary(max_size=120), place=st.integers(0, 3), own=st.binary(max_size=9))
+def test_random_bundles_without_our_own(payload: bytes, place: int, own: bytes) -> None:
+    for data in (payload, struct.pack("<I", 2) + payload):
+        try:
+            assert len(bundle.restored(data, place, own)) == len(data) + len(own)
+        except PayloadError:
+            continue
+
+
 def test_fixed_bytes_of_a_bundle() -> None:
     joined = bundle.join([(3, b"one"), (2**63, b"")])
     assert joined.hex() == "02000000" + "0300000000000000" + "03000000" + "0000000000000080" + "00000000" + b"one".hex()

@@ -3,6 +3,8 @@
 The owner joins the payloads that the part counts, as they came, with their weights, in the order of the view. Every
 member decodes them and takes the mean for itself, the same bits as everybody.
 
+Who contributed has its own payload already, and gets the bundle `without` it.
+
 A bundle is a count (u32), for each contribution its weight (u64) and its size (u32), then the payloads. It grows with
 the contributors, so there is a most of them.
 """
@@ -31,11 +33,7 @@ def join(terms: Sequence[tuple[int, bytes]]) -> bytes:
 
 def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
     """The inverse of `join`. Raises PayloadError unless all of it is used, by payloads that are not too long."""
-    count = _COUNT.unpack_from(bundle)[0] if len(bundle) >= _COUNT.size else 0
-    start = _COUNT.size + count * _TERM.size
-    if not 0 < count <= MAX_CONTRIBUTIONS or len(bundle) < start:
-        raise PayloadError(f"bundle of {count} contributions in {len(bundle)} bytes")
-    table = list(_TERM.iter_unpack(bundle[_COUNT.size : start]))
+    start, table = _table(bundle)
     if any(size > max_payload_bytes for _, size in table) or start + sum(size for _, size in table) != len(bundle):
         raise PayloadError(f"bundle of {len(bundle)} bytes whose sizes are wrong")
     terms = []
@@ -43,6 +41,33 @@ def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
         terms.append((weight, bundle[start : start + size]))
         start += size
     return terms
+
+
+def without(bundle: bytes, place: int) -> bytes:
+    """What to send to who has the payload at `place` itself: the table stays whole."""
+    start, table = _table(bundle)
+    first = start + sum(size for _, size in table[:place])
+    return bundle[:first] + bundle[first + table[place][1] :]
+
+
+def restored(sent: bytes, place: int, payload: bytes) -> bytes:
+    """The inverse of `without`. Raises PayloadError when a payload of that size was not left out there."""
+    start, table = _table(sent)
+    if place >= len(table) or table[place][1] != len(payload):
+        raise PayloadError("bundle without room for our own contribution")
+    first = start + sum(size for _, size in table[:place])
+    if first > len(sent):
+        raise PayloadError(f"bundle of {len(sent)} bytes that ends before our own contribution")
+    return sent[:first] + payload + sent[first:]
+
+
+def _table(bundle: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Where the payloads begin, and (weight, size) of each. Raises PayloadError."""
+    count = _COUNT.unpack_from(bundle)[0] if len(bundle) >= _COUNT.size else 0
+    start = _COUNT.size + count * _TERM.size
+    if not 0 < count <= MAX_CONTRIBUTIONS or len(bundle) < start:
+        raise PayloadError(f"bundle of {count} contributions in {len(bundle)} bytes")
+    return start, list(_TERM.iter_unpack(bundle[_COUNT.size : start]))
 
 
 def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from diloco import failpoints
@@ -107,14 +108,18 @@ class Outlets:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def flow(self) -> AsyncIterator[Part]:
-        """All of them, as they get ready."""
+    async def flow(self, fitted: Callable[[Part], Part]) -> AsyncIterator[Part]:
+        """All of them, as they get ready, `fitted` to their receiver."""
         for index in range(self._count):
             if index == self._count // 2:
                 failpoints.hit("mid-mean")
             while index >= len(self._ready):
                 await self._news.wait()
-            yield self._ready[index]
+            yield fitted(self._ready[index])
+
+
+def _fitted(work: Work, receiver: str, part: Part) -> Part:
+    return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
 
 
 class Exchange:
@@ -524,7 +529,8 @@ class Exchange:
         for member in work.begin.receivers:
             if member.peer != self.machine.me.peer:
                 header = self._header(Kind.MEAN, work.key, work.generation)
-                outlets.streams.append(self._spawn(self._stream(member, header, outlets.flow)))
+                flow = partial(outlets.flow, partial(_fitted, work, member.peer))
+                outlets.streams.append(self._spawn(self._stream(member, header, flow)))
         self._outlets.append(outlets)
 
     def _drop_work(self) -> None:
@@ -734,12 +740,13 @@ class Exchange:
             return m.Reply.OK
         try:
             omitted = work.named(part.omitted)
-            await self._check_mean(work, part.index, part.payload)
+            mean = work.received(part.index, part.payload, omitted)
+            await self._check_mean(work, part.index, mean)
         except PayloadError as error:
             return self._refuse(key, sender, f"sent a mean that does not decode: {error}")
         if not work.expects(header.kind, sender, part.index):
             return m.Reply.STALE  # repaired while we looked at it
-        work.put_mean(part.index, part.payload)
+        work.put_mean(part.index, mean)
         self._feed(m.MeanArrived(*key, sender, part.index, omitted))
         return m.Reply.OK
 

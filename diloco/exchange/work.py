@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from diloco.average import BadTerm, fold, max_mean_bytes, mean_into
-from diloco.compress import Codec, PayloadError
+from diloco.compress import Codec, PayloadError, bundle
 from diloco.exchange.link import Kind
 from diloco.exchange.messages import Begin, Span
 from diloco.fragments import Fragment
@@ -95,6 +95,25 @@ class Work:
         """Keep what was checked by `expects`. A part that is averaged already takes no more."""
         if self.mean[part] is None:
             self._payloads[part][sender] = payload
+
+    def sent_to(self, receiver: str, part: int, mean: bytes, omitted: Sequence[str]) -> bytes:
+        """What travels of a mean: a bundle goes without what its receiver has in it."""
+        place = self._place(receiver, part, omitted)
+        return mean if place is None else bundle.without(mean, place)
+
+    def received(self, part: int, payload: bytes, omitted: Sequence[str]) -> bytes:
+        """The mean of which `payload` is what `sent_to` left for us. Raises PayloadError."""
+        place = self._place(self.me, part, omitted)
+        if place is None:
+            return payload
+        if not self._own:
+            raise PayloadError("a bundle without a contribution of ours that we do not have")
+        return bundle.restored(payload, place, self._own[part])
+
+    def _place(self, peer: str, part: int, omitted: Sequence[str]) -> int | None:
+        """Of a peer's contribution in a part's bundle. None: it is in none."""
+        counted = [name for name in self._contributors if name not in omitted]
+        return counted.index(peer) if self.codec(part).gathered and peer in counted else None
 
     def check_mean(self, part: int, payload: bytes) -> None:
         """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
