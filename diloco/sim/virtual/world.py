@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+
 from diloco.exchange import messages as m
 from diloco.sim.virtual import transcript
 from diloco.sim.virtual.disk import Disk
@@ -80,6 +82,7 @@ class World:
         """Do something later."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), function, arguments))
 
+    @torch.inference_mode()
     def run(self) -> Outcome:
         """Until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
