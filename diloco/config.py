@@ -78,7 +78,8 @@ class MembershipSection(Section):
     """`cut`: a peer for which most others wait ends its inner steps early and contributes what it has; a peer that was
     stopped for a while so keeps nobody waiting. Goes with `outer.weighting = "tokens"`."""
     match_deadline_s: PositiveFloat = 120.0
-    """How long the first ready peers wait for a live but slower one before they close the version without it."""
+    """How long half of the live members, when they are ready, wait for a slower one before the version closes without
+    it; fewer than half wait four times as long."""
     round_deadline_s: PositiveFloat = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
     backlog_versions: Annotated[int, Field(ge=1)] = 4

@@ -77,13 +77,27 @@ def test_a_witness_never_coordinates() -> None:
     [
         (SYNC, 5.0, {"a": 0.0, "b": 1.0}, None),
         (SYNC, 5.0, {"a": 0.0, "b": 1.0, "c": 4.0}, ("a", "b", "c")),
-        (SYNC, 20.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
+        (SYNC, 20.9, {"a": 0.0, "b": 1.0}, None),
+        (SYNC, 21.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
+        (SYNC, 79.9, {"a": 0.0}, None),
+        (SYNC, 80.0, {"a": 0.0}, ("a",)),
         (Policy(2, 3.0, 20.0), 3.9, {"a": 0.0, "b": 1.0}, None),
         (Policy(2, 3.0, 20.0), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
         (Policy(2, 3.0, 20.0), 99.0, {"a": 0.0}, None),
         (Policy(2, 3.0, 20.0), 1.0, {"a": 0.0, "b": 0.5, "c": 1.0}, ("a", "b", "c")),
     ],
-    ids=["one is late", "all are ready", "deadline", "grace", "grace is over", "no quorum", "nobody is missing"],
+    ids=[
+        "one is late",
+        "all are ready",
+        "half are ready",
+        "deadline",
+        "one is early",
+        "the others hang",
+        "grace",
+        "grace is over",
+        "no quorum",
+        "nobody is missing",
+    ],
 )
 def test_who_contributes(
     policy: Policy, now: float, offered_at: dict[str, float], group: tuple[str, ...] | None

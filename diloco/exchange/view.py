@@ -6,6 +6,7 @@ Every function takes all that it needs as arguments and, where it decides, retur
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,6 +19,8 @@ SAME_RATES = 1.25
 """Rates of upload whose largest is not so many times the smallest count as equal."""
 FAST_BPS = 10**9
 """Above it the cores hold up the bytes and not the link: one stream over loopback was measured at 1.4 to 4 Gb/s."""
+EARLY_DEADLINES = 4
+"""Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
 BISECTIONS = 50
 """Of the time by which all are done, to more digits than any rate has."""
 
@@ -125,7 +128,7 @@ class Policy:
     """None: `sync`, all live members. K: `quorum`, K of them and whoever comes within `grace_s` of the K-th."""
     grace_s: float
     match_deadline_s: float
-    """How long the first to be ready waits for a live member under `sync`."""
+    """How long half of the live members, when they are ready, wait for the others under `sync`."""
     most_peers: int | None = None
     """More do not contribute to one version: they take turns. None: no limit."""
 
@@ -165,7 +168,7 @@ def decide(
         return Decision(tuple(agreed), f"all {len(agreed)} live members are ready{without}", routine=not missing)
     times = sorted(offered_at[peer] for peer in agreed)
     if policy.quorum_peers is None:
-        return _decide_sync(policy, now - times[0], agreed, late)
+        return _decide_sync(policy, now, times, agreed, late)
     return _decide_quorum(policy.quorum_peers, policy.grace_s, now, times, agreed, late)
 
 
@@ -178,9 +181,19 @@ def in_turn(group: Sequence[str], most: int | None, version: int) -> tuple[str, 
     return tuple(peer for peer in group if peer in chosen)
 
 
-def _decide_sync(policy: Policy, waited_s: float, agreed: Sequence[str], late: Sequence[str]) -> Decision:
-    if waited_s >= policy.match_deadline_s:
-        return Decision(tuple(agreed), f"closing without {', '.join(late)} after {policy.match_deadline_s:g} s")
+def _decide_sync(
+    policy: Policy, now: float, times: Sequence[float], agreed: Sequence[str], late: Sequence[str]
+) -> Decision:
+    """The deadline runs since half of all were ready: who is early for once must not make a version alone.
+
+    Such a version has one peer's progress, and its outer step the momentum of a whole one; and what all others train
+    meanwhile comes on top of it.
+    """
+    half = math.ceil((len(agreed) + len(late)) / 2)
+    deadline_s = policy.match_deadline_s
+    close_s = times[half - 1] + deadline_s if len(times) >= half else times[0] + EARLY_DEADLINES * deadline_s
+    if now >= close_s:
+        return Decision(tuple(agreed), f"closing without {', '.join(late)} after {now - times[0]:.0f} s")
     return Decision(None, f"waiting for {', '.join(late)}", routine=True)
 
 
