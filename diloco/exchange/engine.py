@@ -571,7 +571,8 @@ class Exchange:
 
     async def _check_mean(self, work: Work, part: int, mean: bytes) -> None:
         """Raises PayloadError when nobody could apply it: then nobody must commit it. Steps by it, if we can."""
-        check = self._stepping.take if self._stepping is not None else work.check_mean
+        stepping = self._stepping if self._work is work else None  # another version's by now
+        check = work.check_mean if stepping is None else stepping.take
         await self._loop.run_in_executor(self._pool, check, part, mean)
 
     async def _seal(self, key: tuple[int, int]) -> None:
