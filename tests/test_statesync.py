@@ -319,20 +319,23 @@ def test_chunks_that_do_not_exist_are_not_there() -> None:
 
 def test_a_state_is_hashed_once_however_many_joiners_come(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    real = diloco.outer._hashes
+    real = diloco.outer.chunk_hash
 
-    def counting(buffer: torch.Tensor) -> list[str]:
+    def counting(buffer: torch.Tensor, start_byte: int, stop_byte: int) -> str:
         nonlocal hashed
         hashed += 1
-        return real(buffer)
+        return real(buffer, start_byte, stop_byte)
 
-    monkeypatch.setattr(diloco.outer, "_hashes", counting)
+    monkeypatch.setattr(diloco.outer, "chunk_hash", counting)
     first = start(3)
     for _ in range(3):
         make_offer(first, None)
-    assert hashed == 4
+    chunks = [chunk.buffer for chunk in first.manifest()]
+    assert hashed == len(chunks)
     make_offer(step(first, 1), None)
-    assert hashed == 4 + 2, "only the fragment that moved"
+    moved = sum(buffer.startswith("1/") for buffer in chunks)
+    assert 0 < moved < len(chunks)
+    assert hashed == len(chunks) + moved, "only the fragment that moved"
 
 
 # ---------------------------------------------------------------- the rate
