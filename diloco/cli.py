@@ -58,7 +58,7 @@ Insecure = Annotated[
 )
 def peer(
     contract: Annotated[Path | None, typer.Argument(help="Found a run with this contract.")] = None,
-    join: Annotated[str | None, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST].")] = None,
+    join: Annotated[str | None, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST]; several with commas.")] = None,
     site: SitePath = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
@@ -90,7 +90,7 @@ def peer(
 
 @app.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
 def witness(
-    join: Annotated[str, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST].")],
+    join: Annotated[str, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST]; several with commas.")],
     site: SitePath = None,
     overrides: Overrides = None,
     insecure: Insecure = False,

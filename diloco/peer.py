@@ -82,15 +82,14 @@ class Gate:
         self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps, site.network.streams)
         self.welcome: Welcome | None = None
 
-    def knock(self, ticket: str) -> Contract:
-        """Ask the member at `HOST:PORT[/DIGEST]` for the contract.
+    def knock(self, tickets: str) -> Contract:
+        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers.
 
         Raises UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the ticket.
         """
-        address, _, expected = ticket.partition("/")
-        split_address(address)
-        self.welcome = self.runtime.hello(address)
-        contract = contract_from_json(self.welcome.contract)
+        doors = dict(_door(ticket) for ticket in tickets.split(","))
+        address, self.welcome = self.runtime.hello(list(doors))
+        contract, expected = contract_from_json(self.welcome.contract), doors[address]
         if not contract.digest.startswith(expected):
             cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
             raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
@@ -113,6 +112,13 @@ class Gate:
         """End link, server and directory."""
         self.runtime.close()
         self.directory.close()
+
+
+def _door(ticket: str) -> tuple[str, str]:
+    """Address, and the beginning of the contract's digest, if it is said."""
+    address, _, expected = ticket.strip().partition("/")
+    split_address(address)
+    return address, expected
 
 
 class Peer:

@@ -77,6 +77,7 @@ def test_wrong_address() -> None:
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     fails(11, f"nobody answers at {address}", "peer", "--join", address)
     fails(11, f"nobody answers at {address}", "status", address)
+    fails(11, "nobody answers at [::1]:1", "peer", "--join", f"{address},[::1]:1/5f2c9a7e11aa")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 
 import diloco
 from diloco.config import Contract, Site
-from diloco.errors import ConfigError, IncompatibleError, UnreachableError
+from diloco.errors import ConfigError, IncompatibleError, TicketError, UnreachableError
 from tests.peers import until
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loop.py"
@@ -84,7 +84,9 @@ def test_mistakes_are_named() -> None:
     tree = {"run": {"name": "shapes", "total_tokens": 1000}, "model": {"kind": "external"}}
     founder = diloco.found(Contract.model_validate(tree), model, Site())
     try:
-        with pytest.raises(IncompatibleError, match="parameters"):
-            diloco.join(founder.address, torch.nn.Linear(4, 5))
+        with pytest.raises(TicketError, match="the address given names 000000"):
+            diloco.join(f"127.0.0.1:1,{founder.address.partition('/')[0]}/000000", model)
+        with pytest.raises(IncompatibleError, match="parameters"):  # through the second address: nobody is at the first
+            diloco.join(f"127.0.0.1:1, {founder.address}", torch.nn.Linear(4, 5))
     finally:
         founder.close()

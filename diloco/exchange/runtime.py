@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
@@ -43,18 +43,30 @@ class Runtime:
         """Run on the loop, wait for the result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def hello(self, address: str) -> Welcome:
-        """Ask who is there. Raises UnreachableError or IncompatibleError."""
+    def hello(self, addresses: Sequence[str]) -> tuple[str, Welcome]:
+        """Ask who is there, at each address in turn: the first that answers, and what it says.
+
+        Raises UnreachableError when none did for `KNOCK_S`, and IncompatibleError.
+        """
         deadline_s = monotonic_s() + KNOCK_S
         while True:
-            try:
-                return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
-            except LinkRefused as error:
-                raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
-            except (LinkDown, LinkSlow) as error:
-                if monotonic_s() >= deadline_s:
-                    raise _unanswered(address, short(error)) from error
-                self.run(asyncio.sleep(0.25), 5.0)
+            silent: list[UnreachableError] = []
+            for address in addresses:
+                try:
+                    return address, self._hello(address)
+                except UnreachableError as error:
+                    silent.append(error)
+            if monotonic_s() >= deadline_s:
+                raise UnreachableError("; ".join(error.cause for error in silent), silent[-1].fix) from silent[-1]
+            self.run(asyncio.sleep(0.25), 5.0)
+
+    def _hello(self, address: str) -> Welcome:
+        try:
+            return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
+        except LinkRefused as error:
+            raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
+        except (LinkDown, LinkSlow) as error:
+            raise _unanswered(address, short(error)) from error
 
     def serve(self, service: Service, listen: str) -> str:
         """Answer at `listen` (host:port, port 0 takes a free one). Returns the address. Raises ResourceError."""

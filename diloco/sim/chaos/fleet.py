@@ -130,13 +130,15 @@ class Fleet:
         self.until(lambda: (life.directory / "peer.json").exists(), f"{name} listens", START_S)
         return life
 
-    def join(self, name: str, through: Life, resume: bool = False, armed: str = "") -> Life:
-        """Start a peer. `resume`: from its own checkpoints, if it has any; else it comes back with an empty folder.
+    def join(self, name: str, *through: Life, resume: bool = False, armed: str = "") -> Life:
+        """Start a peer, `through` any of these. `resume`: from its own checkpoints, if it has any; else it comes back
+        with an empty folder.
 
         `armed`: failpoints, see `diloco.failpoints`.
         """
         folder = self.directory / name
-        how = ["--join", str(json.loads((through.directory / "peer.json").read_text())["ticket"])]
+        cards = [json.loads((member.directory / "peer.json").read_text()) for member in through]
+        how = ["--join", ",".join(card["ticket"] for card in cards)]
         if resume and any((folder / "checkpoints").glob("v*")):
             how += ["--resume", str(folder)]
         elif folder.exists():
