@@ -27,8 +27,9 @@ from typing import Self
 
 PREFIX = "diloco-sync"
 BURST_S = 0.001
-SMALLEST_BURST_BYTES = 32 * 1024
-"""Tokens that a shaper saves up: as much as goes out in a millisecond, and a large frame's."""
+SMALLEST_BURST_BYTES = 72 * 1024
+"""Tokens that a shaper saves up: as much as goes out in a millisecond, and the largest frame's. A smaller bucket has
+the kernel cut frames of 64 KiB into packets, which a network card does otherwise: as much work as the peers' own."""
 QUEUE_S = 0.05
 """How much a shaper holds back before it drops: a router's usual buffer."""
 INTERFACE = "eth0"
@@ -84,10 +85,9 @@ class Star:
         return f"10.77.0.{peer + 1}"
 
     def sent_bytes(self) -> list[int]:
-        """What each peer's interface has sent so far, Ethernet headers counted. Measured behind its shaper."""
-        told = json.loads(_ip("-netns", self._hub, "-s", "-json", "link", "show"))
-        counts = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in told}
-        return [counts[f"port{peer}"] for peer in range(len(self._names))]
+        """What each peer's shaper has let pass so far, Ethernet headers counted, each packet's of a large frame."""
+        shapers = ["-s", "-json", "qdisc", "show", "dev", INTERFACE, "root"]
+        return [json.loads(_run(["tc", "-netns", name, *shapers]))[0]["bytes"] for name in self._names]
 
     def _build(self) -> None:
         sweep()
