@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.fragments import Fragment, Layout
+from diloco.hashing import content_hash
 from diloco.outlier import outlier
 from diloco.radial import radial_mean
 from diloco.types import Commit
@@ -154,8 +155,8 @@ def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) 
 
 
 def mean_digest(parts: Sequence[bytes]) -> str:
-    """SHA-256, hexadecimal, over the SHA-256 of each encoded part in order (`Commit.mean_digest`)."""
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    """SHA-256, hexadecimal, over the `content_hash` of each encoded part in order (`Commit.mean_digest`)."""
+    return hashlib.sha256(b"".join(map(content_hash, parts))).hexdigest()
 
 
 def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:

@@ -37,6 +37,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 
 ContractPath = Annotated[Path, typer.Argument(help="The run contract (configs/*.toml): what is trained.")]
+JOIN_HELP = "Join the run of the member at HOST:PORT[/DIGEST]; of several, with commas, the first that answers."
 SitePath = Annotated[
     Path | None, typer.Option("--site", help="Local settings (peers/*.toml): device, network, folders.")
 ]
@@ -58,7 +59,7 @@ Insecure = Annotated[
 )
 def peer(
     contract: Annotated[Path | None, typer.Argument(help="Found a run with this contract.")] = None,
-    join: Annotated[str | None, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST]; several with commas.")] = None,
+    join: Annotated[str | None, typer.Option(help=JOIN_HELP)] = None,
     site: SitePath = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
@@ -90,7 +91,7 @@ def peer(
 
 @app.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
 def witness(
-    join: Annotated[str, typer.Option(help="Join the run of the member at HOST:PORT[/DIGEST]; several with commas.")],
+    join: Annotated[str, typer.Option(help=JOIN_HELP)],
     site: SitePath = None,
     overrides: Overrides = None,
     insecure: Insecure = False,

@@ -196,7 +196,9 @@ def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | 
 def join(address: str, model: nn.Module, site: str | Path | Site | None = None) -> Run:
     """Join the run of the member at `address` (`HOST:PORT[/DIGEST]`), with a model of the same parameters.
 
-    Several addresses, with commas between them, are tried in turn: any live member will do. Raises UnreachableError, TicketError, IncompatibleError, StateError.
+    Several addresses, with commas between them, are tried in turn: any live member will do.
+
+    Raises UnreachableError, TicketError, IncompatibleError, StateError.
     """
     local = site if isinstance(site, Site) else load_site(site).value
     gate = Gate(local)

@@ -17,7 +17,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import repeat
 from operator import mul
@@ -28,7 +28,8 @@ from torch import Tensor
 
 from diloco.config import OuterSection
 from diloco.errors import StateError
-from diloco.fragments import Layout
+from diloco.fragments import Layout, empty_as
+from diloco.hashing import content_hash
 
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the
@@ -53,7 +54,7 @@ class FragmentState:
 
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
-        """SHA-256 of each chunk of each buffer. Kept here so that a version rehashes only the fragment it moved."""
+        """Hash of each chunk of each buffer. Kept here so that a version rehashes only the fragment it moved."""
         return {
             name: [chunk_hash(buffer, *bounds) for bounds in chunk_bounds(buffer.nbytes)]
             for name, buffer in self.buffers().items()
@@ -62,6 +63,11 @@ class FragmentState:
     def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
         """Take `hashes` as they were made while the buffers were filled."""
         vars(self)["hashes"] = hashes
+
+    def unfilled(self) -> FragmentState:
+        """Buffers of the same sizes that hold nothing yet."""
+        slots = {name: empty_as(slot) for name, slot in self.slots.items()}
+        return FragmentState(empty_as(self.anchor), slots, self.steps)
 
     def part(self, start: int, stop: int) -> FragmentState:
         """A view of the elements from `start` to `stop`."""
@@ -77,7 +83,8 @@ class StateChunk:
     buffer: str
     start_byte: int
     stop_byte: int
-    sha256: str
+    digest: str
+    """`content_hash`, hexadecimal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +110,9 @@ class OuterState:
         """Every chunk of every buffer, in order, with its hash."""
         hashes = [hashes for fragment in self.fragments for hashes in fragment.hashes.values()]
         return tuple(
-            StateChunk(name, start, stop, sha256)
+            StateChunk(name, start, stop, digest)
             for (name, buffer), of_buffer in zip(self.buffers(), hashes, strict=True)
-            for (start, stop), sha256 in zip(chunk_bounds(buffer.nbytes), of_buffer, strict=True)
+            for (start, stop), digest in zip(chunk_bounds(buffer.nbytes), of_buffer, strict=True)
         )
 
     @cached_property
@@ -172,14 +179,14 @@ def chunk_bounds(total_bytes: int) -> list[tuple[int, int]]:
 
 
 def chunk_hash(buffer: Tensor, start_byte: int, stop_byte: int) -> str:
-    """SHA-256, hexadecimal, of one chunk."""
-    return hashlib.sha256(_memory(buffer)[start_byte:stop_byte]).hexdigest()
+    """`content_hash`, hexadecimal, of one chunk."""
+    return content_hash(_memory(buffer)[start_byte:stop_byte]).hex()
 
 
 def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str:
     """SHA-256, hexadecimal, of the steps and the manifest as text: a joiner checks a manifest before it downloads."""
     lines = ["steps " + " ".join(map(str, steps))]
-    lines += [f"{chunk.buffer} {chunk.start_byte} {chunk.stop_byte} {chunk.sha256}" for chunk in manifest]
+    lines += [f"{chunk.buffer} {chunk.start_byte} {chunk.stop_byte} {chunk.digest}" for chunk in manifest]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -207,8 +214,11 @@ class OuterOptimizer(ABC):
         return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0)
 
     @abstractmethod
-    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
-        """The state after descending `mean`, the flat fp32 mean of pseudo-gradients; all its buffers are new."""
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+        """The state after descending `mean`, the flat fp32 mean of pseudo-gradients.
+
+        Its buffers are those of `into`, which are overwritten, or new ones.
+        """
 
 
 @dataclass(frozen=True)
@@ -218,8 +228,10 @@ class Sgd(OuterOptimizer):
     lr: float
     slot_names = ()
 
-    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
-        return FragmentState(state.anchor - mean * self.lr, {}, state.steps + 1)
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+        after = into or state.unfilled()
+        torch.sub(state.anchor, mean * self.lr, out=after.anchor)
+        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -230,13 +242,14 @@ class Nesterov(OuterOptimizer):
     momentum: float
     slot_names = ("momentum",)
 
-    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
-        momentum, anchor = torch.empty_like(mean), torch.empty_like(mean)
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+        after = into or state.unfilled()
+        momentum = after.slots["momentum"]
         for tile in tiles(mean.numel()):
             torch.mul(state.slots["momentum"][tile], self.momentum, out=momentum[tile]).add_(mean[tile])
             update = (momentum[tile] * self.momentum).add_(mean[tile]).mul_(self.lr)
-            torch.sub(state.anchor[tile], update, out=anchor[tile])
-        return FragmentState(anchor, {"momentum": momentum}, state.steps + 1)
+            torch.sub(state.anchor[tile], update, out=after.anchor[tile])
+        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -251,14 +264,17 @@ class Adam(OuterOptimizer):
     eps: float
     slot_names = ("first_moment", "second_moment")
 
-    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
-        steps = state.steps + 1
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+        after, steps = into or state.unfilled(), state.steps + 1
         beta1, beta2 = self.betas
-        first = state.slots["first_moment"] * beta1 + mean * (1 - beta1)
-        second = state.slots["second_moment"] * beta2 + (mean * mean).mul_(1 - beta2)
+        first = torch.mul(state.slots["first_moment"], beta1, out=after.slots["first_moment"])
+        first.add_(mean * (1 - beta1))
+        second = torch.mul(state.slots["second_moment"], beta2, out=after.slots["second_moment"])
+        second.add_((mean * mean).mul_(1 - beta2))
         scale = _sqrt(second).div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
         update = (first / scale).mul_(self.lr / (1 - _power(beta1, steps)))
-        return FragmentState(state.anchor - update, {"first_moment": first, "second_moment": second}, steps)
+        torch.sub(state.anchor, update, out=after.anchor)
+        return replace(after, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -276,11 +292,15 @@ class WarmUp(OuterOptimizer):
     def slot_names(self) -> tuple[str, ...]:
         return self.after.slot_names
 
-    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
         if state.steps < self.steps:
-            return FragmentState(state.anchor - mean, state.slots, state.steps + 1)
-        after = self.after.step(FragmentState(state.anchor, state.slots, state.steps - self.steps), mean)
-        return FragmentState(after.anchor, after.slots, state.steps + 1)
+            after = into or state.unfilled()
+            torch.sub(state.anchor, mean, out=after.anchor)
+            for name, slot in state.slots.items():
+                after.slots[name].copy_(slot)
+        else:
+            after = self.after.step(replace(state, steps=state.steps - self.steps), mean, into)
+        return replace(after, steps=state.steps + 1)
 
 
 def open_outer(section: OuterSection) -> OuterOptimizer:

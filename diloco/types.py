@@ -99,7 +99,7 @@ class Commit:
     omitted: tuple[Omitted, ...]
     """Where somebody counted does not count, by peer, then by part; empty when all went well."""
     mean_digest: str
-    """SHA-256 over the SHA-256 of the encoded mean's parts in order, hexadecimal; empty for a founding."""
+    """`diloco.average.mean_digest` of the encoded mean's parts; empty for a founding."""
     tokens: int
     """Tokens committed since the run began, this version included."""
     leases: Leases

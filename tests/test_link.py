@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
+from diloco.average import mean_digest
 from diloco.errors import ResourceError, UsageError
 from diloco.exchange import messages as m
 from diloco.exchange.address import is_loopback, join_address, split_address
@@ -39,6 +39,7 @@ from diloco.exchange.link import (
 )  # fmt: skip
 from diloco.exchange.memory_link import MemoryNetwork
 from diloco.exchange.pace import MEASURED_S, Uplink
+from diloco.hashing import content_hash
 from diloco.types import Closed, Commit, Leases, Member
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -53,8 +54,7 @@ MIB = 1 << 20
 
 
 def commit(version: int, parts: Sequence[bytes]) -> Commit:
-    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-    return Commit(version, "previous", "lineage", 0, (ALICE,), (), (), digest, 0, Leases(0, {}), "digest")
+    return Commit(version, "previous", "lineage", 0, (ALICE,), (), (), mean_digest(parts), 0, Leases(0, {}), "digest")
 
 
 class Listener:
@@ -105,7 +105,7 @@ class Listener:
     async def on_state_offer(self) -> StateOffer:
         if self.reply is not m.Reply.OK:
             raise LinkRefused(self.reply, "no state here yet")
-        hashes = tuple(hashlib.sha256(chunk).hexdigest() for chunk in self.state.values())
+        hashes = tuple(content_hash(chunk).hex() for chunk in self.state.values())
         return StateOffer(3, self.closed[-1].commit, "digest", (5, 6), hashes)
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:

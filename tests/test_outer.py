@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from diloco.config import OuterSection
@@ -179,7 +180,7 @@ def test_replace_shares_the_other_fragments() -> None:
 def test_digest_by_hand() -> None:
     anchor, momentum = torch.tensor([1.0, 2.0]), torch.tensor([0.0, -0.0])
     state = OuterState(7, (FragmentState(anchor, {"momentum": momentum}, 3),))
-    hashes = [hashlib.sha256(buffer.numpy().tobytes()).hexdigest() for buffer in (anchor, momentum)]
+    hashes = [blake3(buffer.numpy().tobytes()).hexdigest() for buffer in (anchor, momentum)]
     text = f"steps 3\n0/anchor 0 8 {hashes[0]}\n0/momentum 0 8 {hashes[1]}"
     assert state.digest == hashlib.sha256(text.encode()).hexdigest()
 
@@ -219,7 +220,7 @@ def test_chunks_cover_every_buffer() -> None:
     for name, buffer in state.buffers():
         data = b"".join(state.chunk(chunk) for chunk in manifest if chunk.buffer == name)
         assert data == buffer.numpy().tobytes()
-    assert all(hashlib.sha256(state.chunk(chunk)).hexdigest() == chunk.sha256 for chunk in manifest)
+    assert all(blake3(state.chunk(chunk)).hexdigest() == chunk.digest for chunk in manifest)
     assert manifest_digest(manifest, [1, 0]) == state.digest != manifest_digest(manifest, [1, 1])
 
 

@@ -43,7 +43,7 @@ LAYERS = {
         diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
         diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
         diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
-    "values": "diloco.types diloco.chain diloco.suggest diloco.errors diloco.config diloco.models.presets",
+    "values": "diloco.types diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config diloco.models.presets",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 
@@ -56,6 +56,7 @@ EFFECTS = """
 FORBIDDEN = {"tensor maths": EFFECTS, "protocol": EFFECTS + " numpy torch", "values": EFFECTS + " numpy torch"}
 
 OWNERS = {
+    "blake3": "diloco.hashing",
     "cryptography": "diloco.exchange.keys",
     "datasets": "diloco.data.hf",
     "google.protobuf": "diloco.exchange.grpc_link diloco.wire",

@@ -97,7 +97,7 @@ class StateOffer:
     steps: tuple[int, ...]
     """Outer steps taken by each fragment."""
     chunk_hashes: tuple[str, ...]
-    """SHA-256 of each chunk, hexadecimal, in the order of `OuterState.manifest`."""
+    """`StateChunk.digest` of each chunk in the order of `OuterState.manifest`."""
 
 
 class Link(Protocol):

@@ -9,7 +9,6 @@ the one it began with; a member holds `SNAPSHOTS` states at most beside its own,
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
 from diloco.fragments import Layout
+from diloco.hashing import content_hash
 from diloco.outer import (
     STATE_CHUNK_BYTES,
     OuterOptimizer,
@@ -49,7 +49,7 @@ IDLE_S = 60.0
 def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
     """What a joiner is told of a state. Hashes only what no version hashed before."""
     steps = tuple(fragment.steps for fragment in state.fragments)
-    hashes = tuple(chunk.sha256 for chunk in state.manifest())
+    hashes = tuple(chunk.digest for chunk in state.manifest())
     return StateOffer(state.version, commit, state.digest, steps, hashes)
 
 
@@ -207,7 +207,7 @@ class _Copy:
         self._progress = progress
         self._digest = local.digest
         self._manifest: Sequence[StateChunk] = local.manifest()
-        self._hashes = [chunk.sha256 for chunk in self._manifest]
+        self._hashes = [chunk.digest for chunk in self._manifest]
         """Of what stands in each place now."""
         self._wanted: list[int] = []
         self.buffers = {name: bytearray(buffer.numpy().data) for name, buffer in local.buffers()}
@@ -218,7 +218,7 @@ class _Copy:
     async def fetch(self, digest: str, manifest: Sequence[StateChunk], holders: Sequence[str]) -> bool:
         """Take all that is not here yet from those who hold it. False: some is missing still."""
         self._digest, self._manifest = digest, manifest
-        missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.sha256]
+        missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.digest]
         self._wanted = missing[::-1]
         self.here_bytes = self.total_bytes - sum(_size(manifest[index]) for index in missing)
         await asyncio.gather(*(self._pull(address) for address in holders))
@@ -242,11 +242,11 @@ class _Copy:
 
     def _keep(self, index: int, data: bytes) -> bool:
         chunk = self._manifest[index]
-        if hashlib.sha256(data).hexdigest() != chunk.sha256:
+        if content_hash(data).hex() != chunk.digest:
             logger.warning("a chunk of the state does not match its hash")
             return False
         self.buffers[chunk.buffer][chunk.start_byte : chunk.stop_byte] = data
-        self._hashes[index] = chunk.sha256
+        self._hashes[index] = chunk.digest
         self.here_bytes += len(data)
         self.fetched_bytes += len(data)
         self._progress(self.here_bytes, self.total_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from diloco.average import mean_into
 from diloco.compress import Codec
@@ -39,8 +39,7 @@ class Stepping:
         self._codecs = codecs
         self._optimizer = optimizer
         self._before = state.fragments[fragment.index]
-        self._buffers: dict[str, Tensor] = {}
-        self._steps = 0
+        self._after: FragmentState | None = None
         self._means: list[bytes | None] = [None] * fragment.parts
         """What each part was stepped by."""
         self._bounds = chunk_bounds(fragment.elements * ELEMENT_BYTES)
@@ -52,13 +51,12 @@ class Stepping:
         start, stop = self.fragment.part_bounds(part)
         values = torch.empty(stop - start)
         mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
-        after = self._optimizer.step(self._before.part(start, stop), values)
-        if not self._buffers:
-            self._buffers = {name: torch.empty_like(buffer) for name, buffer in self._before.buffers().items()}
-        for name, buffer in after.buffers().items():
-            self._buffers[name][start:stop] = buffer
-        first, self._means[part], self._steps = self._means[part] is None, mean, after.steps
-        self._hash(start * ELEMENT_BYTES, stop * ELEMENT_BYTES, first)
+        if self._after is None:
+            self._after = self._before.unfilled()
+        stepped = self._optimizer.step(self._before.part(start, stop), values, self._after.part(start, stop))
+        self._after = replace(self._after, steps=stepped.steps)
+        first, self._means[part] = self._means[part] is None, mean
+        self._hash(self._after, start * ELEMENT_BYTES, stop * ELEMENT_BYTES, first)
 
     def finish(self, means: Sequence[bytes]) -> FragmentState:
         """The state after these means, most of which were taken before. Nothing may be taken afterwards.
@@ -68,18 +66,17 @@ class Stepping:
         for part, mean in enumerate(means):
             if self._means[part] is not mean:
                 self.take(part, mean)
-        slots = {name: buffer for name, buffer in self._buffers.items() if name != "anchor"}
-        after = FragmentState(self._buffers["anchor"], slots, self._steps)
-        chunks = range(len(self._bounds))
-        after.keep_hashes({name: [self._hashes[name, chunk] for chunk in chunks] for name in self._buffers})
+        after, chunks = self._after, range(len(self._bounds))
+        assert after is not None
+        after.keep_hashes({name: [self._hashes[name, chunk] for chunk in chunks] for name in after.buffers()})
         return after
 
-    def _hash(self, start_byte: int, stop_byte: int, first: bool) -> None:
+    def _hash(self, after: FragmentState, start_byte: int, stop_byte: int, first: bool) -> None:
         """Those chunks with these bytes that are whole now. `first`: the bytes were not there before."""
         for chunk in range(start_byte // STATE_CHUNK_BYTES, (stop_byte - 1) // STATE_CHUNK_BYTES + 1):
             bounds = self._bounds[chunk]
             if first:
                 self._missing_bytes[chunk] -= min(stop_byte, bounds[1]) - max(start_byte, bounds[0])
             if not self._missing_bytes[chunk]:
-                for name, buffer in self._buffers.items():
+                for name, buffer in after.buffers().items():
                     self._hashes[name, chunk] = chunk_hash(buffer, *bounds)

@@ -458,14 +458,14 @@ def state_offer_to_wire(offer: StateOffer) -> peer.StateOffer:
 def state_offer_from_wire(message: peer.StateOffer) -> StateOffer:
     if len(message.chunk_hashes) > MAX_CHUNKS:
         raise ValueError(f"{len(message.chunk_hashes)} chunk_hashes, at most {MAX_CHUNKS} may be")
-    if any(len(sha256) != 32 for sha256 in message.chunk_hashes):
-        raise ValueError("a SHA-256 has 32 bytes")
+    if any(len(digest) != 32 for digest in message.chunk_hashes):
+        raise ValueError("the hash of a chunk has 32 bytes")
     return StateOffer(
         version=_whole(message.version, "version"),
         commit=commit_from_wire(message.commit) if message.HasField("commit") else None,
         digest=_text(message.digest, "digest"),
         steps=_items(message.steps, lambda steps: _whole(steps, "steps"), "steps"),
-        chunk_hashes=tuple(sha256.hex() for sha256 in message.chunk_hashes),
+        chunk_hashes=tuple(digest.hex() for digest in message.chunk_hashes),
     )
 
 

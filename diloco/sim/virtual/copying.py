@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.exchange.link import StateOffer
 from diloco.exchange.statesync import STRIPE_CHUNKS
+from diloco.hashing import content_hash
 from diloco.outer import OuterState, StateChunk, buffer_bytes, chunk_bounds
 from diloco.types import Commit, Member
 
@@ -67,14 +67,14 @@ class Download:
         counts = Counter(offer.digest for _, offer in self._offers)
         self.newest = max((offer for _, offer in self._offers), key=lambda o: (counts[o.digest], o.version))
         self._holders = [member for member, offer in self._offers if offer.digest == self.newest.digest]
-        self._wanted = [entry for entry in enumerate(self._manifest()) if entry[1].sha256 not in self._here]
+        self._wanted = [entry for entry in enumerate(self._manifest()) if entry[1].digest not in self._here]
         self._next_chunks()
 
     def _manifest(self) -> list[StateChunk]:
         setup = self.host.world.setup
         sizes = buffer_bytes(setup.layout, setup.optimizer).items()
         places = [(name, *bounds) for name, size in sizes for bounds in chunk_bounds(size)]
-        return [StateChunk(*place, sha) for place, sha in zip(places, self.newest.chunk_hashes, strict=True)]
+        return [StateChunk(*place, digest) for place, digest in zip(places, self.newest.chunk_hashes, strict=True)]
 
     def _next_chunks(self) -> None:
         """Ask one holder for a few chunks in one call."""
@@ -91,17 +91,17 @@ class Download:
     def _keep(self, holder: Member, chunks: Sequence[bytes | None]) -> None:
         good = 0
         for (_, entry), data in zip(self._wanted, chunks, strict=False):
-            if data is not None and hashlib.sha256(data).hexdigest() == entry.sha256:
-                self._here[entry.sha256] = data
+            if data is not None and content_hash(data).hex() == entry.digest:
+                self._here[entry.digest] = data
                 good += 1
-        self._wanted = [entry for entry in self._wanted if entry[1].sha256 not in self._here]
+        self._wanted = [entry for entry in self._wanted if entry[1].digest not in self._here]
         if not good:
             self._holders.remove(holder)
         self._next_chunks()
 
     def _assemble(self) -> None:
         setup, newest = self.host.world.setup, self.newest
-        buffers = {entry.buffer: self._here[entry.sha256] for entry in self._manifest()}
+        buffers = {entry.buffer: self._here[entry.digest] for entry in self._manifest()}
         state = OuterState.assemble(newest.version, newest.steps, buffers, setup.layout, setup.optimizer)
         self.host.copied()
         self.done(state, newest.commit)

@@ -126,7 +126,7 @@ class StateOffer(_message.Message):
 
     @_builtins.property
     def chunk_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """SHA-256 of each chunk of the state, in order; at most 65536"""
+        """BLAKE3 of each chunk of the state, in order; at most 65536"""
 
     def __init__(
         self,
