@@ -378,7 +378,7 @@ class NetworkSection(Section):
     """Allow listening beyond loopback without `DILOCO_SECRET`: whoever reaches the port may join."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
-    serve_bps: NonNegativeFloat = 400e6
+    serve_bps: NonNegativeFloat = 200e6
     """Most bits per second that this peer sends to joiners that copy the state; 0: no limit."""
     send_bps: NonNegativeFloat = 0.0
     """Most bits per second that this peer sends in rounds, contributions and means together; 0: no limit."""
