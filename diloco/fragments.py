@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -145,18 +144,9 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def empty_as(flat: Tensor) -> Tensor:
-    """A host tensor of the same size and dtype that holds nothing yet, for buffers of a fragment's size.
-
-    NumPy asks the kernel for huge pages and torch does not: handing out and clearing small ones took as long as the
-    outer step itself.
-    """
-    return torch.from_numpy(np.empty_like(flat.numpy()))
-
-
 def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
     """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
-    flat = torch.from_numpy(np.empty(fragment.elements, np.float32)) if into is None else into
+    flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
     for parameter, piece in pieces(parameters, fragment, flat):
         piece.copy_(parameter.detach())
     return flat

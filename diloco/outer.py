@@ -28,8 +28,9 @@ from torch import Tensor
 
 from diloco.config import OuterSection
 from diloco.errors import StateError
-from diloco.fragments import Layout, empty_as
+from diloco.fragments import Layout
 from diloco.hashing import content_hash
+from diloco.memory import empty_as
 
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the

@@ -24,6 +24,7 @@ from diloco.compress.codec import magnitude
 from diloco.encoding import Encode, Pieces, encode_now
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
+from diloco.memory import empty_as
 from diloco.merge import carry, carry_fragment, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
@@ -184,7 +185,7 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
     fragment = line.due
     anchor = line.state.fragments[fragment.index].anchor
     with timed(seconds, "pseudo_gradient"):
-        local = read_fragment(line.parameters, fragment)
+        local = read_fragment(line.parameters, fragment, empty_as(anchor))
         if not magnitude(anchor) + magnitude(local) <= LARGEST:
             raise PayloadError("the pseudo-gradient is not finite")
         whole = line.feedback is not None or line.merge == "eager"

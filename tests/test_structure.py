@@ -35,7 +35,7 @@ LAYERS = {
         diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.outer diloco.merge diloco.fragments
-        diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
+        diloco.memory diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
         diloco.radial""",
     "protocol": """
         diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
@@ -43,7 +43,8 @@ LAYERS = {
         diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
         diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
         diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
-    "values": "diloco.types diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config diloco.models.presets",
+    "values": """
+        diloco.types diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config diloco.models.presets""",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

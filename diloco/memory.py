@@ -1,0 +1,36 @@
+"""Host memory of a fragment's size, which goes round instead of back to the kernel.
+
+Each version makes its buffers anew, and the last one's are let go. Fresh pages are handed out and cleared one by one,
+which took as long as all arithmetic of an outer step. What is let go here waits for the next of its size: the memory
+that a sync needs stays with the process, 4 bytes per parameter and buffer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEAST_BYTES = 2**20
+"""Smaller ones the allocator itself keeps."""
+MOST_SPARE = 4
+"""Of one size: anchor, two slots, and a copy of the weights."""
+
+_spare: dict[int, deque[np.ndarray]] = {}
+
+
+def empty_as(flat: Tensor) -> Tensor:
+    """A host tensor of the same shape and dtype that holds anything. Its memory is used again when no view is left."""
+    if flat.nbytes < LEAST_BYTES:
+        return torch.empty_like(flat)
+    spare = _spare.setdefault(flat.nbytes, deque(maxlen=MOST_SPARE))
+    try:
+        memory = spare.pop()
+    except IndexError:
+        memory = np.empty(flat.nbytes, np.uint8)
+    lent = memory.view(flat.numpy().dtype).reshape(flat.shape)
+    weakref.finalize(lent, spare.append, memory).atexit = False
+    return torch.from_numpy(lent)
