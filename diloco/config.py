@@ -173,10 +173,13 @@ class InnerSection(Section):
 
 
 class OuterSection(Section):
-    optimizer: Literal["nesterov", "sgd", "adam"] = "nesterov"
+    optimizer: Literal["nesterov", "delayed_nesterov", "buffered_nesterov", "sgd", "adam"] = "nesterov"
     lr: PositiveFloat = 0.7
     momentum: Fraction = 0.9
-    """For `nesterov`."""
+    """For `nesterov`, `delayed_nesterov` and `buffered_nesterov`."""
+    buffer: PositiveInt = 8
+    """For `delayed_nesterov` and `buffered_nesterov`: versions of a fragment from one refreshing of the momentum to the
+    next. For versions of few contributions: about twice as many as close while one peer makes its own."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """For `adam`."""
     eps: PositiveFloat = 0.1
@@ -314,7 +317,7 @@ class Contract(Section):
                 f"({self.steps_per_round}): a version is agreed on before the next one begins"
             )
         if self.sync.merge == "eager" and self.outer.optimizer == "adam":
-            raise ValueError("sync.merge 'eager' needs an outer step that is linear: outer.optimizer sgd or nesterov")
+            raise ValueError("sync.merge 'eager' needs an outer step that is linear: outer.optimizer sgd or a nesterov")
         if self.sync.merge != "carry" and not self.sync.overlap:
             raise ValueError(f"sync.merge {self.sync.merge!r} does nothing without sync.overlap")
         return self

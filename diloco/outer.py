@@ -254,6 +254,40 @@ class Nesterov(OuterOptimizer):
 
 
 @dataclass(frozen=True)
+class DelayedNesterov(OuterOptimizer):
+    """Nesterov where a version has few contributions, and a momentum step each time would carry each of them on anew.
+
+    Every N versions b ← μ b + mean of the N;  θ ← θ − η μ b. The contributions themselves enter `at_once`, at 1 / N,
+    each when it comes: θ ← θ − η g / N (Async Local-SGD, arXiv 2401.09135, algorithm 3 with c = 0). Or they wait for
+    the N-th: FedBuff (arXiv 2106.06639) with a Nesterov step. N = 1 is `Nesterov`.
+    """
+
+    lr: float
+    momentum: float
+    buffer: int
+    """N."""
+    at_once: bool
+    slot_names = ("accumulated", "momentum")
+
+    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+        after = into or state.unfilled()
+        steps, share = state.steps + 1, 1.0 / self.buffer
+        for tile in tiles(mean.numel()):
+            accumulated, momentum = after.slots["accumulated"][tile], after.slots["momentum"][tile]
+            fresh = mean[tile] * share
+            torch.add(state.slots["accumulated"][tile], fresh, out=accumulated)
+            update = fresh if self.at_once else torch.zeros_like(fresh)
+            if steps % self.buffer:
+                momentum.copy_(state.slots["momentum"][tile])
+            else:
+                torch.mul(state.slots["momentum"][tile], self.momentum, out=momentum).add_(accumulated)
+                update = (momentum * self.momentum).add_(fresh if self.at_once else accumulated)
+                accumulated.zero_()
+            torch.sub(state.anchor[tile], update.mul_(self.lr), out=after.anchor[tile])
+        return replace(after, steps=steps)
+
+
+@dataclass(frozen=True)
 class Adam(OuterOptimizer):
     """m ← β₁ m + (1−β₁) g;  v ← β₂ v + (1−β₂) g²;  θ ← θ − η m̂ / (√v̂ + ε), m̂ and v̂ bias-corrected.
 
@@ -316,6 +350,9 @@ def _open(section: OuterSection) -> OuterOptimizer:
             return Sgd(section.lr)
         case "nesterov":
             return Nesterov(section.lr, section.momentum)
+        case "delayed_nesterov" | "buffered_nesterov":
+            at_once = section.optimizer == "delayed_nesterov"
+            return DelayedNesterov(section.lr, section.momentum, section.buffer, at_once)
         case "adam":
             return Adam(section.lr, section.betas, section.eps)
 

@@ -12,9 +12,25 @@ from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecChoice
 from diloco.exchange.stepping import Stepping
 from diloco.fragments import Layout
-from diloco.outer import STATE_CHUNK_BYTES, Adam, FragmentState, Nesterov, OuterOptimizer, OuterState, Sgd, WarmUp
+from diloco.outer import (
+    STATE_CHUNK_BYTES,
+    Adam,
+    DelayedNesterov,
+    FragmentState,
+    Nesterov,
+    OuterOptimizer,
+    OuterState,
+    Sgd,
+    WarmUp,
+)
 
-OPTIMIZERS = [Sgd(0.7), Nesterov(0.7, 0.9), Adam(0.3, (0.9, 0.95), 0.1), WarmUp(Nesterov(0.7, 0.9), 2)]
+OPTIMIZERS = [
+    Sgd(0.7),
+    Nesterov(0.7, 0.9),
+    DelayedNesterov(0.7, 0.9, 4, at_once=True),
+    Adam(0.3, (0.9, 0.95), 0.1),
+    WarmUp(Nesterov(0.7, 0.9), 2),
+]
 SHAPES = [("a.weight", (700, 1000)), ("b.weight", (900, 1000)), ("b.bias", (77,))]
 """More than one chunk of the state, and two groups whose parts end inside one."""
 LAYOUT = Layout.of(SHAPES, part_elements=2**16, groups=[["b.*"]])
