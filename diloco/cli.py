@@ -191,9 +191,10 @@ def _simulate_virtual(
         raise typer.Exit(0 if all(caught.seeds for caught in table) else 1)
     if seeds is not None:
         first, last = search.seed_range(seeds)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was done until then is told
         report = search.search(first, last, choice, _print_tally)
         _print_or_write(search.report_lines(report), report, as_json, file)
-        raise typer.Exit(1 if report["violations"] else 0)
+        raise typer.Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
     outcome = search.tell(search.read_plan(plan) if plan else search.draw_plan(seed or 0, choice))
     if outcome.violation:
         print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)

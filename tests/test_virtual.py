@@ -17,7 +17,18 @@ import torch
 from diloco.errors import UsageError
 from diloco.sim.virtual import planted
 from diloco.sim.virtual.plan import Fault, Plan, draw, parse
-from diloco.sim.virtual.search import RULE, Choice, catch_planted, explain, outcome_lines, read_plan, run_seeds, tell
+from diloco.sim.virtual.search import (
+    BATCH,
+    RULE,
+    Choice,
+    catch_planted,
+    explain,
+    outcome_lines,
+    read_plan,
+    run_seeds,
+    search,
+    tell,
+)
 from diloco.sim.virtual.shrink import kind_of, shrink
 from tests.peers import run_cli
 
@@ -112,3 +123,12 @@ def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     told = run_cli("simulate", "--virtual", "--plan", str(TRANSCRIPTS[0]))
     assert told.returncode == 0
     assert told.stdout.partition(f"{RULE}\n")[2] == TRANSCRIPTS[0].read_text().partition(f"{RULE}\n")[2]
+
+
+@pytest.mark.slow
+def test_what_was_done_until_an_interruption_is_told() -> None:
+    def interrupt(done: int, total: int, violations: int) -> None:
+        raise KeyboardInterrupt
+
+    report = search(0, 1000, Choice(), interrupt)
+    assert (report["seeds"], report["interrupted"], report["violations"]) == (BATCH, True, 0)

@@ -61,6 +61,8 @@ class Tally:
     void_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+    """Whether these are only the first of the seeds that were asked for."""
 
     def add(self, outcome: Outcome) -> None:
         self.seeds += 1
@@ -84,6 +86,7 @@ class Tally:
         return {
             "command": command,
             "seeds": self.seeds,
+            "interrupted": self.interrupted,
             "events": self.events,
             "faults": dict(sorted(self.faults.items())),
             "violations": len(self.violations),
@@ -108,15 +111,19 @@ def run_seeds(seeds: Iterable[int], choice: Choice = Choice()) -> Tally:
 def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int], None]) -> dict[str, Any]:
     """Run the seeds from `first` to `last` (exclusive) on all cores.
 
-    `told` hears (seeds done, seeds in all, violations) after every batch. Returns what `--json FILE` writes.
+    `told` hears (seeds done, seeds in all, violations) after every batch. Returns what `--json FILE` writes; after a
+    KeyboardInterrupt, of the seeds that were done until then.
     """
     started_s = monotonic_s()
     batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
     tally = Tally()
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
-        for part in pool.imap_unordered(_run_batch, batches):
-            tally.merge(part)
-            told(tally.seeds, last - first, len(tally.violations))
+        try:
+            for part in pool.imap(_run_batch, batches):
+                tally.merge(part)
+                told(tally.seeds, last - first, len(tally.violations))
+        except KeyboardInterrupt:
+            tally.interrupted = True
     options = [f"--policy {choice.policy}"] if choice.policy else []
     options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
     command = " ".join(["diloco simulate --virtual --seeds", f"{first}:{last}", *options])
@@ -133,8 +140,9 @@ def seed_range(text: str) -> tuple[int, int]:
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for people."""
+    after = "interrupted after " if report["interrupted"] else ""
     lines = [
-        f"{report['seeds']:,} seeds, {report['events']:,} events, {report['versions']:,} versions, "
+        f"{after}{report['seeds']:,} seeds, {report['events']:,} events, {report['versions']:,} versions, "
         f"{report['virtual_s']:,} virtual seconds in {report['seconds']:,} s",
         f"faults: {', '.join(f'{count:,} {kind}' for kind, count in report['faults'].items())}",
         f"{report['discarded_tokens']:,} tokens discarded, {report['void_tokens']:,} void with their lineage",
