@@ -121,7 +121,10 @@ def simulate(
         Path | None,
         typer.Argument(help="The run contract (configs/*.toml): what is trained. With --virtual: FILE for --json."),
     ] = None,
-    peers: Annotated[int, typer.Option(min=1, max=64, help="Real peer processes on loopback.")] = 4,
+    peers: Annotated[int | None, typer.Option(min=1, max=64, help="Real peer processes on loopback; 4.")] = None,
+    speeds: Annotated[
+        str, typer.Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
+    ] = "",
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -159,18 +162,20 @@ def simulate(
         return
     if contract is None:
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
-    _simulate_real(contract, peers, compare or [], out, site, overrides or [], as_json)
+    _simulate_real(contract, peers, speeds, compare or [], out, site, overrides or [], as_json)
 
 
 def _simulate_real(
-    contract: Path, peers: int, compare: list[str], out: Path | None, site: Path | None, overrides: list[str],
-    as_json: bool,
+    contract: Path, peers: int | None, speeds: str, compare: list[str], out: Path | None, site: Path | None,
+    overrides: list[str], as_json: bool,
 ) -> None:  # fmt: skip
-    from diloco.sim.local import SimulateOptions, run_simulation
+    from diloco.sim.local import SimulateOptions, read_speeds, run_simulation
 
+    by_peer = read_speeds(speeds, peers)
+    count = peers or len(by_peer) or 4
     names = [part for text in compare for part in text.split(",") if part]
     site_overrides, contract_overrides = _split_overrides(overrides)
-    options = SimulateOptions(contract, peers, tuple(names), out, site, contract_overrides, site_overrides)
+    options = SimulateOptions(contract, count, tuple(names), out, site, contract_overrides, site_overrides, by_peer)
     live = sys.stdout.isatty() and not as_json
     result = run_simulation(options, _signals(), sys.stderr if as_json else sys.stdout, live)
     print(json.dumps(result.summary, indent=2) if as_json else result.text)

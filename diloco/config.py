@@ -139,6 +139,9 @@ class ModelSection(Section):
 class InnerSection(Section):
     steps: PositiveInt = 50
     """H: inner steps between two syncs of the same parameter."""
+    sized_by: Literal["contract", "speed"] = "contract"
+    """How many of them a peer does. `contract`: H; `speed`: the fastest peer H, any other as many as it can meanwhile
+    (DyLU, arXiv 2401.09135), H / 16 at least. Goes with `outer.weighting = "tokens"`."""
     batch_size: PositiveInt = 8
     """Sequences in one micro-batch of one peer."""
     accumulation: PositiveInt = 1
@@ -370,6 +373,8 @@ class DeviceSection(Section):
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
+    speed: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """For drills: sleep after each inner step, so that all of them take 1 / `speed` times as long."""
 
 
 class NetworkSection(Section):

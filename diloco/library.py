@@ -22,7 +22,7 @@ from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
 from diloco.launch import peer_name
 from diloco.peer import Gate, Peer
-from diloco.schedule import Cadence
+from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Skip
 
@@ -37,6 +37,9 @@ class Run:
         self._events = Events(directory / "events.jsonl" if directory else None, name)
         self._peer = Peer(name, contract, site, model, gate, self._events, directory=directory)
         self._cadence = Cadence.of(contract)
+        self._watch = Stopwatch()
+        self._stepped_s = monotonic_s()
+        """When the inner step that is being done began."""
         self._steps = 0
         """Inner steps of this round."""
         self._begun = False
@@ -97,7 +100,9 @@ class Run:
         Returns False after `timeout_s`. `step` waits by itself; call this to look at the data only then.
         """
         deadline_s = monotonic_s() + timeout_s
-        return self._peer.enter(lambda: monotonic_s() < deadline_s, _nothing)
+        entered = self._peer.enter(lambda: monotonic_s() < deadline_s, _nothing)
+        self._stepped_s = monotonic_s()
+        return entered
 
     def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
         """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
@@ -107,7 +112,13 @@ class Run:
         progress counts next time). The model's weights have moved to the new anchor.
         """
         self._peer.journal.trained(tokens, 0)
+        self._watch.step(tokens, monotonic_s() - self._stepped_s)
         self._steps += 1
+        outcome = self._sync_if_due()
+        self._stepped_s = monotonic_s()
+        return outcome
+
+    def _sync_if_due(self) -> Sequence[Closed] | Skip | None:
         if not self._begun and (self._steps >= self._before or self._cut_short()):
             if self._cadence.overlap == 0:
                 return self.sync()
@@ -150,6 +161,10 @@ class Run:
 
     def _next_round(self) -> None:
         self._steps, self._begun = 0, False
+        pace = self._watch.round()
+        self._peer.report(pace=pace)
+        if self.contract.inner.sized_by == "speed":
+            self._cadence = Cadence.of(self.contract).sized(pace, self._peer.exchange.fastest())
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:

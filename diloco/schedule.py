@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from diloco.config import Contract
 from diloco.types import Commit
+
+LEAST_SHARE = 1 / 16
+"""Of a round's steps, for the slowest: whatever somebody claims of its own pace."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,16 @@ class Cadence:
     def of(contract: Contract) -> Cadence:
         """The contract's."""
         return Cadence(contract.steps_per_round, contract.sync.overlap)
+
+    def sized(self, pace: float, fastest: float) -> Cadence:
+        """For a peer of this pace beside the fastest: floor(H v / max v) steps, `LEAST_SHARE` of H at least (DyLU).
+
+        Paces in tokens per second; 0: not known yet, which changes nothing.
+        """
+        if not 0 < pace < fastest:
+            return self
+        steps = max(math.floor(self.steps * max(pace / fastest, LEAST_SHARE)), 1)
+        return Cadence(steps, min(self.overlap, steps))
 
     def before(self, trained_tokens: int) -> int:
         """Inner steps before the contribution is measured. With nothing trained yet they are a whole round's, lest
@@ -64,3 +78,25 @@ class Finish:
     def done(self) -> bool:
         """Whether the run is over."""
         return self.last_version is not None and self.version >= self.last_version
+
+
+class Stopwatch:
+    """The pace of inner steps alone, of the round before."""
+
+    def __init__(self) -> None:
+        self.pace = 0.0
+        """Tokens per second; 0 before the first round."""
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """One inner step was done."""
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def round(self) -> float:
+        """A round is over. Returns the pace."""
+        if self._seconds > 0:
+            self.pace = self._tokens / self._seconds
+        self._tokens, self._seconds = 0, 0.0
+        return self.pace

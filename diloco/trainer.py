@@ -25,7 +25,7 @@ from diloco.inner import InnerLoop, evaluate, random_states, restore_random_stat
 from diloco.island import Island
 from diloco.models import build_model, count_parameters
 from diloco.peer import Gate, Peer
-from diloco.schedule import Cadence
+from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import Events
 from diloco.types import Commit, Counted, Phase
 
@@ -108,6 +108,7 @@ class Trainer:
         self._commit: Commit | None = None
         self._trained = checkpoint.value("tokens", int) if checkpoint else 0
         self._cadence = Cadence.of(contract)
+        self._watch = Stopwatch()
         self._phase = _Phase()
         self._losses: list[float] = []
         self._tokens_here = 0
@@ -138,6 +139,7 @@ class Trainer:
 
     def _round(self) -> None:
         self._losses = []
+        self._size()
         if self.peer is None:
             self._first_steps()
             self._overlapped_steps()
@@ -200,10 +202,28 @@ class Trainer:
             loss = self.inner.step(self._my_share(block), self._position())
             self._losses.append(self.island.mean(loss))
             self._tokens_here += self.contract.tokens_per_step
-            time.sleep(max(began_s + self.site.device.step_s - monotonic_s(), 0.0))
+            self._linger(began_s)
+            self._watch.step(self.contract.tokens_per_step, monotonic_s() - began_s)
             if self.peer is not None:
                 self.peer.journal.trained(self.contract.tokens_per_step, fresh)
                 self._report(self.peer)
+
+    def _linger(self, began_s: float) -> None:
+        """As slow as `device.step_s` and `device.speed` have it."""
+        device = self.site.device
+        lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
+        if device.step_s or device.speed < 1:
+            time.sleep(max(began_s + lasts_s - monotonic_s(), 0.0))
+
+    def _size(self) -> None:
+        """As many steps this time as our speed has room for (`inner.sized_by`), the same on every rank."""
+        pace = self._watch.round()
+        if self.peer is not None:
+            self.peer.report(pace=pace)
+        if self.contract.inner.sized_by == "speed":
+            fastest = self.peer.exchange.fastest() if self.peer is not None else 0.0
+            paces = json.loads(self.island.share(json.dumps((pace, fastest))))
+            self._cadence = Cadence.of(self.contract).sized(*paces)
 
     def _cut_short(self) -> bool:
         """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""

@@ -247,6 +247,9 @@ class Progress:
     tokens: int = 0
     """Tokens it has trained since it started."""
     tokens_per_s: float = 0.0
+    """Since it started, waiting and all."""
+    pace: float = 0.0
+    """Tokens per second of the inner steps of its last round, alone; 0 before."""
     loss: float = 0.0
     """Training loss, mean over the last round (nats per token); 0 before the first."""
     wire_bytes_sent: int = 0

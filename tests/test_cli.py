@@ -53,6 +53,10 @@ def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "do not go together", "peer", str(QUICK), "--join", "127.0.0.1:1")
     fails(2, "--set changes a contract", "peer", "--join", "127.0.0.1:1", "--set", "inner.lr=1")
     fails(2, "no events in", "report", "no/such/folder")
+    fails(2, "--speeds is '1,2'", "simulate", str(QUICK), "--speeds", "1,2")
+    fails(2, "--speeds is", "simulate", str(QUICK), "--speeds", "fast")
+    fails(2, "2 speeds for 3 peers", "simulate", str(QUICK), "--speeds", "1,0.5", "--peers", "3")
+    fails(2, "ddp has no peers of different speeds", "simulate", str(QUICK), "--speeds", "1,0.5", "--compare", "ddp")
     fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
 
 

@@ -75,6 +75,20 @@ def test_alone_and_left_in_good_order() -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_beside_a_faster_peer_syncs_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "run": {"name": "sized", "total_tokens": 10**6},
+        "model": {"kind": "external"},
+        "inner": {"steps": 32, "sized_by": "speed"},
+    }
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8)) as run:
+        monkeypatch.setattr(run._peer.exchange, "fastest", lambda: 1e12)  # another peer's pace, tokens per second
+        closed = [step for step in range(1, 41) if run.step(tokens=16)]
+        assert run._peer.progress.pace > 0
+    assert closed == [32, 34, 36, 38, 40]  # a whole round before anything is known, then H / 16
+
+
+@pytest.mark.slow
 def test_mistakes_are_named() -> None:
     model = torch.nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="contract not found"):

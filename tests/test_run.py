@@ -197,6 +197,24 @@ def test_simulate_writes_a_summary_and_beats_ddp_in_bytes(tmp_path: Path) -> Non
     assert "All peers hold the same state" in done.stdout
 
 
+def test_a_slower_peer_does_as_many_steps_as_fit(tmp_path: Path) -> None:
+    """DyLU among real peers: one of a quarter of the speed does a quarter of the steps, and nobody waits for it."""
+    out = tmp_path / "sim"
+    contract = tiny_contract(tmp_path, tokens=24_576)
+    sized = ["inner.sized_by=speed", "outer.weighting=tokens", "device.step_s=0.05"]
+    options = [text for setting in sized for text in ("--set", setting)]
+    done = run_cli("simulate", str(contract), "--speeds", "1,0.25", "--out", str(out), *options, timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    tokens = {
+        name: [e["inner_tokens"] for e in events if e["kind"] == "version" and e["peer"] == name]
+        for name in ("p0", "p1")
+    }
+    assert tokens["p0"][1] == tokens["p1"][1]  # at first neither knows the other's pace
+    later = sum(tokens["p1"][4:]) / sum(tokens["p0"][4:])
+    assert 0.1 < later < 0.5
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """Two peers, one stopped: leaving in good order would wait for it."""
     with ending([]) as peers:

@@ -20,7 +20,7 @@ from diloco.fragments import Layout
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
 from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
-from diloco.schedule import Cadence, Finish
+from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
 from tests.paper import PaperRun, contract
 
@@ -36,6 +36,36 @@ def test_a_round_is_split_by_the_overlap_and_the_first_one_is_whole() -> None:
     assert (cadence.steps, cadence.before(0), cadence.before(1)) == (15, 15, 10)
     whole = Cadence.of(contract(inner={"steps": 30}, sync={"overlap": 30}))
     assert (whole.before(0), whole.before(1)) == (30, 0)
+
+
+@pytest.mark.parametrize(
+    ("pace", "fastest", "steps", "overlap"),
+    [
+        (0.0, 100.0, 30, 5),  # not measured yet
+        (50.0, 0.0, 30, 5),  # nobody tells
+        (100.0, 100.0, 30, 5),
+        (120.0, 100.0, 30, 5),  # we are the fastest
+        (50.0, 100.0, 15, 5),
+        (33.0, 100.0, 9, 5),  # floor(9.9)
+        (12.0, 100.0, 3, 3),  # the exchange lasts as long as the round
+        (1.0, 1e300, int(30 * LEAST_SHARE), 1),  # whatever somebody claims
+    ],
+)
+def test_a_slower_peer_does_fewer_steps(pace: float, fastest: float, steps: int, overlap: int) -> None:
+    assert Cadence(30, 5).sized(pace, fastest) == Cadence(steps, overlap)
+    assert Cadence(1, 0).sized(pace, fastest) == Cadence(1, 0)
+
+
+def test_the_pace_is_that_of_the_round_before() -> None:
+    watch = Stopwatch()
+    assert watch.round() == 0.0
+    for seconds in (0.5, 1.5):
+        watch.step(100, seconds)
+    assert watch.pace == 0.0
+    assert watch.round() == 100.0
+    assert watch.round() == 100.0  # a round without steps says nothing new
+    watch.step(100, 0.5)
+    assert watch.round() == 200.0
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ hashes = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), max_size=3
 steps = st.lists(whole, max_size=3).map(tuple)
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
-PROGRESS = Progress()
+PROGRESS = Progress(pace=1234.5)
 HEARTBEAT = m.Heartbeat(3, True, False, PROGRESS)
 
 
@@ -176,6 +176,7 @@ def test_numbers_out_of_range_are_refused():
 def test_floats_that_are_not_finite_are_refused(bad):
     refuse(wire(loss=bad), "loss")
     refuse(wire(tokens_per_s=bad), "tokens_per_s")
+    refuse(wire(pace=bad), "pace")
 
 
 def test_long_texts_and_lists_are_refused():

@@ -260,6 +260,10 @@ class Exchange:
         """Whether most others have done their inner steps and wait for those that have not."""
         return self._ask(self.machine.awaited)
 
+    def fastest(self) -> float:
+        """The pace of the fastest other live trainer, tokens per second; 0 while nobody tells one."""
+        return self._ask(self.machine.fastest)
+
     def said_goodbye(self) -> set[str]:
         """Peers that left in good order."""
         return self._ask(lambda: {entry.member.peer for entry in self.machine.roster if entry.left})

@@ -121,6 +121,12 @@ class Standing:
         ready = sum(beat.progress.phase == Phase.SYNCING and beat.progress.version == self.version for beat in beats)
         return 2 * ready > len(entries)
 
+    def fastest(self) -> float:
+        """The largest pace that a live trainer tells of, tokens per second; 0 while nobody does."""
+        entries = [self.roster.get(member.peer) for member in self._trainers_alive() if member != self.me]
+        beats = [entry.heartbeat for entry in entries if entry is not None and entry.heartbeat is not None]
+        return max((beat.progress.pace for beat in beats), default=0.0)
+
     # ------------------------------------------------------------ members and votes
 
     def _member(self, member: Member) -> Member | None:

@@ -40,6 +40,8 @@ class SimulateOptions:
     site: Path | None = None
     contract_overrides: Sequence[str] = ()
     site_overrides: Sequence[str] = ()
+    speeds: tuple[float, ...] = ()
+    """Of each peer, as `device.speed`; empty: all 1."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Plan:
     title: str
     threads: int
     """Of each process: also one peer alone gets no more than it would beside the others."""
+    speeds: tuple[float, ...]
+    """By peer (`device.speed`)."""
 
 
 COMPARISONS = ("ddp", "average", "alone")
@@ -76,6 +80,8 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     unknown = set(options.compare) - set(COMPARISONS)
     if unknown:
         raise UsageError(f"cannot compare with {', '.join(sorted(unknown))}", f"known: {', '.join(COMPARISONS)}")
+    if len(set(options.speeds)) > 1 and "ddp" in options.compare:
+        raise UsageError("ddp has no peers of different speeds", "its time is the slowest's: leave out --compare ddp")
     plan = _plan(options)
     _prepare(plan.directory)
     (plan.directory / "contract.json").write_text(plan.contract.to_json())
@@ -96,6 +102,19 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
 # ---------------------------------------------------------------- preparing
 
 
+def read_speeds(text: str, peers: int | None) -> tuple[float, ...]:
+    """`1,0.5`: one for each peer; empty: none are given. Raises UsageError."""
+    try:
+        speeds = tuple(map(float, text.split(","))) if text else ()
+    except ValueError:
+        speeds = (0.0,)
+    if not all(0 < speed <= 1 for speed in speeds):
+        raise UsageError(f"--speeds is {text!r}", "give each peer a number above 0, at most 1, as in 1,1,0.5,0.25")
+    if peers and speeds and len(speeds) != peers:
+        raise UsageError(f"{len(speeds)} speeds for {peers} peers", "give one for each, or leave out --peers")
+    return speeds
+
+
 def _plan(options: SimulateOptions) -> Plan:
     overrides = (*options.contract_overrides, f"membership.start_peers={options.peers}")
     contract = load_contract(options.contract, overrides).value
@@ -105,6 +124,7 @@ def _plan(options: SimulateOptions) -> Plan:
     return Plan(
         options.contract, contract, overrides, options.site, tuple(options.site_overrides), root, options.peers,
         directory, contract.run.name, max(1, (os.cpu_count() or 1) // options.peers),
+        options.speeds or (1.0,) * options.peers,
     )  # fmt: skip
 
 
@@ -135,9 +155,11 @@ def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) 
     children: list[Child] = []
     try:
         with Screen(plan.title, names, plan.contract.run.total_tokens, live, out) as screen:
-            children.append(_start_peer(plan, names[0], [str(plan.contract_path), *_set(plan.overrides)]))
+            how = [str(plan.contract_path), *_set(plan.overrides)]
+            children.append(_start_peer(plan, names[0], how, plan.speeds[0]))
             ticket = _ticket(plan.directory / names[0] / "peer.json", children[0], screen.tick, stop)
-            children += [_start_peer(plan, name, ["--join", ticket]) for name in names[1:] if ticket]
+            others = zip(names[1:], plan.speeds[1:], strict=True) if ticket else ()
+            children += [_start_peer(plan, name, ["--join", ticket], speed) for name, speed in others]
             _watch(children, tail, screen, stop)
     finally:
         end_all(children)
@@ -152,12 +174,12 @@ def _set(overrides: Sequence[str]) -> Iterator[str]:
         yield from ("--set", text)
 
 
-def _start_peer(plan: Plan, name: str, how: Sequence[str]) -> Child:
+def _start_peer(plan: Plan, name: str, how: Sequence[str], speed: float) -> Child:
     directory = plan.directory / name
     directory.mkdir(parents=True)
     arguments = ["peer", *how, "--name", name, "--dir", str(directory), "--json"]
     arguments += ["--site", str(plan.site)] if plan.site else []
-    local = [f"device.threads={plan.threads}", *plan.site_overrides]
+    local = [f"device.threads={plan.threads}", f"device.speed={speed}", *plan.site_overrides]
     return Child(name, "diloco", [*arguments, *_set(local)], directory / "log.txt", plan.threads)
 
 
@@ -234,6 +256,7 @@ def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
     return {
         "run": plan.contract.run.name,
         "peers": plan.peers,
+        "speeds": plan.speeds,
         "versions": first["version"],
         "digest": first["state_digest"],
         "digests_agree": len({event["state_digest"] for event in ends}) == 1 and len(ends) == plan.peers,
@@ -265,7 +288,8 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
         overrides = (*plan.overrides, "membership.start_peers=1", f"run.total_tokens={alone_tokens}")
         peers, title = 1, "one peer alone, as many inner steps as each of the others"
     contract = load_contract(plan.contract_path, overrides).value
-    other = replace(plan, overrides=overrides, contract=contract, peers=peers, directory=directory, title=title)
+    other = replace(plan, overrides=overrides, contract=contract, directory=directory, title=title)
+    other = replace(other, peers=peers, speeds=plan.speeds[:peers])
     (directory / "contract.json").write_text(contract.to_json())
     ends = _train_peers(other, stop, out, live)
     reached = _summary(other, ends)

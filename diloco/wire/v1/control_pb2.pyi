@@ -253,6 +253,7 @@ class Progress(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     WIRE_BYTES_SENT_FIELD_NUMBER: _builtins.int
     FIRST_COUNTED_VERSION_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     phase: _builtins.str
     version: _builtins.int
     """version of the anchor it trains from"""
@@ -267,6 +268,8 @@ class Progress(_message.Message):
     wire_bytes_sent: _builtins.int
     first_counted_version: _builtins.int
     """-1: none yet"""
+    pace: _builtins.float
+    """tokens per second of inner steps alone; finite"""
     def __init__(
         self,
         *,
@@ -278,10 +281,11 @@ class Progress(_message.Message):
         loss: _builtins.float = ...,
         wire_bytes_sent: _builtins.int = ...,
         first_counted_version: _builtins.int = ...,
+        pace: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_counted_version", b"first_counted_version", "inner_step", b"inner_step", "loss", b"loss", "phase", b"phase", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "version", b"version", "wire_bytes_sent", b"wire_bytes_sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_counted_version", b"first_counted_version", "inner_step", b"inner_step", "loss", b"loss", "pace", b"pace", "phase", b"phase", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "version", b"version", "wire_bytes_sent", b"wire_bytes_sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
