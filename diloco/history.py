@@ -24,6 +24,8 @@ from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, re
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone"}
 """How the baselines are called, by their folder."""
+MOST_WAITS = 400
+"""Drawn; of more, the longest."""
 RUNNING = frozenset({"view", "progress", "version"})
 """Events that only a peer in the view writes."""
 
@@ -100,6 +102,25 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerTime:
+    """What a peer did with its time, over all versions that it told about."""
+
+    peer: str
+    counted: int
+    """Versions with a contribution of its own."""
+    tokens: int
+    """In these."""
+    inner_s: float
+    waited_s: float
+    """For the exchange, with nothing else to do."""
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.inner_s + self.waited_s + self.other_s
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run as the report shows it."""
 
@@ -107,6 +128,9 @@ class Run:
     versions: Sequence[Version]
     curves: Sequence[Curve]
     stays: Sequence[Stay]
+    waits: Sequence[Stay]
+    """When a peer waited, as far as a picture shows it."""
+    times: Sequence[PeerTime]
     marks: Sequence[Mark]
     resumed_s: Sequence[float]
     """Where the run went on after all its processes had been gone; the gaps themselves are cut out."""
@@ -127,7 +151,11 @@ def read_run(directory: Path) -> Run:
     contract = _contract(directory)
     name = next((str(event["run"]) for event in events if event.get("run")), directory.resolve().name)
     summary = _summary(directory, versions, curves, contract)
-    return Run(name, versions, curves, attendance.stays, attendance.marks, clock.resumed_s, contract, summary)
+    timed = [event for event in events if event["kind"] == "version" and event.get("seconds")]
+    return Run(
+        name, versions, curves, attendance.stays, _waits(timed, clock), _times(timed), attendance.marks,
+        clock.resumed_s, contract, summary,
+    )  # fmt: skip
 
 
 def _baselines(directory: Path, folders: Mapping[str, Sequence[Event]]) -> list[str]:
@@ -297,6 +325,33 @@ class _Attendance:
     def _close(self, peer: str, at_s: float) -> None:
         if peer in self._since:
             self.stays.append(Stay(peer, self._since.pop(peer), at_s))
+
+
+def _times(timed: Sequence[Event]) -> list[PeerTime]:
+    """By peer."""
+    by_peer: dict[str, list[Event]] = defaultdict(list)
+    for event in timed:
+        by_peer[event["peer"]].append(event)
+    return [_time(peer, told) for peer, told in sorted(by_peer.items())]
+
+
+def _time(peer: str, told: Sequence[Event]) -> PeerTime:
+    own = [event for event in told if event.get("own", True)]
+    spent = {step: sum(event["seconds"].get(step, 0.0) for event in told) for step in STEPS}
+    inner_s, waited_s = spent.pop("inner"), spent.pop("exchange")
+    tokens = sum(event.get("inner_tokens") or 0 for event in own)
+    return PeerTime(peer, len(own), tokens, inner_s, waited_s, sum(spent.values()))
+
+
+def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
+    """A peer tells of a version when it stands on it: it waited until average, outer step and merge began."""
+    waits = []
+    for event in timed:
+        seconds = event["seconds"]
+        stop_s = clock(event["time"]) - sum(seconds.get(step, 0.0) for step in ("average", "outer", "merge"))
+        waits.append(Stay(event["peer"], max(stop_s - seconds.get("exchange", 0.0), 0.0), max(stop_s, 0.0)))
+    longest = sorted(waits, key=lambda wait: wait.start_s - wait.stop_s)[:MOST_WAITS]
+    return sorted(longest, key=lambda wait: wait.start_s)
 
 
 def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:

@@ -156,6 +156,10 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
     for stay in run.stays:
         width_s = max(stay.stop_s - stay.start_s, 0.1)
         axes.barh(peers.index(stay.peer), width_s, left=stay.start_s, height=0.5, color=ink["stay"], lw=0)
+    for wait in run.waits:
+        if wait.peer in peers:
+            left_s, color = wait.start_s, ink["step-exchange"]
+            axes.barh(peers.index(wait.peer), wait.stop_s - left_s, left=left_s, height=0.5, color=color, lw=0)
     for mark in run.marks:
         if mark.peer in peers and mark.kind in MARKERS:
             color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7

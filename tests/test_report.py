@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diloco.history import Mark, Stay, outcomes, read_run
+from diloco.history import Mark, PeerTime, Stay, outcomes, read_run
 from diloco.report import write_plot, write_report
 from tests.helpers_events import (
     DYING,
@@ -51,6 +51,19 @@ def test_versions_are_means_over_peers(tmp_path: Path) -> None:
     assert row.seconds["inner"] == 2.0
     assert row.seconds["merge"] == 0.25
     assert row.digests == {"x"}
+
+
+def test_who_computed_and_who_waited(tmp_path: Path) -> None:
+    a1 = version("a", 1, 10.0, seconds={"inner": 2.0, "exchange": 6.0, "outer": 0.5, "merge": 0.5}, inner_tokens=300)
+    b1 = version("b", 1, 10.0, seconds={"inner": 8.0, "exchange": 1.0}, inner_tokens=100)
+    b2 = version("b", 2, 20.0, seconds={"inner": 9.0, "exchange": 1.0}, inner_tokens=0, own=False)
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a1, b1, b2])
+    run = read_run(tmp_path)
+    assert run.times == [PeerTime("a", 1, 300, 2.0, 6.0, 1.0), PeerTime("b", 1, 100, 17.0, 2.0, 0.0)]
+    assert run.waits == [Stay("a", 3.0, 9.0), Stay("b", 9.0, 10.0), Stay("b", 19.0, 20.0)]
+    text = text_of(page_of(tmp_path))
+    assert "a 1 300 22.2 % 66.7 % 11.1 %" in text
+    assert "b 1 100 89.5 % 10.5 % 0.0 %" in text
 
 
 def test_bytes_are_those_of_a_peer_counted_all_along(tmp_path: Path) -> None:
