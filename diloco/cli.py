@@ -144,7 +144,7 @@ def simulate(
     seed: Annotated[int | None, typer.Option(help="--virtual: run one seed and tell what happened.")] = None,
     seeds: Annotated[str | None, typer.Option(help="--virtual: run the seeds A:B (B excluded) on all cores.")] = None,
     plan: Annotated[Path | None, typer.Option(help="--virtual: run what this text says (tests/transcripts).")] = None,
-    policy: Annotated[str, typer.Option(help="--virtual: only sync or only quorum.")] = "",
+    policy: Annotated[str, typer.Option(help="--virtual: only sync, only quorum or only async.")] = "",
     without_majority: Annotated[str, typer.Option(help="--virtual: only wait or only continue.")] = "",
     planted: Annotated[
         bool, typer.Option("--planted", help="--virtual: how many seeds it takes to notice each of five planted bugs.")

@@ -57,13 +57,16 @@ class RunSection(Section):
 class MembershipSection(Section):
     start_peers: PositiveInt = 1
     """The run starts when this many peers are there."""
-    policy: Literal["sync", "quorum"] = "sync"
+    policy: Literal["sync", "quorum", "async"] = "sync"
     """When a version closes. `sync`: when all live members have contributed; `quorum`: when `quorum_peers` have, and
-    whoever follows within `grace_s`."""
+    whoever follows within `grace_s`; `async`: when one has, and whoever follows within `grace_s`, or for as long as
+    those who have still do inner steps (`sync.overlap`)."""
+    sync_versions: Annotated[int, Field(ge=0)] = 0
+    """For `quorum` and `async`: the first so many versions close as under `sync`. From random weights it matters."""
     quorum_peers: PositiveInt = 2
     """For `quorum`."""
     grace_s: Annotated[float, Field(ge=0)] = 5.0
-    """For `quorum`."""
+    """For `quorum` and `async`."""
     without_majority: Literal["wait", "continue"] = "wait"
     """When most of the view is gone: commits `wait` (never a fork), or go on in a lineage apart (`continue`); where
     lineages meet, the one with more committed tokens goes on and the work of the other is void."""

@@ -66,6 +66,9 @@ from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
 
+OFFERED_AGAIN = 3
+"""Times that a contribution is offered once more (`async`) before more inner steps are done."""
+
 
 class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
@@ -306,7 +309,7 @@ class Peer:
             apply = partial(self._apply, on_closed=on_closed)
             return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last_steps)
 
-        return self._surviving(rounds)
+        return self._counted(self._surviving(rounds), on_closed, patience)
 
     def begin(self, on_closed: OnClosed, leaving: bool = False) -> Skip | None:
         """The first half of a round, for a loop that is not ours: what was trained so far goes out. None: it does."""
@@ -323,7 +326,33 @@ class Peer:
         """The second half: wait for what comes of it, and move to the new anchor."""
         self.report(phase=Phase.SYNCING)
         apply = partial(self._apply, on_closed=on_closed)
-        return self._surviving(lambda seconds: finish_round(self.line, self._outgoing, apply, patience, seconds))
+        outcome = self._surviving(lambda seconds: finish_round(self.line, self._outgoing, apply, patience, seconds))
+        return self._counted(outcome, on_closed, patience)
+
+    def _counted(
+        self, outcome: Sequence[Closed] | Skip, on_closed: OnClosed, patience: Callable[[], bool]
+    ) -> Sequence[Closed] | Skip:
+        """Under `async` whoever offered after a version began is counted in the next one at once, not a round later."""
+        apply = partial(self._apply, on_closed=on_closed)
+        for _ in range(OFFERED_AGAIN):
+            if isinstance(outcome, Skip) or not self._missed(outcome):
+                break
+            self.report(phase=Phase.SYNCING)
+            again = self._surviving(
+                lambda seconds: run_round(
+                    self.line, lambda: None, self._outgoing, apply, patience, lambda: False, seconds
+                )
+            )
+            if isinstance(again, Skip):
+                break
+            outcome = [*outcome, *again]
+        return outcome
+
+    def _missed(self, outcome: Sequence[Closed]) -> bool:
+        membership, line = self.contract.membership, self.line
+        at_once = membership.policy == "async" and line.state.version >= membership.sync_versions
+        counts_us = any(counted.peer == self.name for closed in outcome for counted in closed.commit.counted)
+        return at_once and bool(outcome) and not counts_us and bool(line.trained.tokens) and not self.done
 
     def _ready(self, on_closed: OnClosed) -> None:
         failpoints.hit("after-inner-steps")
@@ -481,6 +510,7 @@ class Peer:
             max_norm_ratio=contract.membership.max_norm_ratio,
             radial=contract.outer.averaging == "radial",
             serve_bps=self.site.network.serve_bps,
+            overlap_tokens=contract.sync.overlap * contract.tokens_per_step,
         )
 
 
@@ -520,9 +550,11 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         start_peers=membership.start_peers,
         lease_blocks=contract.lease_blocks,
         policy=Policy(
-            quorum_peers=membership.quorum_peers if membership.policy == "quorum" else None,
+            quorum_peers={"sync": None, "quorum": membership.quorum_peers, "async": 1}[membership.policy],
             grace_s=membership.grace_s,
             match_deadline_s=membership.match_deadline_s,
+            uses_slack=membership.policy == "async",
+            sync_versions=membership.sync_versions,
             most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
         ),
         backlog_versions=membership.backlog_versions,

@@ -85,6 +85,8 @@ def test_a_witness_never_coordinates() -> None:
         (Policy(2, 3.0, 20.0), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
         (Policy(2, 3.0, 20.0), 99.0, {"a": 0.0}, None),
         (Policy(2, 3.0, 20.0), 1.0, {"a": 0.0, "b": 0.5, "c": 1.0}, ("a", "b", "c")),
+        (Policy(2, 3.0, 20.0, sync_versions=4).at(4), 4.0, {"a": 0.0, "b": 1.0}, None),
+        (Policy(2, 3.0, 20.0, sync_versions=4).at(5), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
     ],
     ids=[
         "one is late",
@@ -97,6 +99,8 @@ def test_a_witness_never_coordinates() -> None:
         "grace is over",
         "no quorum",
         "nobody is missing",
+        "still sync",
+        "no longer sync",
     ],
 )
 def test_who_contributes(
@@ -106,6 +110,33 @@ def test_who_contributes(
     decision = decide(policy, now, NAMES, live, offered_at, dict.fromkeys(live, "state"))
     assert decision.group == group
     assert decision.reason
+
+
+@pytest.mark.parametrize(
+    ("offered_at", "waits_from", "begins_at"),
+    [
+        ({"a": 1.0}, {"a": 1.0}, 1.5),  # no slack: the grace alone
+        ({"a": 1.0}, {"a": 4.0}, 4.0),
+        ({"a": 1.0, "b": 2.0}, {"a": 4.0, "b": 3.0}, 3.0),  # nobody of them waits
+        ({"a": 1.0}, {"a": -5.0}, 1.5),
+        ({"a": 1.0}, {"a": 1e300}, 21.0),  # whatever somebody claims
+    ],
+)
+def test_async_waits_for_others_as_long_as_it_costs_nothing(
+    offered_at: dict[str, float], waits_from: dict[str, float], begins_at: float
+) -> None:
+    policy = Policy(1, 0.5, 20.0, uses_slack=True)
+    states = dict.fromkeys("abc", "state")
+    for now, group in ((begins_at - 0.1, None), (begins_at, tuple(offered_at))):
+        assert decide(policy, now, NAMES, list("abc"), offered_at, states, waits_from).group == group
+
+
+def test_the_slack_is_what_is_left_after_the_sync() -> None:
+    tally = Tally(0)
+    tally.hear("a", m.Ready(1, 0, m.Offer(0, 1, 2, 3, slack_s=5.0), "digest"), 10.0)
+    tally.hear("a", m.Ready(1, 0, m.Offer(0, 1, 2, 3, slack_s=5.0), "digest"), 11.0)  # said again
+    tally.hear("b", m.Ready(1, 0, None, "digest"), 10.0)
+    assert tally.waits_from(2.0) == {"a": 13.0}
 
 
 def test_who_stands_on_another_state_is_left_out() -> None:

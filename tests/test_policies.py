@@ -63,6 +63,22 @@ def test_a_quorum_does_not_wait_for_a_slow_peer_but_counts_it(tmp_path: Path) ->
         a.reaches(with_all["version"] + 1, ["a", "b"])
 
 
+def test_async_waits_for_nobody_and_counts_everybody(tmp_path: Path) -> None:
+    keys = 'policy = "async"\nsync_versions = 2\ngrace_s = 0.0'
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2, membership=keys)))
+        peers.append(a)
+        slow = PeerProcess("slow", tmp_path, "--join", a.ticket(), "--set", "device.step_s=0.3")
+        peers.append(slow)
+        a.reaches(1, ["a", "slow"])
+        a.reaches(2, ["a", "slow"])  # sync until here
+        alone = a.reaches(3, ["a"])
+        late = a.reaches(alone["version"] + 1, ["slow"])
+        a.reaches(late["version"] + 3, ["a"])
+        slow.reaches(late["version"] + 3, ["a"])
+        assert run_cli("audit", str(a.directory), str(slow.directory)).returncode == 0
+
+
 def test_a_straggler_is_cut_short_and_counts_with_what_it_has(tmp_path: Path) -> None:
     with ending([]) as peers:
         contract = tiny_contract(tmp_path, peers=3, steps=20, membership='stragglers = "cut"')

@@ -51,7 +51,14 @@ def test_seeds_hold(first: int) -> None:
 
 def test_seeds_that_once_broke_something_hold() -> None:
     """Those of the table in diloco/exchange/README.md that the range above leaves out."""
-    assert not run_seeds([1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722]).violations
+    assert not run_seeds([1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919]).violations
+
+
+@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+def test_seeds_hold_under_async(first: int) -> None:
+    tally = run_seeds(range(first, first + PER_TEST), Choice(policy="async"))
+    assert not tally.violations
+    assert tally.versions > 3 * PER_TEST
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)

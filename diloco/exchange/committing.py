@@ -99,6 +99,9 @@ class Committing(Standing):
             self._close(event.commit)
 
     def _close(self, commit: Commit) -> None:
+        reduction = self._reduction
+        if reduction is not None and reduction.begin.version == commit.version:
+            self.sync_s = self._now - reduction.began_at_s
         self._adopt(commit)
         self._out.append(m.Close(commit))
 

@@ -92,7 +92,8 @@ class Coordinating(Committing):
             if self._now - self._entered_at < self.timing.stall_s:
                 return Decision(None, "every contribution was refused: asking again soon")
             expected = living
-        return decide(self.rules.policy, self._now, names, expected, tally.offered_at_s, tally.state_digests)
+        policy, waits_from = self.rules.policy.at(self.making), tally.waits_from(self.sync_s)
+        return decide(policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
 
     # ------------------------------------------------------------ what goes wrong in a reduction
 

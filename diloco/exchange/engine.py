@@ -85,6 +85,8 @@ class Terms:
     """Lengths and directions are averaged apart (`diloco.radial`)."""
     serve_bps: float = 0.0
     """Limit for serving the state to joiners, bits per second; 0: none."""
+    overlap_tokens: int = 0
+    """Of the inner steps that overlap with the exchange (`sync.overlap`)."""
 
 
 class Outlets:
@@ -353,8 +355,10 @@ class Exchange:
             return
         self._contribution = contribution
         self._waiting = future
-        c = contribution
-        self._feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.link.send_bps)))
+        c, pace = contribution, self.machine.progress.pace
+        slack_s = self.terms.overlap_tokens / pace if pace > 0 else 0.0
+        offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.link.send_bps, slack_s)
+        self._feed(m.Offered(offer))
 
     def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool) -> None:
         self._state, self._state_commit = state, commit

@@ -52,6 +52,8 @@ class Offer:
     """It is my last one: leave me out of the next view."""
     send_bps: int = 0
     """How fast others take what I send, bits per second; 0: unknown."""
+    slack_s: float = 0.0
+    """For how long I have inner steps to do meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Reduction:
     def __init__(self, begin: Begin, me: str, now: float) -> None:
         self.begin = begin
         self.me = me
-        self.progress_at_s = now
+        self.began_at_s = self.progress_at_s = now
         self.mean_digest = ""
         self.generation = 0
         self.gone: frozenset[str] = frozenset()

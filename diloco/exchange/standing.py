@@ -28,6 +28,8 @@ class Standing:
         self.founder = founder
         self.joining = not founder
         self.progress = Progress()
+        self.sync_s = 0.0
+        """How long it took to make the last version, from `Begin` to the commit."""
         self.roster = Roster(me, timing.suspect_s, rules.offences_allowed)
         self.electorate = Electorate()
         self.commit: Commit | None = None
@@ -55,6 +57,7 @@ class Standing:
         self._without: tuple[str, ...] = ()
         self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
         self._bound_for: tuple[m.Fork, ...] = ()
+        self._bound_at = now
         self._leaving = False
         self._alone_since: float | None = None
         self._heartbeat_at = now

@@ -64,6 +64,15 @@ class Tally:
         offers = [self.ready[peer].offer for peer in peers]
         return [offer.send_bps if offer is not None else 0 for offer in offers]
 
+    def waits_from(self, sync_s: float) -> dict[str, float]:
+        """When an attempt of `sync_s` must begin, lest who offered run out of inner steps before it is over."""
+        offers = {peer: self.ready[peer].offer for peer in self.offered_at_s}
+        return {
+            peer: self.offered_at_s[peer] + offer.slack_s - sync_s
+            for peer, offer in offers.items()
+            if offer is not None
+        }
+
     def counted(self, peer: str) -> Counted:
         """The entry of `peer` among the contributors."""
         offer = self.ready[peer].offer

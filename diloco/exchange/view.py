@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
+from types import MappingProxyType
 
 from diloco.exchange.messages import Span
 from diloco.types import Member
@@ -131,6 +132,14 @@ class Policy:
     """How long half of the live members, when they are ready, wait for the others under `sync`."""
     most_peers: int | None = None
     """More do not contribute to one version: they take turns. None: no limit."""
+    uses_slack: bool = False
+    """The grace of a quorum lasts for as long as none of it would have to wait: `async`."""
+    sync_versions: int = 0
+    """The first so many versions close as under `sync`."""
+
+    def at(self, version: int) -> Policy:
+        """The one that holds for a version."""
+        return replace(self, quorum_peers=None) if version <= self.sync_versions else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +159,14 @@ def decide(
     expected: Sequence[str],
     offered_at: Mapping[str, float],
     state_digests: Mapping[str, str],
+    waits_from: Mapping[str, float] = MappingProxyType({}),
 ) -> Decision:
     """Who contributes to the attempt, as soon as it may begin.
 
     `view`: its trainers, in order; `expected`: those of them that live and whose contribution did not fail before.
     `offered_at` says when those who are ready offered, `state_digests` what they stand on: peers that stand on
     another state than most others are left out, for their pseudo-gradient is measured against another anchor.
+    `waits_from`: when an attempt must begin, lest that peer run out of inner steps before it is over.
     """
     offering = [peer for peer in expected if peer in offered_at]
     agreed = _same_state(offering, state_digests)
@@ -169,7 +180,7 @@ def decide(
     times = sorted(offered_at[peer] for peer in agreed)
     if policy.quorum_peers is None:
         return _decide_sync(policy, now, times, agreed, late)
-    return _decide_quorum(policy.quorum_peers, policy.grace_s, now, times, agreed, late)
+    return _decide_quorum(policy, policy.quorum_peers, now, times, agreed, late, waits_from)
 
 
 def in_turn(group: Sequence[str], most: int | None, version: int) -> tuple[str, ...]:
@@ -198,14 +209,24 @@ def _decide_sync(
 
 
 def _decide_quorum(
-    quorum: int, grace_s: float, now: float, times: Sequence[float], agreed: Sequence[str], late: Sequence[str]
+    policy: Policy,
+    quorum: int,
+    now: float,
+    times: Sequence[float],
+    agreed: Sequence[str],
+    late: Sequence[str],
+    waits_from: Mapping[str, float],
 ) -> Decision:
     if len(agreed) < quorum:
         return Decision(None, f"{len(agreed)} of a quorum of {quorum} are ready", routine=True)
-    if now - times[quorum - 1] >= grace_s:
-        reason = f"a quorum of {quorum} and {grace_s:g} s of grace; without {', '.join(late)}"
-        return Decision(tuple(agreed), reason, routine=True)
-    return Decision(None, f"a quorum is ready; {grace_s:g} s of grace for {', '.join(late)}", routine=True)
+    there_s, grace = times[quorum - 1], f"{policy.grace_s:g} s of grace"
+    close_s = there_s + policy.grace_s
+    if policy.uses_slack:
+        first_s = min(waits_from.get(peer, there_s) for peer in agreed)
+        close_s, grace = max(close_s, min(first_s, there_s + policy.match_deadline_s)), f"{grace} or more"
+    if now >= close_s:
+        return Decision(tuple(agreed), f"a quorum of {quorum} and {grace}; without {', '.join(late)}", routine=True)
+    return Decision(None, f"a quorum is ready; {grace} for {', '.join(late)}", routine=True)
 
 
 def _same_state(peers: Sequence[str], state_digests: Mapping[str, str]) -> list[str]:

@@ -174,6 +174,7 @@ def _offer_to_wire(offer: m.Offer) -> control.Offer:
         blocks=offer.blocks,
         leaving=offer.leaving,
         send_bps=offer.send_bps,
+        slack_s=offer.slack_s,
     )
 
 
@@ -185,6 +186,7 @@ def _offer_from_wire(message: control.Offer) -> m.Offer:
         blocks=_whole(message.blocks, "blocks"),
         leaving=message.leaving,
         send_bps=_whole(message.send_bps, "send_bps"),
+        slack_s=_finite(message.slack_s, "slack_s"),
     )
 
 

@@ -136,8 +136,9 @@ class Host:
             self._answer(self.take_closed())
             return
         self._contribution = contribution
-        c = contribution
-        self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.send_bps)))
+        c, plan = contribution, self.world.plan
+        slack_s = plan.overlap * plan.round_s
+        self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.send_bps, slack_s)))
 
     def take_closed(self) -> Sequence[Closed]:
         taken = tuple(self._closed)

@@ -43,7 +43,7 @@ class Choice:
 
     def check(self) -> None:
         """Raises UsageError."""
-        known = {"--policy": ("", "sync", "quorum"), "--without-majority": ("", "wait", "continue")}
+        known = {"--policy": ("", "sync", "quorum", "async"), "--without-majority": ("", "wait", "continue")}
         for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
             if value not in known[option]:
                 raise UsageError(f"{option} is {value!r}", f"known: {', '.join(known[option][1:])}")

@@ -56,7 +56,7 @@ class Setup:
             parts=tuple(fragment.parts for fragment in self.layout.fragments),
             start_peers=trainers,
             lease_blocks=3 * self.blocks,
-            policy=Policy(max(1, trainers // 2) if plan.policy == "quorum" else None, 0.3, 3.0),
+            policy=policy_of(plan),
             backlog_versions=4,
             continue_after_s=2.5 if plan.without_majority == "continue" else None,
             offences_allowed=3,
@@ -69,6 +69,13 @@ class Setup:
     def parameters() -> dict[str, Tensor]:
         """The weights that every peer begins with."""
         return {name: torch.full(shape, 0.5) for name, shape in SHAPES}
+
+
+def policy_of(plan: Plan) -> Policy:
+    """`async` begins after two versions of `sync`."""
+    quorum = {"sync": None, "quorum": max(1, plan.peers // 2), "async": 1}[plan.policy]
+    is_async = plan.policy == "async"
+    return Policy(quorum, 0.05 if is_async else 0.3, 3.0, uses_slack=is_async, sync_versions=2 * is_async)
 
 
 def open_small(text: str) -> Codec:

@@ -366,6 +366,7 @@ class Offer(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     SEND_BPS_FIELD_NUMBER: _builtins.int
+    SLACK_S_FIELD_NUMBER: _builtins.int
     base_version: _builtins.int
     """version whose anchor the pseudo-gradient is measured against"""
     weight: _builtins.int
@@ -377,6 +378,8 @@ class Offer(_message.Message):
     """the sender's last one"""
     send_bps: _builtins.int
     """how fast others take what the sender sends, bits per second; 0: unknown"""
+    slack_s: _builtins.float
+    """for how long the sender has inner steps to do meanwhile; finite"""
     def __init__(
         self,
         *,
@@ -386,10 +389,11 @@ class Offer(_message.Message):
         blocks: _builtins.int = ...,
         leaving: _builtins.bool = ...,
         send_bps: _builtins.int = ...,
+        slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "leaving", b"leaving", "send_bps", b"send_bps", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "blocks", b"blocks", "leaving", b"leaving", "send_bps", b"send_bps", "slack_s", b"slack_s", "tokens", b"tokens", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
