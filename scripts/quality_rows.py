@@ -43,10 +43,13 @@ class Row:
     """Keys of the contract, by section."""
     together: bool = False
     """Data parallel: one step on the batches of all peers, and nothing to sync."""
+    speeds: tuple[float, ...] = ()
+    """Of each peer; none: all are alike."""
 
 
 AVERAGE: Mapping[str, Any] = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0}
 """With error feedback this takes the place of momentum (SparseLoCo): what is sent late is momentum enough."""
+SPEEDS = (1.0, 1.0, 0.5, 0.25)
 STALE: Mapping[str, Any] = {"lr": 0.4, "momentum": 0.5}
 """For a mean that is a whole round old."""
 
@@ -81,6 +84,36 @@ def rows(steps: int) -> dict[str, Row]:
         ),
         "delayed": Row("a whole round overlaps", {"sync": {"overlap": steps}, "outer": STALE}),
         "muon-int4": Row("MuLoCo: Muon inside", {"inner": {"optimizer": "muon"}, "codec": {"name": "int4"}}),
+    }
+
+
+def async_rows(steps: int) -> dict[str, Row]:
+    """Those of `scripts/bench-async`. `steps`: H."""
+    apart = {"policy": "async", "sync_versions": OUTER["warmup_steps"]}
+    sized = {"sized_by": "speed"}
+
+    def row(about: str, outer: Mapping[str, Any], inner: Mapping[str, Any] = {}, at_once: bool = False) -> Row:
+        membership = {**apart, "sync_versions": 0} if at_once else apart
+        return Row(about, {"membership": membership, "outer": outer, "inner": inner}, speeds=SPEEDS)
+
+    def buffered(name: str, count: int, **more: Any) -> Mapping[str, Any]:
+        return {"optimizer": f"{name}_nesterov", "buffer": count, **more}
+
+    by_tokens = {"weighting": "tokens"}
+    return {
+        "sync": Row("waits for the slowest", speeds=SPEEDS),
+        "sync-sized": Row("DyLU: the slower do fewer steps", {"inner": sized, "outer": by_tokens}, speeds=SPEEDS),
+        "naive": row("Nesterov for each contribution", {}),
+        "plain": row("no momentum, rate 1/4", {"optimizer": "sgd", "lr": 0.25}),
+        "buffered4": row("FedBuff: a Nesterov step every 4", buffered("buffered", 4)),
+        "delayed4": row("delayed Nesterov, momentum every 4", buffered("delayed", 4)),
+        "delayed8": row("every 8", buffered("delayed", 8)),
+        "delayed16": row("every 16", buffered("delayed", 16)),
+        "delayed4-sized": row("every 4, and DyLU", buffered("delayed", 4), sized),
+        "delayed4-scratch": row(
+            "every 4, without a start in sync", buffered("delayed", 4, warmup_steps=0), at_once=True
+        ),
+        "plain-scratch": row("no momentum, without a start in sync", {**AVERAGE, "lr": 0.25}, at_once=True),
     }
 
 

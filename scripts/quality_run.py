@@ -6,6 +6,7 @@ Only that what peers send each other is handed over here.
 
 from __future__ import annotations
 
+import heapq
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,12 @@ class Outcome:
     tokens: int
     """Trained by all peers."""
     cpu_s: float
+    time: float = 0.0
+    """In inner steps of the fastest peer, where peers have speeds."""
+    versions: int = 0
+    """And how many there were."""
+    staleness: float = 0.0
+    """Versions that closed while a contribution was made, mean."""
 
 
 def get_ready() -> None:
@@ -57,12 +64,15 @@ def get_ready() -> None:
     torch.set_num_threads(1)
 
 
-def train(contract: Contract, peers: int, together: bool) -> Outcome:
-    """A whole run: `together` on all peers' batches in one step, or DiLoCo."""
+def train(contract: Contract, peers: int, together: bool, speeds: Sequence[float] = ()) -> Outcome:
+    """A whole run: `together` on all peers' batches in one step, or DiLoCo, all alike or at these `speeds`."""
     started_s = process_time()
     seed_everything(contract.run.seed)
     names = [f"p{peer}" for peer in range(peers)]
-    outcome = train_together(contract, names) if together else Run(contract, names).train()
+    if together:
+        outcome = train_together(contract, names)
+    else:
+        outcome = (AsyncRun(contract, names, speeds) if speeds else Run(contract, names)).train()
     return replace(outcome, cpu_s=round(process_time() - started_s, 1))
 
 
@@ -157,16 +167,23 @@ class Run:
         """Until all tokens are committed, and what is still under way."""
         while not self._finish.done:
             self._round()
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
         tokens = sum(peer.inner.steps for peer in self.peers) * self._contract.tokens_per_step
         return Outcome(self.peers[0].heldout_loss(), mean(self._bits), self._sent_bytes / tokens, tokens, 0.0)
 
     def _round(self) -> None:
         for peer in self.peers:
-            trains = not self._finish.finishing
-            peer.train(self._cadence.before(peer.line.trained.tokens) if trains else 0)
+            trains, steps = not self._finish.finishing, self._steps(peer)
+            peer.train(steps if trains else 0)
             peer.line.sent = self._measured(peer.line)
             peer.train(self._cadence.overlap if trains else 0)
-        self._apply(self._close())
+        self._apply(self._close(self.peers[0].line))
+
+    def _steps(self, peer: Peer) -> int:
+        """Inner steps before its contribution is measured."""
+        return self._cadence.before(peer.line.trained.tokens)
 
     def _measured(self, line: Line) -> Sent:
         sent = measure(line, {})
@@ -185,9 +202,8 @@ class Run:
         digest = self.peers[0].line.state.digest
         return Commit(0, self._contract.digest, "paper", -1, view, (), (), "", 0, held, digest)
 
-    def _close(self) -> Closed:
-        """The version that counts everybody."""
-        line = self.peers[0].line
+    def _close(self, line: Line) -> Closed:
+        """The next version after where `line` stands: it counts everybody who sent something."""
         before, fragment = line.commit, line.due
         assert before is not None
         sent = {peer.name: peer.line.sent.contribution for peer in self.peers if peer.line.sent}
@@ -197,7 +213,7 @@ class Run:
             terms = [(one.weight, one.parts[part]) for one in sent.values()]
             parts.append(fold(terms, stop - start, line.codecs[fragment.group_of(part)]))
             self._count([len(payload) for _, payload in terms], len(parts[-1]))
-        names, need = list(sent), self._contract.lease_blocks
+        names, need = [peer.name for peer in self.peers], self._contract.lease_blocks
         commit = replace(
             before,
             version=before.version + 1,
@@ -217,3 +233,75 @@ class Run:
         """A part goes from all to its owner, who is as likely one as the other, and its mean from there to all."""
         others = len(encoded_bytes) - 1
         self._sent_bytes += sum(encoded_bytes) * others / len(encoded_bytes) + mean_bytes * others
+
+
+# ---------------------------------------------------------------- each at its own pace
+
+
+class AsyncRun(Run):
+    """Peers of different speeds, in virtual time, under the contract's policy: `sync` or `async`.
+
+    A peer's inner steps are done when its round ends, and then the versions that closed meanwhile are applied, as in a
+    real run. The exchange takes no time.
+    """
+
+    def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
+        """`speeds`: of each peer, in inner steps per unit of time."""
+        super().__init__(contract, names)
+        self._speeds = dict(zip(names, speeds, strict=True))
+        self._pending: dict[str, list[Closed]] = {name: [] for name in names}
+        self._staleness: list[int] = []
+        self._now = 0.0
+        membership = contract.membership
+        self._sync_versions = membership.sync_versions if membership.policy == "async" else None
+
+    def train(self) -> Outcome:
+        """Rounds of all together, as many as the policy has; then each at its own pace."""
+        versions = 0
+        while not self._finish.done and (self._sync_versions is None or versions < self._sync_versions):
+            versions += 1
+            self._round()
+            self._now += max(self._lasts(peer) for peer in self.peers)
+        versions += self._train_apart()
+        outcome = self._outcome()
+        stale = mean(self._staleness) if self._staleness else 0.0
+        return replace(outcome, time=self._now, versions=versions, staleness=stale)
+
+    def _train_apart(self) -> int:
+        ends = [(self._now + self._lasts(peer), place) for place, peer in enumerate(self.peers)]
+        versions = 0
+        while not self._finish.done:
+            self._now, place = heapq.heappop(ends)
+            self._contribute(self.peers[place])
+            versions += 1
+            heapq.heappush(ends, (self._now + self._lasts(self.peers[place]), place))
+        for peer in self.peers:
+            self._catch_up(peer)
+        return versions
+
+    def _contribute(self, peer: Peer) -> None:
+        """The end of a peer's round: a version of its own."""
+        peer.train(self._steps(peer))
+        self._staleness.append(len(self._pending[peer.name]))
+        self._catch_up(peer)
+        peer.line.sent = self._measured(peer.line)
+        closed = self._close(peer.line)
+        for missed in self._pending.values():
+            missed.append(closed)
+        self._catch_up(peer)
+        self._finish.passed(closed.commit)
+
+    def _catch_up(self, peer: Peer) -> None:
+        for closed in self._pending[peer.name]:
+            peer.apply(closed)
+        self._pending[peer.name].clear()
+
+    def _steps(self, peer: Peer) -> int:
+        """Of a round."""
+        cadence = Cadence.of(self._contract)
+        if self._contract.inner.sized_by == "speed":
+            cadence = cadence.sized(self._speeds[peer.name], max(self._speeds.values()))
+        return cadence.steps
+
+    def _lasts(self, peer: Peer) -> float:
+        return self._steps(peer) / self._speeds[peer.name]

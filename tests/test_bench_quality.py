@@ -1,4 +1,4 @@
-"""scripts/bench-quality: its runs against each other, and the script as it is, with runs of a second."""
+"""scripts/bench-quality and bench-async: their runs against each other, and the scripts, with runs of a second."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ BENCH = SCRIPTS / "bench-quality"
 TOKENS = 3 * 4 * 2 * 4 * 32  # rounds, steps, peers, sequences, tokens of the quick scale
 
 sys.path.insert(0, str(SCRIPTS))
-from quality_rows import QUICK, Row, contract_of, rows  # noqa: E402
-from quality_run import Outcome, Run, train  # noqa: E402
+from quality_bench import table  # noqa: E402
+from quality_rows import QUICK, Row, async_rows, contract_of, rows  # noqa: E402
+from quality_run import AsyncRun, Outcome, Run, train  # noqa: E402
 
 
 def contract(**sections: dict[str, Any]) -> Contract:
@@ -56,8 +57,35 @@ def test_with_overlap_all_that_was_trained_is_committed_in_the_end(overlap: int)
 
 
 def test_every_row_is_a_contract_and_the_tokens_are_equal() -> None:
-    for row in rows(QUICK.steps).values():
+    for row in (*rows(QUICK.steps).values(), *async_rows(QUICK.steps).values()):
         assert contract_of(row, QUICK, seed=1).run.total_tokens == TOKENS
+
+
+SLOW = {"membership": {"policy": "async", "sync_versions": 2}, "inner": {"steps": 4}}
+
+
+def test_under_async_each_goes_at_its_own_pace() -> None:
+    """Speeds 1 and 1/4, 6 rounds of 4 steps for two: 2 versions together take 16 each, and then 8 contributions are
+    left, of which the slow peer makes every fifth."""
+    run = AsyncRun(
+        contract(run={"name": "quality", "total_tokens": 12 * 4 * 2 * 16}, **SLOW), ["p0", "p1"], [1.0, 0.25]
+    )
+    outcome = run.train()
+    assert outcome.versions == 2 + 8
+    assert len({peer.line.state.digest for peer in run.peers}) == 1
+    assert [peer.inner.steps for peer in run.peers] == [4 * (2 + 7), 4 * (2 + 1)]
+    assert outcome.time == 2 * 16 + 7 * 4
+    assert (
+        outcome.staleness == 5 / 8
+    )  # four closed while the slow peer made its own, and that one while another was made
+
+
+def test_sized_by_speed_all_are_ready_at_once() -> None:
+    sized = {"sized_by": "speed", "steps": 4}
+    run = AsyncRun(contract(inner=sized, outer={"weighting": "tokens"}), ["p0", "p1"], [1.0, 0.25])
+    outcome = run.train()
+    assert run.peers[0].inner.steps == 4 * run.peers[1].inner.steps == 4 * outcome.versions
+    assert outcome.time == 4 * outcome.versions
 
 
 BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 1.82), "stream4-int4": (3, 4.3)}
@@ -81,6 +109,19 @@ def test_quick(tmp_path: Path) -> None:
     assert runs["ddp"]["bytes_per_token"] > 10 * runs["int4"]["bytes_per_token"]
 
 
+def test_quick_async(tmp_path: Path) -> None:
+    path = tmp_path / "async.json"
+    chosen = "sync*,*-scratch"
+    done = start("--rows", chosen, "--seeds", "1", "--json", str(path), script=SCRIPTS / "bench-async")
+    output, errors = done.communicate(timeout=100)
+    assert done.returncode == 0, errors
+    runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
+    assert list(runs) == ["sync", "sync-sized", "delayed4-scratch", "plain-scratch"]
+    assert all(f"`{name}`" in output and run["tokens"] >= TOKENS for name, run in runs.items())
+    assert runs["plain-scratch"]["time"] < runs["sync"]["time"]
+    assert runs["plain-scratch"]["versions"] > runs["sync"]["versions"]
+
+
 def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:
     done = start("--rows", "fp32,int8", "--seeds", "1000", "--jobs", "2")
     assert done.stderr is not None
@@ -91,8 +132,8 @@ def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:
     assert "`fp32`" in output or "`int8`" in output
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(BENCH), "--quick", *arguments]
+def start(*arguments: str, script: Path = BENCH) -> subprocess.Popen[str]:
+    command = [sys.executable, str(script), "--quick", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -113,7 +154,8 @@ def test_the_table(bench: Any) -> None:
     chosen = {name: Row(name.upper()) for name in ("fp32", "int4", "sign-ef")}
     results = {"fp32": {1: outcome(2.0), 2: outcome(4.0)}, "int4": {2: outcome(3.0)}, "sign-ef": {}}
     head, rule, fp32, int4 = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in bench.table(chosen, results).splitlines()
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table(chosen, results, bench.HEADER, bench.cells).splitlines()
     )
     assert head == ["row", "loss", "spread", "to fp32", "bits", "bytes/token", ""]
     assert set("".join(rule)) == {"-"}
@@ -130,5 +172,5 @@ def test_mistakes_are_named(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench-quality", *arguments.split()])
     with pytest.raises(SystemExit):
-        bench.parse()
+        bench.main()
     assert complaint in capsys.readouterr().err
