@@ -157,7 +157,14 @@ class Peer:
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
         self.exchange = Exchange(
-            me, self._terms(data), gate.runtime.link, lineage, welcome is None, gate.runtime.loop, self._on_reason
+            me,
+            self._terms(data),
+            gate.runtime.link,
+            lineage,
+            welcome is None,
+            gate.runtime.loop,
+            self._on_reason,
+            welcome.forks if welcome else (),
         )
         self.address = ""
         opening = Opening(

@@ -63,7 +63,8 @@ class Witness:
         assert gate.welcome is not None
         lineage = gate.welcome.lineage
         runtime = gate.runtime
-        self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason)
+        forks = gate.welcome.forks
+        self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
         self.version, self.tokens = -1, 0
         self.ending = Finish.of(contract)
 

@@ -49,7 +49,17 @@ from tests.peers import KEYS, secure_channel
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, "view", 1, m.Gather(4, 1, "for a test"))
 HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1, 0)
-WELCOME = Welcome(b'{"run":{}}', "lineage", 3, True, (ALICE,), ("/ip4/127.0.0.1/tcp/1/p2p/Qm",), "layout", "data")
+WELCOME = Welcome(
+    b'{"run":{}}',
+    "lineage",
+    3,
+    True,
+    (ALICE,),
+    ("/ip4/127.0.0.1/tcp/1/p2p/Qm",),
+    "layout",
+    "data",
+    (m.Fork("first", 7),),
+)
 MIB = 1 << 20
 
 

@@ -136,10 +136,13 @@ class Exchange:
         founder: bool,
         loop: asyncio.AbstractEventLoop,
         on_reason: Callable[[str, bool], None] = lambda reason, routine: None,
+        forks: tuple[m.Fork, ...] = (),
     ) -> None:
+        """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
         self.terms = terms
         self.link = link
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
+        self.machine.forks = forks
         self.directory: tuple[str, ...] = ()
         self.max_part_bytes = max_part_bytes(terms.layout, terms.codecs)
         self.behind = False
@@ -772,6 +775,7 @@ class Exchange:
             self.directory,
             self.terms.layout_digest,
             self.terms.data,
+            machine.forks,
         )
 
     def on_fetch_commits(self, since: int) -> list[Closed]:

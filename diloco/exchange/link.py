@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from diloco.exchange.messages import Envelope, Reply
+from diloco.exchange.messages import Envelope, Fork, Reply
 from diloco.types import Closed, Commit, Member
 
 CHUNK_BYTES = 1 << 20
@@ -85,6 +85,8 @@ class Welcome:
     """Digest of the canonical layout: a joiner's model must have the same."""
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""
+    forks: tuple[Fork, ...] = ()
+    """The lineages that led to this one, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,13 +191,23 @@ class Machine(Parting):
     # ------------------------------------------------------------ others
 
     def _on_gather(self, sender: Member, body: m.Gather) -> None:
-        if not self._current(sender, body.version) or body.attempt < self.attempt or not self.in_view:
+        if not self._current(sender, body.version) or not self.in_view or sender != self._seat(body.attempt):
             return
-        if sender != self._seat(body.attempt):
+        if body.attempt < self.attempt:
+            self._lead_on()
             return
         if body.attempt > self.attempt:
             self._enter(body.attempt, body.reason)
         if self._reduction is None:
+            self._send_ready()
+
+    def _lead_on(self) -> None:
+        """Somebody gathers for an attempt before the one that we promised: it would wait for us for ever.
+
+        So it must hear of ours, or if its coordinator is gone, of the next whose coordinator lives.
+        """
+        if self._reduction is None and self._tally is None:
+            self._follow_coordinator(asked=True)
             self._send_ready()
 
     def _on_goodbye(self, sender: Member, body: m.Goodbye) -> None:

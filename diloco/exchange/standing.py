@@ -169,9 +169,12 @@ class Standing:
     def _seat(self, attempt: int) -> Member:
         return coordinator(self.rules.run, self.making, attempt, self.view)
 
-    def _follow_coordinator(self) -> None:
-        """When the attempt's coordinator is gone, go on to the first attempt whose coordinator lives."""
-        busy = self._offer is not None or self._reduction is not None
+    def _follow_coordinator(self, asked: bool = False) -> None:
+        """When the attempt's coordinator is gone, go on to the first attempt whose coordinator lives.
+
+        Unless nobody `asked` us and we have no part in the version: others have, and they lead.
+        """
+        busy = asked or self._offer is not None or self._reduction is not None
         if not busy or not self.in_view or self.roster.alive(self._seat(self.attempt), self._now):
             return
         for step in range(1, len(self.view) + 1):

@@ -112,7 +112,7 @@ def _heartbeat_to_wire(body: m.Heartbeat) -> control.Heartbeat:
             pace=progress.pace,
         ),
         committed_tokens=body.committed_tokens,
-        forks=[control.Fork(lineage=fork.lineage, tokens=fork.tokens) for fork in body.forks],
+        forks=_forks_to_wire(body.forks),
     )
 
 
@@ -136,6 +136,10 @@ def _heartbeat_from_wire(message: control.Heartbeat) -> m.Heartbeat:
         committed_tokens=_whole(message.committed_tokens, "committed_tokens"),
         forks=_items(message.forks, _fork_from_wire, "forks"),
     )
+
+
+def _forks_to_wire(forks: Sequence[m.Fork]) -> list[control.Fork]:
+    return [control.Fork(lineage=fork.lineage, tokens=fork.tokens) for fork in forks]
 
 
 def _fork_from_wire(message: control.Fork) -> m.Fork:
@@ -430,6 +434,7 @@ def welcome_to_wire(welcome: Welcome) -> peer.Welcome:
         directory=welcome.directory,
         layout=welcome.layout,
         data=welcome.data,
+        forks=_forks_to_wire(welcome.forks),
     )
 
 
@@ -446,6 +451,7 @@ def welcome_from_wire(message: peer.Welcome) -> Welcome:
         directory=_texts(message.directory, "directory"),
         layout=_text(message.layout, "layout"),
         data=_text(message.data, "data"),
+        forks=_items(message.forks, _fork_from_wire, "forks"),
     )
 
 

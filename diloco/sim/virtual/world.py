@@ -184,6 +184,7 @@ class World:
         door = self.dice.choice(doors)
         self.tell(name, f"joins through {door.name}{' with its disk' if with_disk else ''}")
         host = self.start(name, door.machine.lineage, founder=False)
+        host.machine.forks = door.machine.forks
         snapshot = self.disks[name].load() if with_disk else None
         if snapshot is not None:
             host.training.restore(snapshot)

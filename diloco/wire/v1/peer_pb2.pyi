@@ -52,6 +52,7 @@ class Welcome(_message.Message):
     DIRECTORY_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     contract: _builtins.bytes
     """canonical JSON"""
@@ -71,6 +72,10 @@ class Welcome(_message.Message):
     def directory(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """multiaddresses of the peer directory (DHT)"""
 
+    @_builtins.property
+    def forks(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Fork]:
+        """the lineages that led to this one, oldest first"""
+
     def __init__(
         self,
         *,
@@ -83,10 +88,11 @@ class Welcome(_message.Message):
         directory: _abc.Iterable[_builtins.str] | None = ...,
         layout: _builtins.str = ...,
         data: _builtins.str = ...,
+        forks: _abc.Iterable[_control_pb2.Fork] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "forks", b"forks", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
