@@ -30,7 +30,7 @@ def empty_as(flat: Tensor) -> Tensor:
     try:
         memory = spare.pop()
     except IndexError:
-        memory = np.empty(flat.nbytes, np.uint8)
+        memory = torch.empty(flat.nbytes, dtype=torch.uint8).numpy()  # NumPy's own is huge pages, slow to clear in a VM
     lent = memory.view(flat.numpy().dtype).reshape(flat.shape)
     weakref.finalize(lent, spare.append, memory).atexit = False
     return torch.from_numpy(lent)
