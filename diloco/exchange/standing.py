@@ -119,16 +119,19 @@ class Standing:
 
     def awaited(self) -> bool:
         """Whether most other live trainers stand at this version and have done their inner steps."""
-        entries = [self.roster.get(member.peer) for member in self._trainers_alive() if member != self.me]
-        beats = [entry.heartbeat for entry in entries if entry is not None and entry.heartbeat is not None]
-        ready = sum(beat.progress.phase == Phase.SYNCING and beat.progress.version == self.version for beat in beats)
-        return 2 * ready > len(entries)
+        beats = self._heard_of_trainers()
+        told = [beat.progress for beat in beats if beat is not None]
+        ready = sum(progress.phase == Phase.SYNCING and progress.version == self.version for progress in told)
+        return 2 * ready > len(beats)
 
     def fastest(self) -> float:
         """The largest pace that a live trainer tells of, tokens per second; 0 while nobody does."""
+        return max((beat.progress.pace for beat in self._heard_of_trainers() if beat is not None), default=0.0)
+
+    def _heard_of_trainers(self) -> list[m.Heartbeat | None]:
+        """The last heartbeat of each other live trainer; None where there was none yet."""
         entries = [self.roster.get(member.peer) for member in self._trainers_alive() if member != self.me]
-        beats = [entry.heartbeat for entry in entries if entry is not None and entry.heartbeat is not None]
-        return max((beat.progress.pace for beat in beats), default=0.0)
+        return [entry.heartbeat if entry is not None else None for entry in entries]
 
     # ------------------------------------------------------------ members and votes
 
