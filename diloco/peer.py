@@ -316,7 +316,7 @@ class Peer:
             apply = partial(self._apply, on_closed=on_closed)
             return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last_steps)
 
-        return self._counted(self._surviving(rounds), on_closed, patience)
+        return self._counted(self._surviving(rounds), on_closed, patience, leaving)
 
     def begin(self, on_closed: OnClosed, leaving: bool = False) -> Skip | None:
         """The first half of a round, for a loop that is not ours: what was trained so far goes out. None: it does."""
@@ -337,7 +337,11 @@ class Peer:
         return self._counted(outcome, on_closed, patience)
 
     def _counted(
-        self, outcome: Sequence[Closed] | Skip, on_closed: OnClosed, patience: Callable[[], bool]
+        self,
+        outcome: Sequence[Closed] | Skip,
+        on_closed: OnClosed,
+        patience: Callable[[], bool],
+        leaving: Callable[[], bool] = lambda: False,
     ) -> Sequence[Closed] | Skip:
         """Under `async` whoever offered after a version began is counted in the next one at once, not a round later."""
         apply = partial(self._apply, on_closed=on_closed)
@@ -346,9 +350,7 @@ class Peer:
                 break
             self.report(phase=Phase.SYNCING)
             again = self._surviving(
-                lambda seconds: run_round(
-                    self.line, lambda: None, self._outgoing, apply, patience, lambda: False, seconds
-                )
+                lambda seconds: run_round(self.line, lambda: None, self._outgoing, apply, patience, leaving, seconds)
             )
             if isinstance(again, Skip):
                 break
