@@ -86,7 +86,8 @@ class MembershipSection(Section):
     round_deadline_s: PositiveFloat = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
     backlog_versions: Annotated[int, Field(ge=1)] = 4
-    """How many committed means each member keeps for peers that fell behind."""
+    """How many committed means each member keeps for peers that fell behind; more, up to the size of one state, while
+    somebody copies the state."""
 
 
 class DataSection(Section):

@@ -173,6 +173,11 @@ def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
     }
 
 
+def state_bytes(layout: Layout, optimizer: OuterOptimizer) -> int:
+    """Size of an outer state."""
+    return sum(buffer_bytes(layout, optimizer).values())
+
+
 def chunk_bounds(total_bytes: int) -> list[tuple[int, int]]:
     """First byte of each chunk of a buffer, and the one behind its last."""
     starts = range(0, total_bytes, STATE_CHUNK_BYTES)

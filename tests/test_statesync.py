@@ -25,15 +25,17 @@ from diloco.exchange.statesync import (
     PAUSE_S,
     SNAPSHOTS,
     STRIPE_CHUNKS,
+    Backlog,
     Snapshots,
     download,
     make_offer,
 )
 from diloco.fragments import Layout
 from diloco.outer import STATE_CHUNK_BYTES, OuterState, open_outer
+from diloco.types import Closed
 from tests.local import LocalWorld
 from tests.peers import KEYS
-from tests.test_link import Listener
+from tests.test_link import Listener, commit
 
 ELEMENTS = 3 * 2**20
 LAYOUT = Layout.of([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], fragments=2)
@@ -67,7 +69,8 @@ class Holder(Listener):
     def __init__(self, state: OuterState, bps: float = 0.0) -> None:
         super().__init__()
         self.held = state
-        self.snapshots = Snapshots(backlog_versions=4)
+        self.backlog = Backlog(4, STATE_BYTES)
+        self.snapshots = Snapshots(self.backlog)
         self.limit = RateLimit(bps)
         self.served: list[int] = []
         self.spoils = False
@@ -83,6 +86,13 @@ class Holder(Listener):
 
     async def on_state_bytes(self, size_bytes: int) -> None:
         await asyncio.sleep(self.limit.delay_s(size_bytes, time.monotonic()))
+
+    def close(self, mean_bytes: int) -> None:
+        """One more version, with a mean of that size."""
+        self.held = step(self.held, 0)
+        closed = Closed(commit(self.held.version, ()), (bytes(mean_bytes),))
+        self.backlog.add(closed, self.snapshots.oldest_version())
+        self.snapshots.forget(self.held.version, time.monotonic())
 
 
 class Members:
@@ -148,6 +158,29 @@ def test_chunks_that_are_here_already_are_not_fetched(state: OuterState) -> None
         members = Members(Holder(step(state, 0)))
         assert (await members.copy(state)).version == state.version + 1
         assert served(members) == list(range(CHUNKS // 2))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("mean_bytes", "leads_on"), [(STATE_BYTES // 24, True), (STATE_BYTES // 4, False)])
+def test_a_copy_that_takes_many_versions_is_not_in_vain(state: OuterState, mean_bytes: int, leads_on: bool) -> None:
+    """Each member closes two versions per chunk: 24, of which it would keep 4. Where their means are too large for
+    that, a copy is cut off and begins again."""
+
+    async def scenario() -> None:
+        members = Members(Holder(state), Holder(state))
+
+        def after(chunks: int) -> None:
+            for holder in members.holders.values():
+                if holder.held.version < state.version + 24:
+                    holder.close(mean_bytes)
+                    holder.close(mean_bytes)
+
+        copied = await members.copy(start(2), after)
+        assert (copied.version == state.version) == leads_on
+        latest = max(holder.held.version for holder in members.holders.values())
+        assert latest == state.version + 24
+        assert all(holder.backlog.leads_on_from(copied.version) for holder in members.holders.values()) == leads_on
 
     asyncio.run(scenario())
 
@@ -281,28 +314,76 @@ def offered(snapshots: Snapshots, state: OuterState, now_s: float) -> int:
     return snapshots.offer(state, make_offer(state, None), now_s).version
 
 
+def backlog_of(versions: range, kept: int = 4, most_bytes: int = 0, read_version: int | None = None) -> Backlog:
+    """These versions closed, with means of 10 bytes."""
+    backlog = Backlog(kept, most_bytes)
+    for version in versions:
+        backlog.add(Closed(commit(version, ()), (bytes(4), bytes(6))), read_version)
+    return backlog
+
+
+def kept(backlog: Backlog) -> list[int]:
+    return [closed.commit.version for closed in backlog.after(-1)]
+
+
+def test_the_latest_commits_are_kept() -> None:
+    backlog = backlog_of(range(1, 10))
+    assert kept(backlog) == [6, 7, 8, 9]
+    assert [closed.commit.version for closed in backlog.after(7)] == [8, 9]
+    assert [backlog.leads_on_from(version) for version in (4, 5, 8, 9)] == [False, True, True, False]
+    backlog.clear()
+    assert kept(backlog) == []
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "read_version", "versions"),
+    [
+        (1000, 2, [3, 4, 5, 6, 7, 8, 9]),  # all since the state that is being copied
+        (60, 2, [4, 5, 6, 7, 8, 9]),  # as many as fit
+        (59, 2, [5, 6, 7, 8, 9]),
+        (10, 2, [6, 7, 8, 9]),  # never fewer than without a copy
+        (1000, 8, [6, 7, 8, 9]),
+    ],
+)
+def test_commits_since_a_snapshot_are_kept_within_bounds(
+    most_bytes: int, read_version: int, versions: list[int]
+) -> None:
+    assert kept(backlog_of(range(1, 10), 4, most_bytes, read_version)) == versions
+
+
+def test_when_the_copy_is_over_only_the_latest_commits_are_kept() -> None:
+    backlog = backlog_of(range(1, 10), 4, 1000, 0)
+    assert len(kept(backlog)) == 9
+    backlog.add(Closed(commit(10, ()), (bytes(10),)), None)
+    assert kept(backlog) == [7, 8, 9, 10]
+
+
 def test_a_snapshot_stays_while_it_is_read_and_goes_when_it_is_not() -> None:
-    snapshots, states = Snapshots(backlog_versions=100), versions(3)
+    snapshots, states = Snapshots(backlog_of(range(1, 2))), versions(3)
     offered(snapshots, states[0], 0.0)
     for now_s in (IDLE_S, 2 * IDLE_S):
         snapshots.forget(1, now_s)
         assert snapshots.chunk(states[0].digest, 0, now_s) is not None
+    assert snapshots.oldest_version() == 0
     snapshots.forget(1, 3 * IDLE_S + 0.1)
     assert snapshots.chunk(states[0].digest, 0, 3 * IDLE_S + 0.1) is None
+    assert snapshots.oldest_version() is None
 
 
 def test_a_snapshot_from_which_no_commits_lead_on_goes() -> None:
-    snapshots, states = Snapshots(backlog_versions=2), versions(4)
+    backlog, states = backlog_of(range(1, 3), kept=2), versions(4)
+    snapshots = Snapshots(backlog)
     offered(snapshots, states[0], 0.0)
     snapshots.forget(2, 1.0)
     assert snapshots.chunk(states[0].digest, 0, 1.0) is not None
+    backlog.add(Closed(commit(3, ()), ()), None)
     snapshots.forget(3, 1.0)
     assert snapshots.chunk(states[0].digest, 0, 1.0) is None
 
 
 def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> None:
     """Memory is bounded however many joiners come, and nobody who reads is cut off."""
-    snapshots, states = Snapshots(backlog_versions=100), versions(SNAPSHOTS + 2)
+    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10)), versions(SNAPSHOTS + 2)
     assert [offered(snapshots, state, 0.0) for state in states[:SNAPSHOTS]] == list(range(SNAPSHOTS))
     assert offered(snapshots, states[SNAPSHOTS], 1.0) == SNAPSHOTS - 1
     assert all(snapshots.chunk(state.digest, 0, 1.0) for state in states[:SNAPSHOTS])
@@ -311,7 +392,7 @@ def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> Non
 
 
 def test_chunks_that_do_not_exist_are_not_there() -> None:
-    snapshots, states = Snapshots(backlog_versions=4), versions(1)
+    snapshots, states = Snapshots(backlog_of(range(0))), versions(1)
     offered(snapshots, states[0], 0.0)
     assert [snapshots.chunk(states[0].digest, index, 0.0) is None for index in (-1, 0, 2)] == [True, False, True]
     assert snapshots.chunk("other", 0, 0.0) is None

@@ -39,12 +39,12 @@ from diloco.exchange.machine import Machine
 from diloco.exchange.pace import RateLimit
 from diloco.exchange.probe import nobody_listens
 from diloco.exchange.rules import Rules, Timing
-from diloco.exchange.statesync import Snapshots, download, make_offer
+from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json
 from diloco.exchange.stepping import Stepping
 from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
-from diloco.outer import OuterOptimizer, OuterState
+from diloco.outer import OuterOptimizer, OuterState, state_bytes
 from diloco.round import Ahead
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 
@@ -164,12 +164,12 @@ class Exchange:
         self._waiting: Future[Sequence[Closed] | Skip] | None = None
         """The same, as long as the offer stands."""
         self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
-        self._backlog: deque[Closed] = deque(maxlen=terms.rules.backlog_versions)
+        self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.layout, terms.optimizer))
         self._closed: deque[Closed] = deque()
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
         self._state_commit: Commit | None = None
-        self._snapshots = Snapshots(terms.rules.backlog_versions)
+        self._snapshots = Snapshots(self._backlog)
         self._serving = RateLimit(terms.serve_bps)
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
@@ -373,7 +373,7 @@ class Exchange:
     def _close_again(self, version: int) -> None:
         """A state that was copied may be older than what closed here: the versions in between are to be applied."""
         with self._closed_changed:
-            later = [closed for closed in self._backlog if closed.commit.version > version]
+            later = self._backlog.after(version)
             self._closed = deque(later)
             self.behind = bool(later) and later[0].commit.version != version + 1
             self._closed_changed.notify_all()
@@ -611,7 +611,7 @@ class Exchange:
         held = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
         closed = Closed(commit, held)
         if not self.machine.me.witness:
-            self._backlog.append(closed)
+            self._backlog.add(closed, self._snapshots.oldest_version())
         self._drop_work()
         self._contribution = None
         with self._closed_changed:
@@ -779,8 +779,7 @@ class Exchange:
         )
 
     def on_fetch_commits(self, since: int) -> list[Closed]:
-        following = [closed for closed in self._backlog if closed.commit.version > since]
-        return following if following and following[0].commit.version == since + 1 else []
+        return self._backlog.after(since) if self._backlog.leads_on_from(since) else []
 
     def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
         return self._means.get(digest)

@@ -2,15 +2,17 @@
 
 The chunks of one snapshot are striped over all members that hold it; a member that dies, stalls or sends a bad
 chunk is left out and its chunks are fetched from the others. When nobody holds the snapshot any more, the next pass
-goes for what is offered then, and fetches only the chunks that differ. Memory: a joiner holds the state once, beside
-the one it began with; a member holds `SNAPSHOTS` states at most beside its own, and shares what did not change.
+goes for what is offered then, and fetches only the chunks that differ. Versions that close meanwhile are applied from
+the commits, which members keep for as long as the copy goes on. Memory: a joiner holds the state once, beside the one
+it began with; a member holds `SNAPSHOTS` states at most beside its own, and shares what did not change, and commits of
+one state's size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +29,7 @@ from diloco.outer import (
     chunk_bounds,
     manifest_digest,
 )
-from diloco.types import Commit
+from diloco.types import Closed, Commit
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +63,61 @@ class _Snapshot:
     read_at_s: float
 
 
+class Backlog:
+    """The latest commits with their means, for those who are behind.
+
+    A copy over a slow link takes more versions than are kept otherwise, and would be too old whenever it is here. So
+    all since the oldest snapshot stay, too, while their means fit in the memory of one state: 8 versions of int8, 16 of
+    int4. A link that takes whole rounds for its part of the syncs brings a state in as many.
+
+    Args:
+        versions: kept in any case.
+        most_bytes: of all means, when more than `versions` are kept.
+    """
+
+    def __init__(self, versions: int, most_bytes: int) -> None:
+        self._versions = versions
+        self._most_bytes = most_bytes
+        self._closed: deque[Closed] = deque()
+        self._bytes = 0
+
+    def add(self, closed: Closed, read_version: int | None) -> None:
+        """`read_version`: of the oldest snapshot that is being read; None: there is none."""
+        self._closed.append(closed)
+        self._bytes += _payload_bytes(closed)
+        while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
+            self._bytes -= _payload_bytes(self._closed.popleft())
+
+    def _is_read(self, closed: Closed, read_version: int | None) -> bool:
+        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._most_bytes
+
+    def after(self, version: int) -> list[Closed]:
+        """What is kept of all later versions. It may begin later than with the next."""
+        return [closed for closed in self._closed if closed.commit.version > version]
+
+    def leads_on_from(self, version: int) -> bool:
+        """Whether the next version is kept, and so all after it."""
+        return any(closed.commit.version == version + 1 for closed in self._closed)
+
+    def clear(self) -> None:
+        self._closed.clear()
+        self._bytes = 0
+
+
+def _payload_bytes(closed: Closed) -> int:
+    return sum(map(len, closed.parts))
+
+
 class Snapshots:
     """States that others are copying. One that is being read stays, for as long as commits lead on from it."""
 
-    def __init__(self, backlog_versions: int) -> None:
-        """`backlog_versions`: who holds a state older than that has to copy again, so it is worth nothing."""
-        self._backlog_versions = backlog_versions
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
         self._kept: dict[str, _Snapshot] = {}
+
+    def oldest_version(self) -> int | None:
+        """Of those that are kept. None: there is none."""
+        return min((snapshot.offer.version for snapshot in self._kept.values()), default=None)
 
     def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
         """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
@@ -89,13 +139,13 @@ class Snapshots:
         return snapshot.state.chunk(snapshot.manifest[index])
 
     def forget(self, version: int, now_s: float) -> None:
-        """Drop what nobody reads, and what is too far behind `version`, where we stand."""
-        oldest = version - self._backlog_versions
-        self._kept = {
-            digest: snapshot
-            for digest, snapshot in self._kept.items()
-            if now_s - snapshot.read_at_s <= IDLE_S and snapshot.offer.version >= oldest
-        }
+        """Drop what nobody reads, and that from which no commits lead on to `version`, where we stand."""
+
+        def wanted(snapshot: _Snapshot) -> bool:
+            at = snapshot.offer.version
+            return now_s - snapshot.read_at_s <= IDLE_S and (at >= version or self._backlog.leads_on_from(at))
+
+        self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if wanted(snapshot)}
 
 
 # ---------------------------------------------------------------- taking

@@ -15,9 +15,9 @@ from diloco.compress import PayloadError
 from diloco.exchange import messages as m
 from diloco.exchange.link import Kind, StateOffer
 from diloco.exchange.machine import Machine
-from diloco.exchange.statesync import Snapshots, make_offer
+from diloco.exchange.statesync import Backlog, Snapshots, make_offer
 from diloco.exchange.work import BadContribution, Work
-from diloco.outer import OuterState
+from diloco.outer import OuterState, state_bytes
 from diloco.sim.virtual.lies import other_mean
 from diloco.sim.virtual.network import Stream
 from diloco.sim.virtual.training import Training
@@ -62,9 +62,9 @@ class Host:
         self._contribution: Contribution | None = None
         self._waiting = False
         self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
-        self._backlog: deque[Closed] = deque(maxlen=setup.rules.backlog_versions)
+        self._backlog = Backlog(setup.rules.backlog_versions, state_bytes(setup.layout, setup.optimizer))
         self._closed: deque[Closed] = deque()
-        self.snapshots = Snapshots(setup.rules.backlog_versions)
+        self.snapshots = Snapshots(self._backlog)
         self.state: OuterState | None = None
         self.state_commit: Commit | None = None
         world.after(world.dice.random() * TICK_S, self._tick)
@@ -148,7 +148,7 @@ class Host:
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         self.state, self.state_commit = state, commit
         if copied:
-            later = [closed for closed in self._backlog if closed.commit.version > state.version]
+            later = self._backlog.after(state.version)
             self._closed = deque(later)
             self.behind = bool(later) and later[0].commit.version != state.version + 1
         self.snapshots.forget(state.version, self.now)
@@ -354,7 +354,7 @@ class Host:
         parts = self._means[commit.mean_digest] if commit.mean_digest and not self.witness else ()
         closed = Closed(commit, parts)
         self.world.invariants.on_closed(self, closed)
-        self._backlog.append(closed)
+        self._backlog.add(closed, self.snapshots.oldest_version())
         self._work = None
         self._contribution = None
         if not self.witness:
@@ -446,8 +446,7 @@ class Host:
         return self._means.get(digest)
 
     def commits_since(self, version: int) -> Sequence[Closed]:
-        following = [closed for closed in self._backlog if closed.commit.version > version]
-        return following if following and following[0].commit.version == version + 1 else []
+        return self._backlog.after(version) if self._backlog.leads_on_from(version) else []
 
 
 def new_incarnation(world: World, name: str) -> int:
