@@ -390,8 +390,9 @@ class NetworkSection(Section):
     """Allow listening beyond loopback without `DILOCO_SECRET`: whoever reaches the port may join."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
     """Port of the peer directory (hivemind DHT); 0 takes a free one."""
-    serve_bps: NonNegativeFloat = 200e6
-    """Most bits per second that this peer sends to joiners that copy the state; 0: no limit."""
+    serve_bps: NonNegativeFloat | None = None
+    """Most bits per second that this peer sends to joiners that copy the state; 0: no limit. Without it, 80e6 for each
+    processor core that the peer may use, which takes 5 % of them."""
     send_bps: NonNegativeFloat = 0.0
     """Most bits per second that this peer sends in rounds, contributions and means together; 0: no limit."""
     streams: Annotated[int, Field(ge=1, le=16)] = 1

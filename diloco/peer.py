@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from diloco.exchange.engine import Exchange, Terms
 from diloco.exchange.keys import VARIABLE, secret_from_environment
 from diloco.exchange.link import StateOffer, Welcome
 from diloco.exchange.messages import Reply
+from diloco.exchange.pace import SERVE_BPS_PER_CORE
 from diloco.exchange.presence import Presence
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.runtime import Runtime, reachable
@@ -518,7 +520,7 @@ class Peer:
             data=data,
             max_norm_ratio=contract.membership.max_norm_ratio,
             radial=contract.outer.averaging == "radial",
-            serve_bps=self.site.network.serve_bps,
+            serve_bps=serve_bps_of(self.site),
             overlap_tokens=contract.sync.overlap * contract.tokens_per_step,
         )
 
@@ -570,6 +572,14 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
         offences_allowed=membership.offences_allowed,
     )
+
+
+def serve_bps_of(site: Site) -> float:
+    """The rate at which joiners are served: as set, else by the cores that this process may use. 0: no limit."""
+    if site.network.serve_bps is not None:
+        return site.network.serve_bps
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return SERVE_BPS_PER_CORE * cores
 
 
 def timing_of(site: Site) -> Timing:

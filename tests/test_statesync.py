@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,13 +13,13 @@ import pytest
 import torch
 
 import diloco.outer
-from diloco.config import OuterSection
+from diloco.config import NetworkSection, OuterSection, Site
 from diloco.errors import StateError
 from diloco.exchange import statesync
 from diloco.exchange.grpc_link import GrpcLink, serve
 from diloco.exchange.link import StateOffer
 from diloco.exchange.memory_link import MemoryNetwork
-from diloco.exchange.pace import BURST_S, RateLimit
+from diloco.exchange.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from diloco.exchange.statesync import (
     FRUITLESS_PASSES,
     IDLE_S,
@@ -32,6 +33,7 @@ from diloco.exchange.statesync import (
 )
 from diloco.fragments import Layout
 from diloco.outer import STATE_CHUNK_BYTES, OuterState, open_outer
+from diloco.peer import serve_bps_of
 from diloco.types import Closed
 from tests.local import LocalWorld
 from tests.peers import KEYS
@@ -498,3 +500,16 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     assert len(world.settle(world.peers)) == 1
     assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]
     assert sleeper.copies == copies
+
+
+def serves(limit_bps: float | None) -> float:
+    return serve_bps_of(Site(network=NetworkSection(serve_bps=limit_bps)))
+
+
+def test_unless_set_the_rate_goes_with_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7})
+    assert serves(None) == 3 * SERVE_BPS_PER_CORE
+    assert (serves(0.0), serves(20e6)) == (0.0, 20e6)
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert serves(None) == 4 * SERVE_BPS_PER_CORE

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import math
 
+SERVE_BPS_PER_CORE = 80e6
+"""What 5 % of a core send to joiners: checksum, gRPC, TLS and TCP take 5 ns a byte beside training
+(`scripts/bench-join`)."""
+
 BURST_S = 0.1
 """What was not sent in this time is not made up for: a busy event loop wakes up that late."""
 
