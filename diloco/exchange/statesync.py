@@ -34,7 +34,7 @@ from diloco.types import Closed, Commit
 logger = logging.getLogger(__name__)
 
 STRIPE_CHUNKS = 4
-"""Chunks asked for in one call."""
+"""Chunks asked for in one call, at most: fewer towards the end, so that all members end together."""
 FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
@@ -271,13 +271,14 @@ class _Copy:
         missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.digest]
         self._wanted = missing[::-1]
         self.here_bytes = self.total_bytes - sum(_size(manifest[index]) for index in missing)
-        await asyncio.gather(*(self._pull(address) for address in holders))
+        await asyncio.gather(*(self._pull(address, len(holders)) for address in holders))
         return self.here_bytes == self.total_bytes
 
-    async def _pull(self, address: str) -> None:
-        """Take chunks from one member for as long as it delivers."""
+    async def _pull(self, address: str, holders: int) -> None:
+        """Take chunks from one of so many members for as long as it delivers."""
         while self._wanted:
-            batch = [self._wanted.pop() for _ in range(min(STRIPE_CHUNKS, len(self._wanted)))]
+            share = max(1, len(self._wanted) // (2 * holders))
+            batch = [self._wanted.pop() for _ in range(min(STRIPE_CHUNKS, share))]
             missing = set(batch)
             try:
                 stream = self._link.fetch_state(address, self._digest, batch, STATE_CHUNK_BYTES, self._stall_s)
