@@ -115,9 +115,8 @@ class Committing(Standing):
         before = self.view
         self.commit = commit
         self.attempts = self.attempt + 1
-        exposed = self._exposed and commit.fragment == -1  # a founding makes no version: what was sent stays sent
+        self._exposed = self._exposed and commit.fragment == -1  # a founding makes no version: what was sent stays sent
         self._forget_version()
-        self._exposed = exposed
         self.electorate.stand(commit.view)
         self.roster.meet(commit.view, self._now, before)
         self._alone_since = None

@@ -248,7 +248,6 @@ class Standing:
         """Nothing of the version that was being made matters any more."""
         self.attempt = 0
         self._offer = None
-        self._exposed = False
         self._accepted_attempt, self._accepted = -1, None
         self._reduction = self._tally = self._proposal = self._decided = None
         self._without = ()
