@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from diloco.clock import monotonic_s
 from diloco.compress import bundle
 from diloco.exchange.link import Kind, LinkDown, Part, StreamHeader
 from diloco.exchange.messages import Reply
+from diloco.exchange.statesync import IDLE_S
 from diloco.outer import OuterState
 from diloco.types import Skip
 from tests.local import LocalPeer, LocalWorld
@@ -124,6 +127,8 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     """It was cut off, was dropped, comes back, keeps its progress and is counted again."""
     awake, sleeper = world.peers[:2], world.peers[2]
     world.rounds(world.peers, 1)
+    for peer in awake:  # a minute after they joined, nobody copies the state that all began with
+        world.call(partial(peer.peer.exchange._snapshots.forget, 1, monotonic_s() + 2 * IDLE_S))
     world.call(lambda: world.network.freeze(sleeper.address))
     timing = sleeper.peer.exchange.machine.timing
     sleeper.peer.exchange.machine.timing = replace(timing, heartbeat_s=1e9)
