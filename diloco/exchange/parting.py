@@ -109,7 +109,7 @@ class Parting(Reducing):
 
     def _change_lineage(self, lineage: str, forks: tuple[m.Fork, ...]) -> None:
         self._give_up_if_waiting("our lineage ends here")
-        self._forget_version()  # but not that we are exposed: the lineage may go on after all, with what we sent counted
+        self._forget_version()  # but not that we are exposed: that lineage may go on, with what we sent counted
         self.commit = None
         self._state = m.StateHeld(-1, "")
         self.electorate.stand(())
