@@ -114,6 +114,7 @@ def witness(
 
 @app.command(
     epilog="Examples:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try   |   "
+    "diloco simulate configs/quick.toml --async --speeds 1,1,0.5,0.25 --compare sync   |   "
     "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json"
 )
 def simulate(
@@ -125,10 +126,14 @@ def simulate(
     speeds: Annotated[
         str, typer.Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
     ] = "",
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="Each at its own pace: the same as --set membership.policy=async.")
+    ] = False,
     compare: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also train: ddp (torch DistributedDataParallel), average (outer SGD at rate 1), alone. Repeatable."
+            help="Also train: ddp (torch DistributedDataParallel), average (outer SGD at rate 1), alone, sync "
+            "(everybody waits for the slowest). Repeatable."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results; runs/<run> by default.")] = None,
@@ -162,7 +167,8 @@ def simulate(
         return
     if contract is None:
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
-    _simulate_real(contract, peers, speeds, compare or [], out, site, overrides or [], as_json)
+    policies = ["membership.policy=async"] if asynchronous else []
+    _simulate_real(contract, peers, speeds, compare or [], out, site, [*policies, *(overrides or [])], as_json)
 
 
 def _simulate_real(

@@ -146,6 +146,11 @@ class InnerSection(Section):
     sized_by: Literal["contract", "speed"] = "contract"
     """How many of them a peer does. `contract`: H; `speed`: the fastest peer H, any other as many as it can meanwhile
     (DyLU, arXiv 2401.09135), H / 16 at least. Goes with `outer.weighting = "tokens"`."""
+    comm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a round that its exchange may take, beyond the steps that overlap with it (`sync.overlap`): where it
+    takes more, peers do more steps than H, up to `most_steps`. 0: H, whatever it takes."""
+    most_steps: PositiveInt | None = None
+    """For `comm_share`; 4 H when not given."""
     batch_size: PositiveInt = 8
     """Sequences in one micro-batch of one peer."""
     accumulation: PositiveInt = 1
@@ -179,6 +184,10 @@ class InnerSection(Section):
         return self.batch_size * self.accumulation
 
 
+SHARED_OPTIMIZERS = ("nesterov", "sgd")
+"""Those that can take a share of a step."""
+
+
 class OuterSection(Section):
     optimizer: Literal["nesterov", "delayed_nesterov", "buffered_nesterov", "sgd", "adam"] = "nesterov"
     lr: PositiveFloat = 0.7
@@ -198,6 +207,16 @@ class OuterSection(Section):
     averaging: Literal["mean", "radial"] = "mean"
     """`radial`: lengths and directions of the contributions are averaged apart, so that the length of the mean does not
     fall as peers get more (Decoupled DiLoCo)."""
+    partial: Literal["whole", "share"] | None = None
+    """A version that counts some of the trainers only takes a `whole` outer step by their mean, or a `share` of one, by
+    their weight beside all trainers' (`nesterov` and `sgd`). Not given: `share` where each may make versions of its
+    own (`membership.policy` `async`), if the optimizer can; else `whole`."""
+    staleness_power: Annotated[float, Field(ge=0, le=4)] = 0.0
+    """A contribution during which s times as many versions closed as there are trainers, s > 1, weighs s to the power
+    of minus this; 0: as much as any other. 0.5 is FedBuff's and FedAsync's."""
+    alignment: Literal["none", "momentum"] = "none"
+    """`momentum`: late contributions are turned towards the outer momentum, and what is against it is made less, the
+    more the later they are (after HeLoCo, arXiv 2606.00271)."""
 
 
 CODE_BITS = {"int8": 8, "int4": 4, "e3m0": 4, "two_bit": 2, "sign": 1}
@@ -318,6 +337,8 @@ class Contract(Section):
             raise ValueError(
                 f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
             )
+        if self.inner.most_steps is not None and self.inner.most_steps < self.inner.steps:
+            raise ValueError(f"inner.most_steps ({self.inner.most_steps}) is less than inner.steps")
         if self.sync.overlap > self.steps_per_round:
             raise ValueError(
                 f"sync.overlap ({self.sync.overlap}) must be at most inner.steps / sync.fragments "
@@ -327,12 +348,46 @@ class Contract(Section):
             raise ValueError("sync.merge 'eager' needs an outer step that is linear: outer.optimizer sgd or a nesterov")
         if self.sync.merge != "carry" and not self.sync.overlap:
             raise ValueError(f"sync.merge {self.sync.merge!r} does nothing without sync.overlap")
+        self._partial_consistent()
         return self
+
+    def _partial_consistent(self) -> None:
+        outer = self.outer
+        if outer.partial == "share" and outer.optimizer not in SHARED_OPTIMIZERS:
+            raise ValueError(
+                f"outer.partial 'share' is for outer.optimizer {' and '.join(SHARED_OPTIMIZERS)}, not for "
+                f"{outer.optimizer}: that one takes whole steps"
+            )
+        if self.partial == "share" and self.sync.merge == "eager":
+            raise ValueError(
+                "sync.merge 'eager' takes outer steps ahead as if all contributed: with membership.policy 'async' set "
+                "sync.merge to 'carry', or outer.partial to 'whole'"
+            )
+        if outer.alignment == "momentum" and not outer.optimizer.endswith("nesterov"):
+            raise ValueError(f"outer.alignment 'momentum' needs a momentum, which {outer.optimizer} has not")
+
+    @property
+    def partial(self) -> str:
+        """`OuterSection.partial`, chosen."""
+        shared = self.membership.policy == "async" and self.outer.optimizer in SHARED_OPTIMIZERS
+        return self.outer.partial or ("share" if shared else "whole")
 
     @property
     def steps_per_round(self) -> int:
         """Inner steps between two rounds: H / P."""
         return self.inner.steps // self.sync.fragments
+
+    @property
+    def rounds_vary(self) -> bool:
+        """Whether peers size their rounds by what they measure."""
+        return self.inner.sized_by == "speed" or self.inner.comm_share > 0
+
+    @property
+    def most_steps_per_round(self) -> int:
+        """The same, where the exchange is slow (`InnerSection.comm_share`)."""
+        if not self.inner.comm_share:
+            return self.steps_per_round
+        return (self.inner.most_steps or 4 * self.inner.steps) // self.sync.fragments
 
     @property
     def tokens_per_step(self) -> int:
@@ -341,8 +396,8 @@ class Contract(Section):
 
     @property
     def blocks_per_round(self) -> int:
-        """Data blocks one peer trains on between two rounds."""
-        return self.inner.sequences_per_step * self.steps_per_round
+        """Data blocks one peer trains on between two rounds, at most."""
+        return self.inner.sequences_per_step * self.most_steps_per_round
 
     @property
     def lease_blocks(self) -> int:

@@ -22,7 +22,7 @@ from diloco.config import load_contract
 from diloco.errors import DilocoError
 from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
 
-NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone"}
+NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
 """How the baselines are called, by their folder."""
 MOST_WAITS = 400
 """Drawn; of more, the longest."""

@@ -163,8 +163,8 @@ class Run:
         self._steps, self._begun = 0, False
         pace = self._watch.round()
         self._peer.report(pace=pace)
-        if self.contract.inner.sized_by == "speed":
-            self._cadence = Cadence.of(self.contract).sized(pace, self._peer.exchange.fastest())
+        if self.contract.rounds_vary:
+            self._cadence = Cadence.fitted(self.contract, pace, *self._peer.exchange.speeds())
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:

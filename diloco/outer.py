@@ -220,40 +220,53 @@ class OuterOptimizer(ABC):
         return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0)
 
     @abstractmethod
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         """The state after descending `mean`, the flat fp32 mean of pseudo-gradients.
 
-        Its buffers are those of `into`, which are overwritten, or new ones.
+        Its buffers are those of `into`, which are overwritten, or new ones. `share`, above 0 and at most 1: how much
+        of a step this is (`diloco.weighing`). SGD and Nesterov only (`OuterSection.partial`) know of others than 1.
         """
 
 
 @dataclass(frozen=True)
 class Sgd(OuterOptimizer):
-    """θ ← θ − η g. At η = 1 the new anchor is the mean of the local weights (FedAvg, local SGD)."""
+    """θ ← θ − s η g, s being the share. At s η = 1 the new anchor is the mean of the local weights (FedAvg)."""
 
     lr: float
     slot_names = ()
 
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         after = into or state.unfilled()
-        torch.sub(state.anchor, mean * self.lr, out=after.anchor)
+        torch.sub(state.anchor, mean * (self.lr * share), out=after.anchor)
         return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
 class Nesterov(OuterOptimizer):
-    """b ← μ b + g;  θ ← θ − η (g + μ b): `torch.optim.SGD(nesterov=True)`, DiLoCo's choice (arXiv 2311.08105)."""
+    """b ← μ b + g;  θ ← θ − η (g + μ b): `torch.optim.SGD(nesterov=True)`, DiLoCo's choice (arXiv 2311.08105).
+
+    A share s of a step: b ← (1 − s (1 − μ)) b + s g;  θ ← θ − s η (g + μ b). Momentum fades by the work that is
+    committed and not by the number of versions: each g moves θ by s η g / (1 − μ) in the end, as in whole steps.
+    """
 
     lr: float
     momentum: float
     slot_names = ("momentum",)
 
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         after = into or state.unfilled()
         momentum = after.slots["momentum"]
+        kept = self.momentum + (1 - share) * (1 - self.momentum)  # the momentum itself, to the bit, of a whole step
         for tile in tiles(mean.numel()):
-            torch.mul(state.slots["momentum"][tile], self.momentum, out=momentum[tile]).add_(mean[tile])
-            update = (momentum[tile] * self.momentum).add_(mean[tile]).mul_(self.lr)
+            fresh = mean[tile] if share == 1 else mean[tile] * share
+            torch.mul(state.slots["momentum"][tile], kept, out=momentum[tile]).add_(fresh)
+            update = (momentum[tile] * self.momentum).add_(mean[tile]).mul_(self.lr * share)
             torch.sub(state.anchor[tile], update, out=after.anchor[tile])
         return replace(after, steps=state.steps + 1)
 
@@ -274,7 +287,9 @@ class DelayedNesterov(OuterOptimizer):
     at_once: bool
     slot_names = ("accumulated", "momentum")
 
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         after = into or state.unfilled()
         steps, share = state.steps + 1, 1.0 / self.buffer
         for tile in tiles(mean.numel()):
@@ -304,7 +319,9 @@ class Adam(OuterOptimizer):
     eps: float
     slot_names = ("first_moment", "second_moment")
 
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         after, steps = into or state.unfilled(), state.steps + 1
         beta1, beta2 = self.betas
         first = torch.mul(state.slots["first_moment"], beta1, out=after.slots["first_moment"])
@@ -319,7 +336,7 @@ class Adam(OuterOptimizer):
 
 @dataclass(frozen=True)
 class WarmUp(OuterOptimizer):
-    """θ ← θ − g for the first `steps` outer steps of a fragment: plain averaging. Then `after`, from zero slots.
+    """θ ← θ − s g for the first `steps` outer steps of a fragment: plain averaging. Then `after`, from zero slots.
 
     From random weights the first displacements point nowhere in particular, and momentum would carry them on for
     1 / (1 − μ) steps. DiLoCo's main results begin from a pretrained model (arXiv 2311.08105, section 3).
@@ -332,14 +349,16 @@ class WarmUp(OuterOptimizer):
     def slot_names(self) -> tuple[str, ...]:
         return self.after.slot_names
 
-    def step(self, state: FragmentState, mean: Tensor, into: FragmentState | None = None) -> FragmentState:
+    def step(
+        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
+    ) -> FragmentState:
         if state.steps < self.steps:
             after = into or state.unfilled()
-            torch.sub(state.anchor, mean, out=after.anchor)
+            torch.sub(state.anchor, mean if share == 1 else mean * share, out=after.anchor)
             for name, slot in state.slots.items():
                 after.slots[name].copy_(slot)
         else:
-            after = self.after.step(replace(state, steps=state.steps - self.steps), mean, into)
+            after = self.after.step(replace(state, steps=state.steps - self.steps), mean, into, share)
         return replace(after, steps=state.steps + 1)
 
 

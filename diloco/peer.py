@@ -65,6 +65,7 @@ from diloco.round import (
 from diloco.schedule import Finish
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
+from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
 
@@ -516,6 +517,7 @@ class Peer:
             layout_digest=layout.digest,
             codecs=self.line.codecs,
             optimizer=self.line.optimizer,
+            weighing=self.line.weighing,
             total_tokens=contract.run.total_tokens,
             data=data,
             max_norm_ratio=contract.membership.max_norm_ratio,
@@ -541,13 +543,14 @@ def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], e
         layout,
         open_codecs(contract.codec),
         optimizer,
-        contract.outer.weighting == "tokens",
+        Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor))),
         merge=contract.sync.merge,
         mix_alpha=contract.sync.mix_alpha,
         feedback=contract.codec.error_feedback,
         residual_after_rejoin=contract.codec.residual_after_rejoin,
         encode=encode,
+        align=contract.outer.alignment == "momentum",
     )
 
 

@@ -32,6 +32,7 @@ from diloco.outer import OuterOptimizer, OuterState, open_outer
 from diloco.recording import Recording, recordings
 from diloco.telemetry import readable_text
 from diloco.types import Commit, Counted
+from diloco.weighing import Weighing
 
 
 class Verdict(StrEnum):
@@ -96,6 +97,7 @@ class Workshop:
     codecs: Sequence[Codec]
     """By group of parameters."""
     optimizer: OuterOptimizer
+    weighing: Weighing
     seeded: Callable[[], OuterState | None]
     """The state that the run begins with, if the contract tells."""
     saved: Mapping[str, Callable[[], OuterState]]
@@ -139,7 +141,7 @@ class Workshop:
             raise Otherwise(Verdict.MEAN if mean else Verdict.MISSING, "no state to step from")
         if before.digest != commit.state_digest:
             raise Otherwise(Verdict.MISMATCH, f"made on state {commit.state_digest[:12]}, not {before.digest[:12]}")
-        after = self._step(before, *mean, commit.version) if mean else before
+        after = self._step(before, *mean, commit) if mean else before
         said = self.chain.states[commit.digest]
         if after.digest not in said:
             raise Otherwise(Verdict.MISMATCH, f"state {after.digest[:12]}, the ledgers say {next(iter(said))[:12]}")
@@ -180,10 +182,10 @@ class Workshop:
                 raise ValueError(f"part {part} counts nobody")
             yield fold(terms, stop - start, self.codecs[fragment.group_of(part)], radial=self.radial)
 
-    def _step(self, before: OuterState, fragment: Fragment, parts: Sequence[bytes], version: int) -> OuterState:
-        mean = unpack(parts, fragment, self.codecs)
-        after = self.optimizer.step(before.fragments[fragment.index], mean)
-        return before.replace(fragment.index, after, version)
+    def _step(self, before: OuterState, fragment: Fragment, parts: Sequence[bytes], commit: Commit) -> OuterState:
+        mean, share = unpack(parts, fragment, self.codecs), self.weighing.share(commit.counted, commit.view)
+        after = self.optimizer.step(before.fragments[fragment.index], mean, share=share)
+        return before.replace(fragment.index, after, commit.version)
 
 
 # ---------------------------------------------------------------- from folders
@@ -206,6 +208,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         shelf,
         open_codecs(contract.codec),
         open_outer(contract.outer),
+        Weighing.of(contract),
         lambda: seeded_state(contract, checkpoints, data_root),
         {digest: _opener(checkpoint) for checkpoint in checkpoints if (digest := _commit_digest(checkpoint))},
         contract.outer.averaging == "radial",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diloco import failpoints
+from diloco.align import aligned
 from diloco.average import unpack
 from diloco.compress import Codec, PayloadError
 from diloco.compress.codec import magnitude
@@ -30,6 +31,7 @@ from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
 from diloco.telemetry import timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
+from diloco.weighing import Weighing
 
 LARGEST = torch.finfo(torch.float32).max
 STEPS_OF_THE_LINE = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge")
@@ -96,8 +98,7 @@ class Line:
     codecs: Sequence[Codec]
     """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
-    by_tokens: bool
-    """Contributions weigh as many as their tokens; else all weigh the same."""
+    weighing: Weighing
     state: OuterState
     commit: Commit | None = None
     trained: Trained = field(default_factory=Trained)
@@ -113,8 +114,15 @@ class Line:
     """By fragment, flat fp32; a fragment without an entry has none yet."""
     encode: Encode = encode_now
     """On this thread, or ahead of the exchange on another (`Encoder`)."""
+    align: bool = False
+    """Late pseudo-gradients are turned towards the outer momentum (`diloco.align`)."""
+    since: int = field(init=False)
+    """The version at which the progress that is not committed yet began."""
     own: dict[int, FragmentState] = field(default_factory=dict)
     """By fragment, for `eager`: the outer steps that our contributions alone would have made."""
+
+    def __post_init__(self) -> None:
+        self.since = self.state.version
 
     @property
     def due(self) -> Fragment:
@@ -125,6 +133,11 @@ class Line:
     def trainers(self) -> int:
         """Members that contribute, as far as we know."""
         return sum(not member.witness for member in self.commit.view) if self.commit else 1
+
+    @property
+    def staleness(self) -> float:
+        """Versions that closed since our progress began, over the trainers."""
+        return (self.state.version - self.since) / max(self.trainers, 1)
 
 
 def run_round(
@@ -188,12 +201,15 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
         local = read_fragment(line.parameters, fragment, empty_as(anchor))
         if not magnitude(anchor) + magnitude(local) <= LARGEST:
             raise PayloadError("the pseudo-gradient is not finite")
-        whole = line.feedback is not None or line.merge == "eager"
+        whole = line.feedback is not None or line.merge == "eager" or line.align
         gradient = pseudo_gradient(anchor, local) if whole else None
     with timed(seconds, "compress"):
         target = gradient
-        if gradient is not None and line.feedback is not None:
-            target = with_residual(gradient, line.residuals.get(fragment.index), line.feedback)
+        if target is not None and line.align:
+            momentum = line.state.fragments[fragment.index].slots["momentum"]
+            target = aligned(target, momentum, fragment, line.staleness)
+        if target is not None and line.feedback is not None:
+            target = with_residual(target, line.residuals.get(fragment.index), line.feedback)
             if not math.isfinite(magnitude(target)):
                 raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
 
@@ -202,7 +218,7 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
 
         parts = line.encode(_pieces(values, fragment, line.codecs))
     trained = line.trained
-    weight = max(trained.tokens, 1) if line.by_tokens else 1
+    weight = line.weighing.weight(trained.tokens, line.staleness)
     contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
     sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
     return sent if line.merge != "eager" or gradient is None else _look_ahead(line, sent, fragment, gradient)
@@ -266,6 +282,7 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     line.sent = None
     if mine is not None:
         line.trained.subtract(mine)
+        line.since = commit.version
     return mine
 
 
@@ -279,7 +296,8 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
         with timed(seconds, "average"):
             mean = unpack(closed.parts, fragment, line.codecs)
         with timed(seconds, "outer"):
-            after = line.optimizer.step(before, mean)
+            share = line.weighing.share(closed.commit.counted, closed.commit.view)
+            after = line.optimizer.step(before, mean, share=share)
     failpoints.hit("before-merge")
     with timed(seconds, "merge"):
         _merge(line, closed.commit, fragment, mine is not None, before.anchor, after.anchor)
@@ -340,6 +358,8 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
         write_fragment(line.parameters, fragment, local)
     line.state, line.commit, line.sent = state, commit, None
     line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
+    if not line.trained.tokens:
+        line.since = state.version
     line.own.clear()
     kept = line.residual_after_rejoin
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}

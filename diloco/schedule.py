@@ -38,6 +38,25 @@ class Cadence:
         steps = max(math.floor(self.steps * max(pace / fastest, LEAST_SHARE)), 1)
         return Cadence(steps, min(self.overlap, steps))
 
+    def stretched(self, step_s: float, sync_s: float, share: float, most: int) -> Cadence:
+        """With so many steps, `most` at most, that the part of an exchange of `sync_s` which no steps overlap with is
+        at most this `share` of the round."""
+        waited_s = sync_s - self.overlap * step_s
+        if waited_s <= 0 or step_s <= 0:
+            return self
+        steps = math.ceil(waited_s * (1 / share - 1) / step_s)
+        return Cadence(max(self.steps, min(steps, most)), self.overlap)
+
+    @staticmethod
+    def fitted(contract: Contract, pace: float, fastest: float, sync_s: float) -> Cadence:
+        """The contract's, for a peer of this pace beside the fastest (tokens per second, 0: not known) whose last
+        exchange took `sync_s`."""
+        cadence, inner = Cadence.of(contract), contract.inner
+        if inner.comm_share and pace:
+            step_s = contract.tokens_per_step / pace
+            cadence = cadence.stretched(step_s, sync_s, inner.comm_share, contract.most_steps_per_round)
+        return cadence.sized(pace, fastest) if inner.sized_by == "speed" else cadence
+
     def before(self, trained_tokens: int) -> int:
         """Inner steps before the contribution is measured. With nothing trained yet they are a whole round's, lest
         the first contribution be empty (`overlap` may be the whole round)."""

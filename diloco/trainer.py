@@ -216,14 +216,14 @@ class Trainer:
             time.sleep(max(began_s + lasts_s - monotonic_s(), 0.0))
 
     def _size(self) -> None:
-        """As many steps this time as our speed has room for (`inner.sized_by`), the same on every rank."""
+        """As many steps this time as our speed and the exchange ask for, the same on every rank."""
         pace = self._watch.round()
         if self.peer is not None:
             self.peer.report(pace=pace)
-        if self.contract.inner.sized_by == "speed":
-            fastest = self.peer.exchange.fastest() if self.peer is not None else 0.0
-            paces = json.loads(self.island.share(json.dumps((pace, fastest))))
-            self._cadence = Cadence.of(self.contract).sized(*paces)
+        if self.contract.rounds_vary:
+            speeds = self.peer.exchange.speeds() if self.peer is not None else ()
+            measured = json.loads(self.island.share(json.dumps((pace, *speeds))))
+            self._cadence = Cadence.fitted(self.contract, *measured)
 
     def _cut_short(self) -> bool:
         """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""

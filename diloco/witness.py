@@ -26,6 +26,7 @@ from diloco.peer import Gate, rules_of, timing_of
 from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
 from diloco.types import Closed, Member, Phase, Progress
+from diloco.weighing import Weighing
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Witness:
             layout_digest=welcome.layout,
             codecs=open_codecs(contract.codec),
             optimizer=open_outer(contract.outer),
+            weighing=Weighing.of(contract),
             total_tokens=contract.run.total_tokens,
             data=welcome.data,
         )

@@ -97,8 +97,8 @@ def _outcomes(chosen: Mapping[str, Row], scale: Scale, seeds: int, jobs: int) ->
                 except DilocoError as error:  # this machine cannot: an old torch has no Muon
                     _tell(f"{name} is left out: {error}")
                     continue
+                yield name, seed, outcome  # first: a Ctrl-C after the line below is said must find it in the table
                 _tell(f"[{done}/{len(runs)}] {name}, seed {seed}: {outcome.loss:.3f}; {_duration(left_s)} left")
-                yield name, seed, outcome
         except BaseException:
             for worker in active_children():
                 worker.terminate()

@@ -90,6 +90,7 @@ def rows(steps: int) -> dict[str, Row]:
 def async_rows(steps: int) -> dict[str, Row]:
     """Those of `scripts/bench-async`. `steps`: H."""
     apart = {"policy": "async", "sync_versions": OUTER["warmup_steps"]}
+    whole = {"partial": "whole"}
     sized = {"sized_by": "speed"}
 
     def row(about: str, outer: Mapping[str, Any], inner: Mapping[str, Any] = {}, at_once: bool = False) -> Row:
@@ -103,8 +104,13 @@ def async_rows(steps: int) -> dict[str, Row]:
     return {
         "sync": Row("waits for the slowest", speeds=SPEEDS),
         "sync-sized": Row("DyLU: the slower do fewer steps", {"inner": sized, "outer": by_tokens}, speeds=SPEEDS),
-        "naive": row("Nesterov for each contribution", {}),
-        "plain": row("no momentum, rate 1/4", {"optimizer": "sgd", "lr": 0.25}),
+        "naive": row("a whole Nesterov step for each contribution", whole),
+        "plain": row("no momentum, 1/4 of a step for each", AVERAGE),
+        "share": row("1/4 of a Nesterov step for each", {}),
+        "share-sized": row("and DyLU", {}, sized),
+        "share-stale": row("and weights by staleness", {"staleness_power": 0.5}),
+        "share-aligned": row("and the late ones aligned", {"alignment": "momentum"}),
+        "share-scratch": row("without a start in sync", {"warmup_steps": 0}, at_once=True),
         "buffered4": row("FedBuff: a Nesterov step every 4", buffered("buffered", 4)),
         "delayed4": row("delayed Nesterov, momentum every 4", buffered("delayed", 4)),
         "delayed8": row("every 8", buffered("delayed", 8)),
@@ -113,7 +119,7 @@ def async_rows(steps: int) -> dict[str, Row]:
         "delayed4-scratch": row(
             "every 4, without a start in sync", buffered("delayed", 4, warmup_steps=0), at_once=True
         ),
-        "plain-scratch": row("no momentum, without a start in sync", {**AVERAGE, "lr": 0.25}, at_once=True),
+        "plain-scratch": row("no momentum, without a start in sync", AVERAGE, at_once=True),
     }
 
 

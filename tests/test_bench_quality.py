@@ -116,7 +116,7 @@ def test_quick_async(tmp_path: Path) -> None:
     output, errors = done.communicate(timeout=100)
     assert done.returncode == 0, errors
     runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
-    assert list(runs) == ["sync", "sync-sized", "delayed4-scratch", "plain-scratch"]
+    assert list(runs) == ["sync", "sync-sized", "share-scratch", "delayed4-scratch", "plain-scratch"]
     assert all(f"`{name}`" in output and run["tokens"] >= TOKENS for name, run in runs.items())
     assert runs["plain-scratch"]["time"] < runs["sync"]["time"]
     assert runs["plain-scratch"]["versions"] > runs["sync"]["versions"]

@@ -82,7 +82,7 @@ def test_a_loop_beside_a_faster_peer_syncs_more_often(monkeypatch: pytest.Monkey
         "inner": {"steps": 32, "sized_by": "speed"},
     }
     with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8)) as run:
-        monkeypatch.setattr(run._peer.exchange, "fastest", lambda: 1e12)  # another peer's pace, tokens per second
+        monkeypatch.setattr(run._peer.exchange, "speeds", lambda: (1e12, 0.0))  # another peer's pace, tokens per second
         closed = [step for step in range(1, 41) if run.step(tokens=16)]
         assert run._peer.progress.pace > 0
     assert closed == [32, 34, 36, 38, 40]  # a whole round before anything is known, then H / 16

@@ -18,6 +18,7 @@ from diloco.outer import OuterState
 from diloco.recording import RECORDED, Recorder, recordings
 from diloco.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
 from diloco.types import Contribution, Omitted
+from diloco.weighing import FINE
 from tests.local import LocalWorld
 from tests.paper import PaperRun
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
@@ -57,8 +58,9 @@ def run(tmp_path: Path) -> PaperRun:
         {"codec": {"name": "fp32", "zstd": False}, "outer": {"weighting": "tokens"}},
         {"codec": {"name": "bf16"}, "outer": {"optimizer": "adam", "warmup_steps": 1}},
         {"sync": {"fragments": 1}, "outer": {"optimizer": "sgd"}},
+        {"membership": {"policy": "async"}, "outer": {"staleness_power": 0.5, "alignment": "momentum"}},
     ],
-    ids=["int8 nesterov", "fp32 by tokens", "bf16 warm-up adam", "sgd"],
+    ids=["int8 nesterov", "fp32 by tokens", "bf16 warm-up adam", "sgd", "async"],
 )
 def test_every_version_is_reproduced(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = PaperRun(tmp_path, **sections)
@@ -219,7 +221,7 @@ def of_world(world: LocalWorld, start: OuterState) -> Replay:
     books = read_books([world.directory])
     shelf = shelve(recording for book in books for recording in recordings(book.directory))
     line = world.peers[0].peer.line
-    return Workshop(chain_of(books), shelf, line.codecs, line.optimizer, lambda: start, {}).replay(quiet)
+    return Workshop(chain_of(books), shelf, line.codecs, line.optimizer, line.weighing, lambda: start, {}).replay(quiet)
 
 
 def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
@@ -246,6 +248,30 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         assert [row["without_goodbye"] for row in result.peers] == [0, 0, 0, 1]
         replayed = of_world(world, start)
         assert verdicts(replayed) == ["REPRODUCED"] * (result.versions + 1), replay_text(replayed)
+    finally:
+        world.close()
+
+
+def test_each_at_its_own_pace_by_shares_of_a_step(tmp_path: Path) -> None:
+    """p0 makes versions that count it alone; they move a third of what they would otherwise."""
+    apart = {"policy": "async", "grace_s": 0.0, "backlog_versions": 20}
+    world = LocalWorld(3, tmp_path, membership=apart, outer={"staleness_power": 0.5, "alignment": "momentum"})
+    try:
+        line = world.peers[0].peer.line
+        start = OuterState(0, (line.optimizer.start(torch.zeros(line.layout.fragments[0].elements)),))
+        world.rounds(world.peers[:1], 6)
+        world.rounds(world.peers[1:], 1)
+        world.rounds(world.peers, 2)
+        assert len(world.settle(world.peers)) == 1
+        commits = world.peers[0].commits
+        shares = {line.weighing.share(commit.counted, commit.view) for commit in commits if commit.counted}
+        assert min(shares) < 1 / 3  # somebody was late
+        assert any(len(commit.counted) == 1 and commit.counted[0].weight == FINE for commit in commits)
+        for peer in world.peers:
+            peer.peer.leave("left")
+        assert audit([tmp_path]).violations == []
+        replayed = of_world(world, start)
+        assert set(verdicts(replayed)) == {"REPRODUCED"}, replay_text(replayed)
     finally:
         world.close()
 

@@ -22,6 +22,7 @@ from diloco.outer import OuterState, open_outer
 from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
+from diloco.weighing import Weighing
 from tests.paper import PaperRun, contract
 
 SIZE = 6000
@@ -54,6 +55,36 @@ def test_a_round_is_split_by_the_overlap_and_the_first_one_is_whole() -> None:
 def test_a_slower_peer_does_fewer_steps(pace: float, fastest: float, steps: int, overlap: int) -> None:
     assert Cadence(30, 5).sized(pace, fastest) == Cadence(steps, overlap)
     assert Cadence(1, 0).sized(pace, fastest) == Cadence(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("sync_s", "steps"),
+    [
+        (0.0, 30),  # not measured yet
+        (2.5, 30),  # all of it overlaps
+        (3.0, 30),  # half a second beside 15 of work
+        (12.5, 60),  # 10 s are a quarter of 40
+        (100.0, 75),  # as far as it goes
+    ],
+)
+def test_slow_exchanges_make_longer_rounds(sync_s: float, steps: int) -> None:
+    assert Cadence(30, 5).stretched(0.5, sync_s, share=0.25, most=75) == Cadence(steps, 5)
+
+
+def test_what_a_round_is_fitted_to() -> None:
+    """Steps of 80 tokens; 4 s without overlap are half of 8, which are 16 steps of the fastest peer's half a second."""
+    sections = {"inner": {"steps": 10, "batch_size": 8, "comm_share": 0.5}, "data": {"sequence_length": 10}}
+    contract = Contract.model_validate({"run": {"name": "f", "total_tokens": 1000}, **sections})
+    assert contract.blocks_per_round == 4 * 10 * 8
+    assert Cadence.fitted(contract, 160.0, 160.0, 4.0) == Cadence(10, 0)
+    assert Cadence.fitted(contract, 320.0, 320.0, 4.0) == Cadence(16, 0)
+    assert Cadence.fitted(contract, 0.0, 320.0, 4.0) == Cadence(10, 0)
+    by_speed = contract.model_copy(update={"inner": contract.inner.model_copy(update={"sized_by": "speed"})})
+    assert Cadence.fitted(by_speed, 320.0, 640.0, 4.0) == Cadence(8, 0)
+    assert Cadence.fitted(by_speed, 320.0, 640.0, 400.0) == Cadence(20, 0)
+    fixed = contract.model_copy(update={"inner": contract.inner.model_copy(update={"comm_share": 0.0})})
+    assert Cadence.fitted(fixed, 320.0, 640.0, 400.0) == Cadence(10, 0)
+    assert fixed.blocks_per_round == 10 * 8
 
 
 def test_the_pace_is_that_of_the_round_before() -> None:
@@ -117,7 +148,7 @@ def line_of(name: str, start: Tensor, outer: OuterSection, **settings: object) -
     optimizer = open_outer(outer)
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
-    return Line(name, {"a": start.clone()}, layout, [codec], optimizer, False, state, **settings)  # type: ignore[arg-type]
+    return Line(name, {"a": start.clone()}, layout, [codec], optimizer, Weighing(), state, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[Sent]) -> Closed:

@@ -71,6 +71,14 @@ def test_the_bits_are_those_of_one_step(optimizer: OuterOptimizer) -> None:
     assert after.hashes == expected.hashes
 
 
+def test_a_share_of_a_step() -> None:
+    optimizer, before, final = OPTIMIZERS[1], state(OPTIMIZERS[1]), means(2)
+    after = Stepping(before, LAYOUT.fragments[0], CODECS, optimizer, share=0.25).finish(final)
+    mean = unpack(final, LAYOUT.fragments[0], CODECS)
+    assert torch.equal(after.anchor, optimizer.step(before.fragments[0], mean, share=0.25).anchor)
+    assert not torch.equal(after.anchor, optimizer.step(before.fragments[0], mean).anchor)
+
+
 def test_what_is_no_mean_is_refused_and_can_come_again() -> None:
     final = means(2)
     stepping = Stepping(state(OPTIMIZERS[1]), LAYOUT.fragments[0], CODECS, OPTIMIZERS[1])

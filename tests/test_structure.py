@@ -34,7 +34,7 @@ LAYERS = {
         diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry
         diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
-        diloco.pseudograd diloco.compress diloco.average diloco.outer diloco.merge diloco.fragments
+        diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
         diloco.memory diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
         diloco.radial""",
     "protocol": """
@@ -44,7 +44,8 @@ LAYERS = {
         diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
         diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
     "values": """
-        diloco.types diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config diloco.models.presets""",
+        diloco.types diloco.weighing diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config
+        diloco.models.presets""",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

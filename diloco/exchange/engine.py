@@ -47,6 +47,7 @@ from diloco.fragments import Layout
 from diloco.outer import OuterOptimizer, OuterState, state_bytes
 from diloco.round import Ahead
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
+from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Terms:
     codecs: Sequence[Codec]
     """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
+    weighing: Weighing
     total_tokens: int
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""
@@ -265,9 +267,10 @@ class Exchange:
         """Whether most others have done their inner steps and wait for those that have not."""
         return self._ask(self.machine.awaited)
 
-    def fastest(self) -> float:
-        """The pace of the fastest other live trainer, tokens per second; 0 while nobody tells one."""
-        return self._ask(self.machine.fastest)
+    def speeds(self) -> tuple[float, float]:
+        """The pace of the fastest other live trainer, tokens per second, 0 while nobody tells one; and the seconds
+        that the last exchange took, 0 before the first."""
+        return self._ask(lambda: (self.machine.fastest(), self.machine.sync_s))
 
     def said_goodbye(self) -> set[str]:
         """Peers that left in good order."""
@@ -520,8 +523,10 @@ class Exchange:
             work.take_own(self._contribution)
         if self._state is None or self._state.version != begin.version - 1:
             self._stepping = None
-        elif self._stepping is None or self._stepping.state is not self._state:
-            self._stepping = self._step_from(self._state, fragment.index)
+        else:
+            share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
+            if not self._steps_from(self._state, fragment.index, share):
+                self._stepping = self._step_from(self._state, fragment.index, share)
         self._open_outlets(work, work.owned())
         self._spawn(self._tell_moved())
 
@@ -624,15 +629,24 @@ class Exchange:
     def _stepped(self, closed: Closed) -> Closed:
         """End average and outer step on our own thread, if we know the state that the version was made on."""
         state, commit = self._state, closed.commit
-        stepping, self._stepping = self._stepping, None
         if state is None or not closed.parts or commit.state_digest != state.digest:
+            self._stepping = None
             return closed
-        if stepping is None or stepping.state is not state or stepping.fragment.index != commit.fragment:
-            stepping = self._step_from(state, commit.fragment)
+        share = self.terms.weighing.share(commit.counted, commit.view)
+        if not self._steps_from(state, commit.fragment, share):
+            self._stepping = self._step_from(state, commit.fragment, share)
+        stepping, self._stepping = self._stepping, None
+        assert stepping is not None
         return Ahead(commit, closed.parts, self._pool.submit(stepping.finish, closed.parts).result)
 
-    def _step_from(self, state: OuterState, fragment: int) -> Stepping:
-        return Stepping(state, self.terms.layout.fragments[fragment], self.terms.codecs, self.terms.optimizer)
+    def _steps_from(self, state: OuterState, fragment: int, share: float) -> bool:
+        """Whether what was begun is this very step."""
+        begun = self._stepping
+        return begun is not None and (begun.state, begun.fragment.index, begun.share) == (state, fragment, share)
+
+    def _step_from(self, state: OuterState, fragment: int, share: float) -> Stepping:
+        terms = self.terms
+        return Stepping(state, terms.layout.fragments[fragment], terms.codecs, terms.optimizer, share)
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
         """Nothing that closed on our lineage, and was not applied yet, counts any more."""

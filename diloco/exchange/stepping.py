@@ -31,11 +31,18 @@ class Stepping:
     """
 
     def __init__(
-        self, state: OuterState, fragment: Fragment, codecs: Sequence[Codec], optimizer: OuterOptimizer
+        self,
+        state: OuterState,
+        fragment: Fragment,
+        codecs: Sequence[Codec],
+        optimizer: OuterOptimizer,
+        share: float = 1.0,
     ) -> None:
         self.state = state
         """That the version is made on."""
         self.fragment = fragment
+        self.share = share
+        """Of an outer step (`diloco.weighing`)."""
         self._codecs = codecs
         self._optimizer = optimizer
         self._before = state.fragments[fragment.index]
@@ -53,7 +60,8 @@ class Stepping:
         mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
         if self._after is None:
             self._after = self._before.unfilled()
-        stepped = self._optimizer.step(self._before.part(start, stop), values, self._after.part(start, stop))
+        before, into = self._before.part(start, stop), self._after.part(start, stop)
+        stepped = self._optimizer.step(before, values, into, self.share)
         self._after = replace(self._after, steps=stepped.steps)
         first, self._means[part] = self._means[part] is None, mean
         self._hash(self._after, start * ELEMENT_BYTES, stop * ELEMENT_BYTES, first)

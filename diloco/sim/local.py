@@ -72,7 +72,7 @@ class Plan:
     """By peer (`device.speed`)."""
 
 
-COMPARISONS = ("ddp", "average", "alone")
+COMPARISONS = ("ddp", "average", "alone", "sync")
 
 
 def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: TextIO, live: bool) -> Result:
@@ -283,6 +283,9 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
     if name == "average":
         overrides = (*plan.overrides, "outer.optimizer=sgd", "outer.lr=1.0")
         peers, title = plan.peers, "plain averaging"
+    elif name == "sync":
+        overrides = (*plan.overrides, "membership.policy=sync")
+        peers, title = plan.peers, "everybody waits for the slowest"
     else:
         alone_tokens = plan.contract.run.total_tokens // plan.peers
         overrides = (*plan.overrides, "membership.start_peers=1", f"run.total_tokens={alone_tokens}")

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from diloco.compress import Codec, open_codec
 from diloco.compress.dct import DctCodec
-from diloco.config import CodecSection, OuterSection
+from diloco.config import SHARED_OPTIMIZERS, CodecSection, OuterSection
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.view import Policy
 from diloco.fragments import Fragment, Layout, read_fragment
 from diloco.outer import OuterState, open_outer
 from diloco.sim.virtual.plan import Plan
+from diloco.weighing import FINE, Weighing
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
 GROUPS = (("blocks.0.*",), ("blocks.1.*",))
@@ -44,8 +45,8 @@ class Setup:
         self.by_senders = [name.startswith("topk") and not name.endswith("-all") for name in names]
         """Means are divided by the weights of those who sent a value, and not of all."""
         self.optimizer = open_outer(OuterSection.model_validate({"optimizer": plan.optimizer, "lr": 0.7}))
-        self.by_tokens = plan.weighting == "tokens"
         self.tokens, self.blocks = 10, 2
+        self.weighing = self._weighing(plan)
         self.round_s = plan.round_s
         self.patience_s = 6.0
         self.max_norm_ratio = 100.0
@@ -64,6 +65,12 @@ class Setup:
         self.timing = Timing(heartbeat_s=0.5, suspect_s=2.0, stall_s=2.0)
         anchor = [read_fragment(self.parameters(), fragment) for fragment in self.layout.fragments]
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor)))
+
+    def _weighing(self, plan: Plan) -> Weighing:
+        """Under `async` with shares of a step and weights by staleness, where the optimizer can."""
+        by_tokens, shares = plan.weighting == "tokens", plan.policy == "async" and plan.optimizer in SHARED_OPTIMIZERS
+        whole = self.tokens if by_tokens else FINE if shares else 1
+        return Weighing(by_tokens, whole, 0.5 if shares else 0.0, shares)
 
     @staticmethod
     def parameters() -> dict[str, Tensor]:

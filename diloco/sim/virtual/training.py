@@ -53,7 +53,7 @@ class Training:
             setup.layout,
             setup.codecs,
             setup.optimizer,
-            setup.by_tokens,
+            setup.weighing,
             setup.start,
             merge=plan.merge,
             feedback=plan.feedback if plan.feedback >= 0 else None,
