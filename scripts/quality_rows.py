@@ -49,7 +49,8 @@ class Row:
 
 AVERAGE: Mapping[str, Any] = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0}
 """With error feedback this takes the place of momentum (SparseLoCo): what is sent late is momentum enough."""
-SPEEDS = (1.0, 1.0, 0.5, 0.25)
+SPEEDS = (1.0, 0.93, 0.47, 0.26)
+"""Such that no two are ready at the same time by chance."""
 STALE: Mapping[str, Any] = {"lr": 0.4, "momentum": 0.5}
 """For a mean that is a whole round old."""
 
@@ -89,37 +90,38 @@ def rows(steps: int) -> dict[str, Row]:
 
 def async_rows(steps: int) -> dict[str, Row]:
     """Those of `scripts/bench-async`. `steps`: H."""
-    apart = {"policy": "async", "sync_versions": OUTER["warmup_steps"]}
-    whole = {"partial": "whole"}
-    sized = {"sized_by": "speed"}
+    start = OUTER["warmup_steps"]
+    sized = {"inner": {"sized_by": "speed"}}
+    window = {"sync": {"overlap": steps // 4}}
 
-    def row(about: str, outer: Mapping[str, Any], inner: Mapping[str, Any] = {}, at_once: bool = False) -> Row:
-        membership = {**apart, "sync_versions": 0} if at_once else apart
-        return Row(about, {"membership": membership, "outer": outer, "inner": inner}, speeds=SPEEDS)
+    def row(about: str, outer: Mapping[str, Any], more: Sections | None = None, scratch: bool = False) -> Row:
+        membership = {"policy": "async", "sync_versions": 0 if scratch else start}
+        first = {"warmup_steps": 0} if scratch else {}
+        return Row(about, {"membership": membership, "outer": {**outer, **first}, **(more or {})}, speeds=SPEEDS)
 
-    def buffered(name: str, count: int, **more: Any) -> Mapping[str, Any]:
-        return {"optimizer": f"{name}_nesterov", "buffer": count, **more}
+    def buffered(name: str, count: int) -> Mapping[str, Any]:
+        return {"optimizer": f"{name}_nesterov", "buffer": count}
 
-    by_tokens = {"weighting": "tokens"}
     return {
         "sync": Row("waits for the slowest", speeds=SPEEDS),
-        "sync-sized": Row("DyLU: the slower do fewer steps", {"inner": sized, "outer": by_tokens}, speeds=SPEEDS),
-        "naive": row("a whole Nesterov step for each contribution", whole),
+        "sync-sized": Row("DyLU: the slower do fewer steps", sized, speeds=SPEEDS),
+        "naive": row("a whole Nesterov step for each contribution", {"partial": "whole"}),
         "plain": row("no momentum, 1/4 of a step for each", AVERAGE),
-        "share": row("1/4 of a Nesterov step for each", {}),
-        "share-sized": row("and DyLU", {}, sized),
-        "share-stale": row("and weights by staleness", {"staleness_power": 0.5}),
-        "share-aligned": row("and the late ones aligned", {"alignment": "momentum"}),
-        "share-scratch": row("without a start in sync", {"warmup_steps": 0}, at_once=True),
         "buffered4": row("FedBuff: a Nesterov step every 4", buffered("buffered", 4)),
         "delayed4": row("delayed Nesterov, momentum every 4", buffered("delayed", 4)),
         "delayed8": row("every 8", buffered("delayed", 8)),
-        "delayed16": row("every 16", buffered("delayed", 16)),
         "delayed4-sized": row("every 4, and DyLU", buffered("delayed", 4), sized),
-        "delayed4-scratch": row(
-            "every 4, without a start in sync", buffered("delayed", 4, warmup_steps=0), at_once=True
-        ),
-        "plain-scratch": row("no momentum, without a start in sync", AVERAGE, at_once=True),
+        "share": row("1/4 of a Nesterov step for each", {}),
+        "share-stale": row("and weights by staleness", {"staleness_power": 0.5}),
+        "share-aligned": row("and the late ones aligned", {"alignment": "momentum"}),
+        "share-sized": row("and DyLU", {}, sized),
+        "window": row("H/4 steps overlap: a version counts who comes meanwhile", {}, window),
+        "window-sized": row("and DyLU", {}, {**window, **sized}),
+        "window-sized-tokens": row("and weights by tokens", {"weighting": "tokens"}, {**window, **sized}),
+        "plain-scratch": row("`plain` without a start in sync", AVERAGE, scratch=True),
+        "delayed4-scratch": row("`delayed4` without", buffered("delayed", 4), scratch=True),
+        "share-scratch": row("`share` without", {}, scratch=True),
+        "window-sized-scratch": row("`window-sized` without", {}, {**window, **sized}, scratch=True),
     }
 
 

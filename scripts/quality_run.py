@@ -10,6 +10,7 @@ import heapq
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from statistics import mean
@@ -55,6 +56,8 @@ class Outcome:
     """And how many there were."""
     staleness: float = 0.0
     """Versions that closed while a contribution was made, mean."""
+    counted: float = 0.0
+    """Contributions of a version where each goes at its own pace, mean."""
 
 
 def get_ready() -> None:
@@ -155,7 +158,6 @@ class Run:
     def __init__(self, contract: Contract, names: Sequence[str]) -> None:
         self._contract = contract
         self.peers = [Peer(name, contract) for name in names]
-        self._cadence = Cadence.of(contract)
         in_flight = contract.sync.overlap * contract.tokens_per_step * len(names)
         finish = Finish.of(contract)
         self._finish = replace(finish, total_tokens=finish.total_tokens - in_flight)  # else overlap would train more
@@ -175,15 +177,21 @@ class Run:
 
     def _round(self) -> None:
         for peer in self.peers:
-            trains, steps = not self._finish.finishing, self._steps(peer)
-            peer.train(steps if trains else 0)
+            self._train(peer, self._before(peer))
             peer.line.sent = self._measured(peer.line)
-            peer.train(self._cadence.overlap if trains else 0)
-        self._apply(self._close(self.peers[0].line))
+            self._train(peer, self._cadence_of(peer).overlap)
+        self._apply(self._close(self.peers))
 
-    def _steps(self, peer: Peer) -> int:
+    def _train(self, peer: Peer, steps: int) -> None:
+        if not self._finish.finishing:
+            peer.train(steps)
+
+    def _before(self, peer: Peer) -> int:
         """Inner steps before its contribution is measured."""
-        return self._cadence.before(peer.line.trained.tokens)
+        return self._cadence_of(peer).before(peer.line.trained.tokens)
+
+    def _cadence_of(self, peer: Peer) -> Cadence:
+        return Cadence.of(self._contract)
 
     def _measured(self, line: Line) -> Sent:
         sent = measure(line, {})
@@ -202,11 +210,12 @@ class Run:
         digest = self.peers[0].line.state.digest
         return Commit(0, self._contract.digest, "paper", -1, view, (), (), "", 0, held, digest)
 
-    def _close(self, line: Line) -> Closed:
-        """The next version after where `line` stands: it counts everybody who sent something."""
+    def _close(self, group: Sequence[Peer]) -> Closed:
+        """The next version after where this group stands: it counts what they sent."""
+        line = group[0].line
         before, fragment = line.commit, line.due
         assert before is not None
-        sent = {peer.name: peer.line.sent.contribution for peer in self.peers if peer.line.sent}
+        sent = {peer.name: peer.line.sent.contribution for peer in group if peer.line.sent}
         parts = []
         for part in range(fragment.parts):
             start, stop = fragment.part_bounds(part)
@@ -238,11 +247,21 @@ class Run:
 # ---------------------------------------------------------------- each at its own pace
 
 
+class Moment(IntEnum):
+    """What happens to whom, in the order in which it does at one time."""
+
+    OFFER = 0
+    """The steps before a contribution is measured are done."""
+    CLOSE = 1
+    DONE = 2
+    """The steps that overlap with the exchange are done."""
+
+
 class AsyncRun(Run):
     """Peers of different speeds, in virtual time, under the contract's policy: `sync` or `async`.
 
-    A peer's inner steps are done when its round ends, and then the versions that closed meanwhile are applied, as in a
-    real run. The exchange takes no time.
+    Inner steps are done when a peer comes to their end, and then the versions that closed meanwhile are applied, as in
+    a real run. The exchange takes no time; a version closes when the first that offered would have to wait.
     """
 
     def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
@@ -251,6 +270,10 @@ class AsyncRun(Run):
         self._speeds = dict(zip(names, speeds, strict=True))
         self._pending: dict[str, list[Closed]] = {name: [] for name in names}
         self._staleness: list[int] = []
+        self.counted: list[int] = []
+        """By each version that closed apart."""
+        self._offered: list[Peer] = []
+        self._to_come: list[tuple[float, Moment, int]] = []
         self._now = 0.0
         membership = contract.membership
         self._sync_versions = membership.sync_versions if membership.policy == "async" else None
@@ -261,47 +284,62 @@ class AsyncRun(Run):
         while not self._finish.done and (self._sync_versions is None or versions < self._sync_versions):
             versions += 1
             self._round()
-            self._now += max(self._lasts(peer) for peer in self.peers)
-        versions += self._train_apart()
+            self._now += max(self._cadence_of(peer).steps / self._speeds[peer.name] for peer in self.peers)
+        self._train_apart()
         outcome = self._outcome()
         stale = mean(self._staleness) if self._staleness else 0.0
-        return replace(outcome, time=self._now, versions=versions, staleness=stale)
+        count, counted = len(self.counted), mean(self.counted) if self.counted else 0.0
+        return replace(outcome, time=self._now, versions=versions + count, staleness=stale, counted=counted)
 
-    def _train_apart(self) -> int:
-        ends = [(self._now + self._lasts(peer), place) for place, peer in enumerate(self.peers)]
-        versions = 0
+    def _train_apart(self) -> None:
+        for place, peer in enumerate(self.peers):
+            self._after(self._before(peer), Moment.OFFER, place)
+        happens = {Moment.OFFER: self._offer, Moment.CLOSE: self._close_version, Moment.DONE: self._done}
         while not self._finish.done:
-            self._now, place = heapq.heappop(ends)
-            self._contribute(self.peers[place])
-            versions += 1
-            heapq.heappush(ends, (self._now + self._lasts(self.peers[place]), place))
+            self._now, moment, place = heapq.heappop(self._to_come)
+            happens[moment](place)
         for peer in self.peers:
             self._catch_up(peer)
-        return versions
 
-    def _contribute(self, peer: Peer) -> None:
-        """The end of a peer's round: a version of its own."""
-        peer.train(self._steps(peer))
+    def _offer(self, place: int) -> None:
+        peer = self.peers[place]
+        self._train(peer, self._before(peer))
         self._staleness.append(len(self._pending[peer.name]))
         self._catch_up(peer)
         peer.line.sent = self._measured(peer.line)
-        closed = self._close(peer.line)
+        self._offered.append(peer)
+        overlap = self._cadence_of(peer).overlap
+        self._after(overlap, Moment.CLOSE, place)
+        self._after(overlap, Moment.DONE, place)
+
+    def _close_version(self, place: int) -> None:
+        """Unless another one's end has closed it."""
+        group = [peer for peer in self.peers if peer in self._offered]
+        if self.peers[place] not in group:
+            return
+        closed = self._close(group)
+        self._offered.clear()
+        self.counted.append(len(group))
         for missed in self._pending.values():
             missed.append(closed)
-        self._catch_up(peer)
         self._finish.passed(closed.commit)
+
+    def _done(self, place: int) -> None:
+        peer = self.peers[place]
+        self._train(peer, self._cadence_of(peer).overlap)
+        self._catch_up(peer)
+        self._after(self._before(peer), Moment.OFFER, place)
+
+    def _after(self, steps: int, moment: Moment, place: int) -> None:
+        """So many inner steps of this peer from now."""
+        time = self._now + steps / self._speeds[self.peers[place].name]
+        heapq.heappush(self._to_come, (time, moment, place))
 
     def _catch_up(self, peer: Peer) -> None:
         for closed in self._pending[peer.name]:
             peer.apply(closed)
         self._pending[peer.name].clear()
 
-    def _steps(self, peer: Peer) -> int:
-        """Of a round."""
-        cadence = Cadence.of(self._contract)
-        if self._contract.inner.sized_by == "speed":
-            cadence = cadence.sized(self._speeds[peer.name], max(self._speeds.values()))
-        return cadence.steps
-
-    def _lasts(self, peer: Peer) -> float:
-        return self._steps(peer) / self._speeds[peer.name]
+    def _cadence_of(self, peer: Peer) -> Cadence:
+        speeds = self._speeds
+        return Cadence.fitted(self._contract, speeds[peer.name], max(speeds.values()), sync_s=0.0)

@@ -66,18 +66,27 @@ SLOW = {"membership": {"policy": "async", "sync_versions": 2}, "inner": {"steps"
 
 def test_under_async_each_goes_at_its_own_pace() -> None:
     """Speeds 1 and 1/4, 6 rounds of 4 steps for two: 2 versions together take 16 each, and then 8 contributions are
-    left, of which the slow peer makes every fifth."""
+    left, of which the slow peer makes one, when the other makes its fourth."""
     run = AsyncRun(
         contract(run={"name": "quality", "total_tokens": 12 * 4 * 2 * 16}, **SLOW), ["p0", "p1"], [1.0, 0.25]
     )
     outcome = run.train()
-    assert outcome.versions == 2 + 8
+    assert outcome.versions == 2 + 7
     assert len({peer.line.state.digest for peer in run.peers}) == 1
     assert [peer.inner.steps for peer in run.peers] == [4 * (2 + 7), 4 * (2 + 1)]
     assert outcome.time == 2 * 16 + 7 * 4
-    assert (
-        outcome.staleness == 5 / 8
-    )  # four closed while the slow peer made its own, and that one while another was made
+    assert outcome.staleness == 3 / 8  # three closed while the slow peer made its own
+
+
+def test_a_version_counts_who_offers_while_another_has_steps_to_do() -> None:
+    """Speeds 1 and 9/10, rounds of 4 steps of which the last overlaps. p0 offers at 4, 8 and 12 and has a unit of time
+    each time; p1 at 4.4, 8.9 and 13.3."""
+    sections = {"membership": {"policy": "async"}, "inner": {"steps": 4}, "sync": {"overlap": 1}}
+    run = AsyncRun(contract(**sections), ["p0", "p1"], [1.0, 0.9])
+    outcome = run.train()
+    assert run.counted == [2, 2, 1]
+    assert outcome.versions == len(run.counted)
+    assert len({peer.line.state.digest for peer in run.peers}) == 1
 
 
 def test_sized_by_speed_all_are_ready_at_once() -> None:
@@ -116,7 +125,9 @@ def test_quick_async(tmp_path: Path) -> None:
     output, errors = done.communicate(timeout=100)
     assert done.returncode == 0, errors
     runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
-    assert list(runs) == ["sync", "sync-sized", "share-scratch", "delayed4-scratch", "plain-scratch"]
+    assert list(runs) == [
+        "sync", "sync-sized", "plain-scratch", "delayed4-scratch", "share-scratch", "window-sized-scratch",
+    ]  # fmt: skip
     assert all(f"`{name}`" in output and run["tokens"] >= TOKENS for name, run in runs.items())
     assert runs["plain-scratch"]["time"] < runs["sync"]["time"]
     assert runs["plain-scratch"]["versions"] > runs["sync"]["versions"]
