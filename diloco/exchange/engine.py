@@ -793,7 +793,7 @@ class Exchange:
         )
 
     def on_fetch_commits(self, since: int) -> list[Closed]:
-        return self._backlog.after(since) if self._backlog.leads_on_from(since) else []
+        return self._backlog.since(since)
 
     def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
         return self._means.get(digest)

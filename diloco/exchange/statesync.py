@@ -95,6 +95,10 @@ class Backlog:
         """What is kept of all later versions. It may begin later than with the next."""
         return [closed for closed in self._closed if closed.commit.version > version]
 
+    def since(self, version: int) -> list[Closed]:
+        """All later versions; none, unless the next one is kept."""
+        return self.after(version) if self.leads_on_from(version) else []
+
     def leads_on_from(self, version: int) -> bool:
         """Whether the next version is kept, and so all after it."""
         return any(closed.commit.version == version + 1 for closed in self._closed)

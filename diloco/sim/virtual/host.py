@@ -446,7 +446,7 @@ class Host:
         return self._means.get(digest)
 
     def commits_since(self, version: int) -> Sequence[Closed]:
-        return self._backlog.after(version) if self._backlog.leads_on_from(version) else []
+        return self._backlog.since(version)
 
 
 def new_incarnation(world: World, name: str) -> int:
