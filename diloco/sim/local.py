@@ -284,7 +284,7 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
         overrides = (*plan.overrides, "outer.optimizer=sgd", "outer.lr=1.0")
         peers, title = plan.peers, "plain averaging"
     elif name == "sync":
-        overrides = (*plan.overrides, "membership.policy=sync")
+        overrides = (*plan.overrides, "membership.policy=sync", "inner.sized_by=contract")
         peers, title = plan.peers, "everybody waits for the slowest"
     else:
         alone_tokens = plan.contract.run.total_tokens // plan.peers
