@@ -123,7 +123,11 @@ def simulate(
     ] = None,
     peers: Annotated[int | None, typer.Option(min=1, max=64, help="Real peer processes on loopback; 4.")] = None,
     speeds: Annotated[
-        str, typer.Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
+        str,
+        typer.Option(
+            help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25. "
+            "--virtual: drawn from LOW:HIGH (0.1:1 for async, else all the same)."
+        ),
     ] = "",
     compare: Annotated[
         list[str] | None,
@@ -158,7 +162,7 @@ def simulate(
     if virtual:
         from diloco.sim.virtual.search import Choice
 
-        _simulate_virtual(seed, seeds, plan, Choice(policy, without_majority), planted, as_json, contract)
+        _simulate_virtual(seed, seeds, plan, Choice(policy, without_majority, speeds=speeds), planted, as_json, contract)
         return
     if contract is None:
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
@@ -200,7 +204,7 @@ def _simulate_virtual(
         report = search.search(first, last, choice, _print_tally)
         _print_or_write(search.report_lines(report), report, as_json, file)
         raise typer.Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
-    outcome = search.tell(search.read_plan(plan) if plan else search.draw_plan(seed or 0, choice))
+    outcome = search.tell(search.read_plan(plan) if plan else choice.draw(seed or 0))
     if outcome.violation:
         print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
         outcome = search.explain(outcome.plan)

@@ -62,15 +62,11 @@ from diloco.round import (
     step_outer,
     weights_to_keep,
 )  # fmt: skip
-from diloco.schedule import Finish
+from diloco.schedule import OFFERED_AGAIN, Finish
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
-
-OFFERED_AGAIN = 3
-"""Times that a contribution is offered once more (`async`) before more inner steps are done."""
-
 
 class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""

@@ -79,9 +79,8 @@ class Host:
 
     @property
     def send_bps(self) -> int:
-        """What this peer says of its uplink."""
-        mbit = self.world.plan.uplinks.split("+")
-        return int(mbit[int(self.name[1:]) % len(mbit)] or 0) * 10**6
+        """What this peer says of its uplink, bits per second."""
+        return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
     def working(self) -> bool:
@@ -136,8 +135,7 @@ class Host:
             self._answer(self.take_closed())
             return
         self._contribution = contribution
-        c, plan = contribution, self.world.plan
-        slack_s = plan.overlap * plan.round_s
+        c, slack_s = contribution, self.training.slack_s
         self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.send_bps, slack_s)))
 
     def take_closed(self) -> Sequence[Closed]:

@@ -18,6 +18,7 @@ from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.view import Policy
 from diloco.fragments import Fragment, Layout, read_fragment
 from diloco.outer import OuterState, open_outer
+from diloco.schedule import Cadence
 from diloco.sim.virtual.plan import Plan
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
@@ -25,6 +26,8 @@ GROUPS = (("blocks.0.*",), ("blocks.1.*",))
 """Of a plan with several codecs, `first/second/third`: the first is for what the others leave."""
 PART_ELEMENTS = 4
 NOISES = 64
+STEPS = 10
+"""Inner steps of a round (H), with a token each."""
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "topk": {"density": 0.5},
     "dct": {"density": 0.5, "values": "int8"},
@@ -43,10 +46,11 @@ class Setup:
         """By group of parameters."""
         self.by_senders = [name.startswith("topk") and not name.endswith("-all") for name in names]
         """Means are divided by the weights of those who sent a value, and not of all."""
-        self.optimizer = open_outer(OuterSection.model_validate({"optimizer": plan.optimizer, "lr": 0.7}))
+        outer = {"optimizer": plan.optimizer, "lr": 0.7, "buffer": 3}
+        self.optimizer = open_outer(OuterSection.model_validate(outer))
         self.by_tokens = plan.weighting == "tokens"
-        self.tokens, self.blocks = 10, 2
-        self.round_s = plan.round_s
+        self.cadence = Cadence(STEPS, round(plan.overlap * STEPS))
+        self.blocks = 2
         self.patience_s = 6.0
         self.max_norm_ratio = 100.0
         trainers = plan.peers
