@@ -162,7 +162,8 @@ def simulate(
     if virtual:
         from diloco.sim.virtual.search import Choice
 
-        _simulate_virtual(seed, seeds, plan, Choice(policy, without_majority, speeds=speeds), planted, as_json, contract)
+        choice = Choice(policy, without_majority, speeds=speeds)
+        _simulate_virtual(seed, seeds, plan, choice, planted, as_json, contract)
         return
     if contract is None:
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")

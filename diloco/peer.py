@@ -68,6 +68,7 @@ from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 
 logger = logging.getLogger(__name__)
 
+
 class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 

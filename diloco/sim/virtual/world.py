@@ -136,6 +136,7 @@ class World:
                 raise Violation("I7", self._not_well(goal))
             Operator(self).help()
         self.invariants.at_the_end(self._honest())
+        self.invariants.replayed()
 
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
