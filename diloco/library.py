@@ -165,6 +165,7 @@ class Run:
         self._peer.report(pace=pace)
         if self.contract.inner.sized_by == "speed":
             self._cadence = Cadence.of(self.contract).sized(pace, self._peer.exchange.fastest())
+            self._peer.hide(self._cadence)
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:

@@ -224,6 +224,8 @@ class Trainer:
             fastest = self.peer.exchange.fastest() if self.peer is not None else 0.0
             paces = json.loads(self.island.share(json.dumps((pace, fastest))))
             self._cadence = Cadence.of(self.contract).sized(*paces)
+            if self.peer is not None:
+                self.peer.hide(self._cadence)
 
     def _cut_short(self) -> bool:
         """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""

@@ -427,6 +427,17 @@ class Host:
         known = [entry.member for entry in heard if not entry.left and not entry.member.witness]
         return others or [*self._resync_from, *known]
 
+    def held(self) -> dict[str, int]:
+        """How much of each this process has in memory: what a long run must not let grow."""
+        return {
+            "means": len(self._means),
+            "backlog": len(self._backlog.after(-1)),
+            "at the door": len(self._door),
+            "to do": len(self._inbox),
+            "roster": sum(1 for _ in self.machine.roster),
+            "names": self.machine.names,
+        }
+
     # ------------------------------------------------------------ what others ask
 
     def state_offer(self) -> StateOffer | None:

@@ -69,6 +69,7 @@ class Invariants:
         self.commits: dict[str, Commit] = {}
         self.refounded: set[str] = set()
         """Lineages that an operator began from a checkpoint."""
+        self.trained_tokens = 0
         self.discarded_tokens = 0
         self.void_tokens = 0
         self._digest_of: dict[tuple[str, int], str] = {}
@@ -322,6 +323,7 @@ class Books:
             self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
             self.uncommitted[fragment.index] = [masks | 1 << piece for masks in self.uncommitted[fragment.index]]
         self.tokens += tokens
+        self.invariants.trained_tokens += tokens
         return noises()[piece % NOISES]
 
     def measured(self, sent: Sent) -> None:

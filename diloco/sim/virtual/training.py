@@ -76,6 +76,10 @@ class Training:
         self._offered_again = 0
         """Times that the contribution on its way was offered without further inner steps."""
 
+    def waited(self, now: float) -> float:
+        """Seconds of this life in which it waited for a round."""
+        return self.waited_s + (now - self.waiting_since_s if self.waiting_since_s is not None else 0.0)
+
     # ------------------------------------------------------------ entering
 
     def found(self) -> None:
@@ -142,7 +146,7 @@ class Training:
     @property
     def slack_s(self) -> float:
         """For how long there are inner steps to do while a contribution is on its way."""
-        return self.cadence.overlap * self.step_s if self.overlapping else 0.0
+        return self.cadence.overlap * self.step_s if self.overlapping and not self.leaving else 0.0
 
     def _train(self, steps: int, then: Callable[[], None]) -> None:
         lasts_s = steps * self.step_s * self.host.world.dice.uniform(0.7, 1.3)
@@ -217,9 +221,7 @@ class Training:
             self._came_to(outcome)
 
     def _came_to(self, outcome: Sequence[Closed] | Skip) -> None:
-        if self.waiting_since_s is not None:
-            self.waited_s += self.host.world.now - self.waiting_since_s
-        self.waiting_since_s = None
+        self.waited_s, self.waiting_since_s = self.waited(self.host.world.now), None
         again, self._offered_again = self._offered_again, 0
         if isinstance(outcome, Skip):
             if not outcome.exposed:
@@ -245,7 +247,8 @@ class Training:
         policy = world.setup.rules.policy
         at_once = policy.uses_slack and line.state.version >= policy.sync_versions
         counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
-        return at_once and bool(outcome) and not counts_us and bool(line.trained.tokens)
+        waits = not self.cadence.overlap or self.leaving
+        return at_once and waits and bool(outcome) and not counts_us and bool(line.trained.tokens)
 
     def _next_round(self) -> None:
         if self.leaving:
