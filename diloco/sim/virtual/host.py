@@ -163,7 +163,8 @@ class Host:
         self.world.told(envelope, self, reply)
         if sender is not None and not self.world.network.blocked(self.name, sender.name):
             sender.due(sender.note_reply, (reply,))
-        self._perform_all(effects)
+        if effects:
+            self._perform_all(effects)
 
     def note_reply(self, reply: m.Reply) -> None:
         if reply in (m.Reply.STALE, m.Reply.REPLAYED):

@@ -23,8 +23,8 @@ from diloco.sim.virtual.world import World
 from diloco.types import Commit
 from diloco.wire.convert import seal
 
-WARM_ROUNDS = 2
-"""Rounds of the slowest that pass before anything is measured: the first versions close as under `sync`."""
+SETTLE_S = 5.0
+"""After the first round of the slowest, whose pace nobody knows before. Then the measuring begins."""
 COMINGS = ("kill", "stop", "leave", "cut", "join")
 AWAY_S = (2.0, 12.0)
 """How long somebody is stopped, cut off or dead, at least and at most."""
@@ -42,15 +42,15 @@ class Options:
     """Share of the peers to which something happens in a minute: killed and back, stopped, cut off, gone, come new."""
     policy: str = "async"
     sized_by: str = "speed"
-    round_s: float = 4.0
+    round_s: float = 2.0
     """Of a peer of speed 1."""
-    overlap: float = 0.5
+    overlap: float = 1.0
     """Share of it that hides the exchange."""
     seed: int = 0
 
     @property
     def warm_s(self) -> float:
-        return WARM_ROUNDS * self.round_s / self.speeds[0]
+        return self.round_s / self.speeds[0] + SETTLE_S
 
     def plan(self) -> Plan:
         dice = Random(f"swarm {self.seed}")
@@ -126,23 +126,18 @@ class Swarm(World):
         self.meter = Meter()
 
     def performed(self, host: Host, effect: m.Effect) -> None:
+        """Is about to be; nothing is told."""
         if isinstance(effect, m.Send):
             self.meter.sent(host.name, effect.envelope)
 
-    @torch.inference_mode()
     def measure(self) -> dict[str, Any]:
         """Raises Violation."""
         options = self.options
         self._begin()
-        self._until(options.warm_s, lambda: False)
-        if not self.newest_commit():
-            raise Violation("I7", f"not founded after {options.warm_s:g} s")
+        first, events = self._mark_at(options.warm_s), self.events
         self.meter = Meter()
-        first, events = self._mark(), self.events
-        self._until(options.warm_s + options.seconds / 2, lambda: False)
-        middle = self._mark()
-        self._until(options.warm_s + options.seconds, lambda: False)
-        last = self._mark()
+        middle = self._mark_at(options.warm_s + options.seconds / 2)
+        last = self._mark_at(options.warm_s + options.seconds)
         result = figures(self, first, middle, last) | {"events": self.events - events}
         self._heal()
         return result
@@ -151,13 +146,21 @@ class Swarm(World):
         commits = [host.machine.commit for host in self._honest() if host.machine.commit]
         return max(commits, key=lambda commit: commit.version, default=None)
 
-    def _mark(self) -> Mark:
+    def _mark_at(self, at_s: float) -> Mark:
+        self._until(at_s, lambda: False)
         newest = self.newest_commit()
-        assert newest is not None
+        if newest is None:
+            raise Violation("I7", f"not founded after {at_s:g} s")
         hosts = [host for host in self._honest() if host.training.entered]
         waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
         trained = self.invariants.trained_tokens
         return Mark(self.now, newest.version, newest.tokens, trained, waited_s, most_held(hosts))
+
+
+@torch.inference_mode()
+def measure_swarm(options: Options) -> dict[str, Any]:
+    """The figures of one swarm. Raises Violation."""
+    return Swarm(options).measure()
 
 
 # ---------------------------------------------------------------- figures
@@ -221,6 +224,7 @@ def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
         "contributors_least": min(groups),
         "upload_sizes": round(mean(uploads), 2),
         "upload_sizes_most": round(max(uploads), 2),
+        "commit_bytes": max(len(commit.to_bytes()) for commit in closed),
         "staleness": round(mean(stale), 2),
         "staleness_most": max(stale),
     }
