@@ -71,6 +71,8 @@ class Plan:
     """The peers share a machine: that a dead one's address refuses connections proves its death."""
     round_s: float = 0.8
     """Time that inner steps take, about."""
+    jitter: float = 0.3
+    """Share by which they take longer or shorter."""
     overlap: float = 0.0
     """Share of them that is done while a contribution is on its way."""
     merge: str = "carry"
@@ -82,12 +84,14 @@ class Plan:
     """How fast p0, p1, ... do inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
     sized_by: str = "contract"
     """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
+    calm_s: float = 0.0
+    """Time that the run has after the last fault, before it is looked at whether all is well."""
     faults: tuple[Fault, ...] = ()
 
     @property
     def quiet_s(self) -> float:
         """When the last fault is over."""
-        return max((fault.over_s for fault in self.faults), default=3.0) + 0.01
+        return max((fault.over_s for fault in self.faults), default=3.0) + self.calm_s + 0.01
 
     def speed(self, index: int) -> float:
         """Of the peer with this number."""

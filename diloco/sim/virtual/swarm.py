@@ -25,6 +25,8 @@ from diloco.wire.convert import seal
 
 SETTLE_S = 5.0
 """After the first round of the slowest, whose pace nobody knows before. Then the measuring begins."""
+JITTER = 0.05
+"""Of the time of a peer's inner steps: the same hardware does the same each time."""
 COMINGS = ("kill", "stop", "leave", "cut", "join")
 AWAY_S = (2.0, 12.0)
 """How long somebody is stopped, cut off or dead, at least and at most."""
@@ -62,6 +64,7 @@ class Options:
             policy=self.policy,
             optimizer="delayed_nesterov" if self.policy == "async" else "nesterov",
             round_s=self.round_s,
+            jitter=JITTER,
             overlap=self.overlap,
             speeds=draw_speeds(dice, self.peers, self.speeds),
             sized_by=self.sized_by,

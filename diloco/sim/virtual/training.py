@@ -149,7 +149,9 @@ class Training:
         return self.cadence.overlap * self.step_s if self.overlapping and not self.leaving else 0.0
 
     def _train(self, steps: int, then: Callable[[], None]) -> None:
-        lasts_s = steps * self.step_s * self.host.world.dice.uniform(0.7, 1.3)
+        world = self.host.world
+        jitter = world.plan.jitter
+        lasts_s = steps * self.step_s * world.dice.uniform(1 - jitter, 1 + jitter)
         self.host.later(lasts_s, self._trained, steps, lasts_s, then)
 
     def _trained(self, steps: int, lasted_s: float, then: Callable[[], None]) -> None:
