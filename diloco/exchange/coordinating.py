@@ -198,7 +198,7 @@ class Coordinating(Committing):
         policy = self.rules.policy.at(self.making)
         if policy.quorum_peers is None or not policy.uses_slack:
             return stall_s
-        return min(stall_s, *tally.waits_from(0.0).values())
+        return min((stall_s, *tally.waits_from(0.0).values()))
 
     def _reconsider(self, tally: Tally, commit: Commit) -> None:
         """A proposal that nobody can accept, since its mean died with those who held it, must not stand for ever.

@@ -114,6 +114,8 @@ class Mark:
     version: int
     tokens: int
     trained_tokens: int
+    discarded_tokens: int
+    """Of all peers since the beginning, as are those trained."""
     waited_s: Mapping[tuple[str, int], float]
     """By peer and life: of those that take part."""
     held: Mapping[str, int]
@@ -156,8 +158,9 @@ class Swarm(World):
             raise Violation("I7", f"not founded after {at_s:g} s")
         hosts = [host for host in self._honest() if host.training.entered]
         waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
-        trained = self.invariants.trained_tokens
-        return Mark(self.now, newest.version, newest.tokens, trained, waited_s, most_held(hosts))
+        told = self.invariants
+        tokens = newest.tokens, told.trained_tokens, told.discarded_tokens
+        return Mark(self.now, newest.version, *tokens, waited_s, most_held(hosts))
 
 
 @torch.inference_mode()
@@ -188,7 +191,8 @@ def figures(swarm: Swarm, first: Mark, middle: Mark, last: Mark) -> dict[str, An
         **_traffic(swarm, seconds, max(versions, 1)),
         **_contributions(closed),
         **_waiting(swarm, first, last),
-        "tokens_committed_share": round((last.tokens - first.tokens) / (last.trained_tokens - first.trained_tokens), 3),
+        "tokens_committed_share": round(last.tokens / last.trained_tokens, 4),
+        "tokens_discarded_share": round(last.discarded_tokens / last.trained_tokens, 4),
         "held_half_way": dict(middle.held),
         "held": dict(last.held),
         "faults": dict(sorted(swarm.faults.items())),
