@@ -133,7 +133,7 @@ def test_under_sync_all_wait_for_one_that_is_not_there() -> None:
 
 
 def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
-    world = World(Plan(policy="async", speeds="1+0.3", sized_by="speed"))
+    world = World(Plan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
     assert not world.run().violation
     assert world.invariants.replayed().count(Verdict.REPRODUCED) > 3
     made = next(made for entry in world.invariants._made.values() for made in entry)
