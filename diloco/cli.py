@@ -114,7 +114,8 @@ def witness(
 
 @app.command(
     epilog="Examples:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try   |   "
-    "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json"
+    "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json   |   "
+    "diloco simulate --virtual --policy async --speeds 0.1:1 --seeds 0:3000"
 )
 def simulate(
     contract: Annotated[
