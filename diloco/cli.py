@@ -115,7 +115,8 @@ def witness(
 @app.command(
     epilog="Examples:  diloco simulate configs/quick.toml --peers 3 --compare ddp --out runs/try   |   "
     "diloco simulate configs/quick.toml --async --speeds 1,1,0.5,0.25 --compare sync   |   "
-    "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json"
+    "diloco simulate --virtual --seed 7   |   diloco simulate --virtual --seeds 0:100000 --json virtual.json   |   "
+    "diloco simulate --virtual --policy async --speeds 0.1:1 --seeds 0:3000"
 )
 def simulate(
     contract: Annotated[
@@ -124,7 +125,11 @@ def simulate(
     ] = None,
     peers: Annotated[int | None, typer.Option(min=1, max=64, help="Real peer processes on loopback; 4.")] = None,
     speeds: Annotated[
-        str, typer.Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
+        str,
+        typer.Option(
+            help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25. "
+            "--virtual: drawn from LOW:HIGH (0.1:1 for async, else all the same)."
+        ),
     ] = "",
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Each at its own pace: the same as --set membership.policy=async.")
@@ -163,7 +168,8 @@ def simulate(
     if virtual:
         from diloco.sim.virtual.search import Choice
 
-        _simulate_virtual(seed, seeds, plan, Choice(policy, without_majority), planted, as_json, contract)
+        choice = Choice(policy, without_majority, speeds=speeds)
+        _simulate_virtual(seed, seeds, plan, choice, planted, as_json, contract)
         return
     if contract is None:
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
@@ -206,7 +212,7 @@ def _simulate_virtual(
         report = search.search(first, last, choice, _print_tally)
         _print_or_write(search.report_lines(report), report, as_json, file)
         raise typer.Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
-    outcome = search.tell(search.read_plan(plan) if plan else search.draw_plan(seed or 0, choice))
+    outcome = search.tell(search.read_plan(plan) if plan else choice.draw(seed or 0))
     if outcome.violation:
         print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
         outcome = search.explain(outcome.plan)

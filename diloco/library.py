@@ -165,6 +165,7 @@ class Run:
         self._peer.report(pace=pace)
         if self.contract.rounds_vary:
             self._cadence = Cadence.fitted(self.contract, pace, *self._peer.exchange.speeds())
+            self._peer.hide(self._cadence)
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:

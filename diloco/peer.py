@@ -62,15 +62,12 @@ from diloco.round import (
     step_outer,
     weights_to_keep,
 )  # fmt: skip
-from diloco.schedule import Finish
+from diloco.schedule import OFFERED_AGAIN, Cadence, Finish
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
-
-OFFERED_AGAIN = 3
-"""Times that a contribution is offered once more (`async`) before more inner steps are done."""
 
 
 class Gate:
@@ -169,6 +166,7 @@ class Peer:
             self._on_reason,
             welcome.forks if welcome else (),
         )
+        self.hide(Cadence.of(contract))
         self.address = ""
         opening = Opening(
             peer=name,
@@ -321,6 +319,10 @@ class Peer:
 
         return self._counted(self._surviving(rounds), on_closed, patience, leaving)
 
+    def hide(self, cadence: Cadence) -> None:
+        """The exchange has as long as these overlapped steps take, before anybody waits for it."""
+        self.exchange.overlap_tokens = cadence.overlap * self.contract.tokens_per_step
+
     def begin(self, on_closed: OnClosed, leaving: bool = False) -> Skip | None:
         """The first half of a round, for a loop that is not ours: what was trained so far goes out. None: it does."""
 
@@ -346,10 +348,14 @@ class Peer:
         patience: Callable[[], bool],
         leaving: Callable[[], bool] = lambda: False,
     ) -> Sequence[Closed] | Skip:
-        """Under `async` whoever offered after a version began is counted in the next one at once, not a round later."""
+        """Under `async` whoever offered after a version began is counted in the next one at once, not a round later.
+
+        Unless it has inner steps that hide the exchange (`sync.overlap`). Then it goes on with its next round and does
+        not wait; and versions stay apart, and count many, which they would not if somebody waited for each.
+        """
         apply = partial(self._apply, on_closed=on_closed)
         for _ in range(OFFERED_AGAIN):
-            if isinstance(outcome, Skip) or not self._missed(outcome):
+            if isinstance(outcome, Skip) or not self._missed(outcome) or (self._hides and not leaving()):
                 break
             self.report(phase=Phase.SYNCING)
             again = self._surviving(
@@ -359,6 +365,10 @@ class Peer:
                 break
             outcome = [*outcome, *again]
         return outcome
+
+    @property
+    def _hides(self) -> bool:
+        return self.contract.sync.overlap > 0
 
     def _missed(self, outcome: Sequence[Closed]) -> bool:
         membership, line = self.contract.membership, self.line
@@ -523,7 +533,6 @@ class Peer:
             max_norm_ratio=contract.membership.max_norm_ratio,
             radial=contract.outer.averaging == "radial",
             serve_bps=serve_bps_of(self.site),
-            overlap_tokens=contract.sync.overlap * contract.tokens_per_step,
         )
 
 

@@ -10,6 +10,8 @@ from diloco.types import Commit
 
 LEAST_SHARE = 1 / 16
 """Of a round's steps, for the slowest: whatever somebody claims of its own pace."""
+OFFERED_AGAIN = 3
+"""Times that a contribution is offered once more (`async`) before more inner steps are done."""
 
 
 @dataclass(frozen=True)

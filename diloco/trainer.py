@@ -224,6 +224,8 @@ class Trainer:
             speeds = self.peer.exchange.speeds() if self.peer is not None else ()
             measured = json.loads(self.island.share(json.dumps((pace, *speeds))))
             self._cadence = Cadence.fitted(self.contract, *measured)
+            if self.peer is not None:
+                self.peer.hide(self._cadence)
 
     def _cut_short(self) -> bool:
         """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""

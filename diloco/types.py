@@ -108,6 +108,11 @@ class Commit:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON (UTF-8, sorted keys, no blanks)."""
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        """Made once, and sent to all: with 256 members they are 60 kB."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property

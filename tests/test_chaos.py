@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.sim.chaos.absence import Scale, run_absences
 from diloco.sim.chaos.drill import DrillOptions, Fault, run_drill
 from diloco.sim.chaos.fleet import Life, Told
 from diloco.sim.chaos.network import Network, Rule
@@ -229,3 +230,17 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     assert result["violation_texts"] == []
     assert result["faults"] >= 5
     assert result["versions"] >= 20
+
+
+@pytest.mark.slow
+def test_under_async_nobody_waits_for_a_stopped_peer(tmp_path: Path) -> None:
+    """Real processes, rounds of 4 s: the first minute of `scripts/chaos --absences`, with a stop of 8 s."""
+    site = ("timeouts.heartbeat_s=0.3", "timeouts.suspect_s=2.0", "timeouts.stall_s=2.0")
+    scale = Scale(steps=40, stop_s=8.0, site=site)
+    lines: list[str] = []
+    result = run_absences(ROOT / "configs" / "chaos.toml", tmp_path, scale, ["stop"], lines.append)
+    assert not result["violations"]
+    (stopped,) = result["rows"]
+    assert stopped["longest_wait_s"] < 1.0, lines
+    assert stopped["versions"] >= 2
+    assert stopped["tokens"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations, product
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.exchange import messages as m
-from diloco.exchange.admission import WINDOW, Admission
+from diloco.exchange.admission import MOST_NAMES, WINDOW, Admission
 from diloco.exchange.electorate import Electorate
 from diloco.exchange.lineage import goes_on, parted_at
 from diloco.exchange.machine import Machine
@@ -24,7 +25,7 @@ from diloco.exchange.tally import Tally
 from diloco.exchange.view import Policy, coordinator, decide, in_turn, respan, spans, upload_shares, votes_needed
 from diloco.sim.virtual.plan import parse
 from diloco.sim.virtual.search import outcome_lines, tell
-from diloco.types import Counted, Member, Omitted
+from diloco.types import Commit, Counted, Leases, Member, Omitted, Progress
 
 NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]
@@ -320,6 +321,52 @@ def test_no_message_is_taken_twice_whatever_the_order() -> None:
     assert admission.replayed(envelope(6)) is False
     assert admission.replayed(envelope(0)) is True
     assert admission.replayed(envelope(1, replace(B, incarnation=99))) is False
+
+
+def test_names_are_forgotten_only_when_there_are_many() -> None:
+    admission = Admission("run", "contract")
+    for number in range(MOST_NAMES):
+        admission.replayed(envelope(1, replace(B, peer=f"p{number}")))
+    admission.forget(["p7"])
+    assert len(admission) == MOST_NAMES
+    admission.replayed(envelope(1, C))
+    admission.forget(["p7"])
+    assert len(admission) == 1
+    assert admission.replayed(envelope(1, replace(B, peer="p7")))
+
+
+def standing(version: int, policy: Policy = SYNC) -> Machine:
+    """The machine of a, which has just come to that version with b and c."""
+    rules = Rules("run", "contract", (6,), 3, 2, policy, 4)
+    machine = Machine(A, rules, Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
+    commit = Commit(version, "", "lineage", 0, (A, B, C), (), (), "", 0, Leases(0, {}), "")
+    machine.handle(m.StateHeld(version, "state", commit), 0.0)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("version", "now", "told"),
+    [(6, 0.4, False), (6, 0.6, True), (5, 0.1, True), (7, 0.6, False)],
+    ids=["its heartbeat crossed with the commit", "it missed the commit", "it is far behind", "it is here"],
+)
+def test_who_is_behind_is_told_of_the_commit(version: int, now: float, told: bool) -> None:
+    beat = m.Heartbeat(version, True, False, Progress())
+    _, effects = standing(7).receive(m.Envelope("run", "contract", "lineage", B, "", 1, beat), now)
+    assert any(isinstance(e, m.Send) and isinstance(e.envelope.body, m.Committed) for e in effects) is told
+
+
+@pytest.mark.parametrize(
+    ("policy", "until_s"),
+    [(SYNC, 14.0), (Policy(1, 0.2, 20.0, uses_slack=True), 12.0)],
+    ids=["a moment", "while all have inner steps to do"],
+)
+def test_a_commit_with_its_majority_waits_for_those_that_are_silent(policy: Policy, until_s: float) -> None:
+    machine, tally = standing(7, policy), Tally(0)
+    assert machine._patient_until_s(tally) == math.inf
+    for peer, slack_s in (("a", 5.0), ("b", 9.0)):
+        tally.hear(peer, m.Ready(8, 0, m.Offer(7, 1, 2, 3, slack_s=slack_s), "state"), 7.0)
+    tally.majority_at_s = 10.0
+    assert machine._patient_until_s(tally) == until_s
 
 
 def test_an_earlier_life_is_not_heard_again() -> None:

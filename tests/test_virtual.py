@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.errors import UsageError
+from diloco.replay import Verdict
 from diloco.sim.virtual import planted
+from diloco.sim.virtual.invariants import Violation
 from diloco.sim.virtual.plan import Fault, Plan, draw, parse
 from diloco.sim.virtual.search import (
     BATCH,
@@ -30,6 +33,8 @@ from diloco.sim.virtual.search import (
     tell,
 )
 from diloco.sim.virtual.shrink import kind_of, shrink
+from diloco.sim.virtual.swarm import Options, measure_swarm
+from diloco.sim.virtual.world import World
 from tests.peers import run_cli
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -61,6 +66,14 @@ def test_seeds_hold_under_async(first: int) -> None:
     assert tally.versions > 3 * PER_TEST
 
 
+@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
+    """The policies that wait for the slow: sync and quorum."""
+    tally = run_seeds(range(first, first + PER_TEST), Choice(speeds="0.1:1"))
+    assert not tally.violations
+    assert tally.versions > 3 * PER_TEST
+
+
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 def test_transcript(path: Path) -> None:
     written = path.read_text()
@@ -73,6 +86,82 @@ def test_transcript(path: Path) -> None:
         assert happened == written.partition(f"{RULE}\n")[2]
 
 
+AWAY = {
+    "async_stopped_for_a_minute": ("p2", 12),
+    "async_away_for_twenty_versions": ("p3", 20),
+    "async_late_joiner": ("j0", 0),
+    "async_leaver": ("p1", 0),
+}
+"""Who is not there, and how many versions the others close meanwhile, at least."""
+LONGEST_WAIT = 0.02
+"""Share of the time."""
+
+
+@pytest.mark.parametrize("story", AWAY)
+def test_under_async_nobody_waits_for_one_that_is_not_there(story: str) -> None:
+    """All checks of the simulator hold: the one that comes back is counted once, digests agree at every version."""
+    name, versions = AWAY[story]
+    plan = read_plan(Path(__file__).parent / "transcripts" / f"{story}.txt")
+    world = World(plan)
+    (fault,) = plan.faults
+    waited_s: dict[str, float] = {}
+    closed: list[int] = []
+
+    def look() -> None:
+        waited_s.update({host.name: host.training.waited(world.now) for host in world.hosts.values()})
+        closed.append(max(host.machine.version for host in world.hosts.values()))
+
+    world.after(fault.at_s, look)
+    world.after(fault.over_s, lambda: closed.append(max(host.machine.version for host in world.hosts.values())))
+    assert not world.run().violation
+    others = [host for host in world.hosts.values() if host.name != name]
+    assert len(others) >= 3
+    for host in others:
+        waited = host.training.waited(world.now) - waited_s[host.name]
+        assert waited < LONGEST_WAIT * (world.now - fault.at_s), host.name
+    assert closed[1] - closed[0] >= versions
+    counted = [c.version for c in world.invariants.commits.values() if any(e.peer == name for e in c.counted)]
+    assert max(counted) > closed[1] or fault.kind == "leave"
+
+
+def test_under_sync_all_wait_for_one_that_is_not_there() -> None:
+    """The same minute, so that the test above is known to be able to fail."""
+    plan = replace(read_plan(Path(__file__).parent / "transcripts" / "async_stopped_for_a_minute.txt"), policy="sync")
+    world = World(plan)
+    assert not world.run().violation
+    assert max(host.training.waited(world.now) for host in world.hosts.values()) > LONGEST_WAIT * world.now
+
+
+def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
+    world = World(Plan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
+    assert not world.run().violation
+    assert world.invariants.replayed().count(Verdict.REPRODUCED) > 3
+    made = next(made for entry in world.invariants._made.values() for made in entry)
+    made.parts = [bytes(len(part)) for part in made.parts]
+    with pytest.raises(Violation, match="I3: replay of version"):
+        world.invariants.replayed()
+
+
+def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
+    """Three times as many peers: as many versions, which count three times as many; heartbeats are from all to all."""
+    small, large = (
+        measure_swarm(Options(peers, seconds=18.0, speeds=(0.4, 1.0), churn_per_minute=1.0, round_s=6.0))
+        for peers in (6, 18)
+    )
+    for result in (small, large):
+        assert result["versions"] >= 3
+        assert result["waited_share"] < LONGEST_WAIT
+        assert result["held"]["means"] <= 6
+        assert result["held"]["backlog"] <= 5
+        assert sum(result["faults"].values()) > 0
+    assert large["contributors"] > 2 * small["contributors"]
+    assert large["versions"] <= 2 * small["versions"]
+    assert large["upload_sizes"] < 1.5 * small["upload_sizes"]
+    one, three = (result["bytes_per_peer_per_s_by_kind"] for result in (small, large))
+    assert 2.5 * one["Heartbeat"] < three["Heartbeat"] < 4 * one["Heartbeat"]
+    assert three["Committed"] < 3 * one["Committed"]
+
+
 @pytest.mark.parametrize("bug", planted.BUGS)
 def test_planted_bug_is_noticed(bug: str) -> None:
     (caught,) = catch_planted(NOTICED_WITHIN[bug], [bug])
@@ -80,12 +169,30 @@ def test_planted_bug_is_noticed(bug: str) -> None:
 
 
 def test_a_plan_can_be_written_and_read_again() -> None:
-    for seed in range(50):
-        plan = draw(seed)
+    for policy, seed in product(("", "async"), range(50)):
+        plan = draw(seed, policy)
         assert parse(f"# a comment\n{plan}\n") == plan
 
 
-@pytest.mark.parametrize("text", ["peers", "speed 9", "3 explode p1", "soon kill p1"])
+def test_async_seeds_have_peers_of_different_speeds() -> None:
+    plans = [draw(seed, "async") for seed in range(200)]
+    speeds = [plan.speed(index) for plan in plans for index in range(plan.peers)]
+    assert all(0.1 <= speed <= 1 for speed in speeds)
+    assert min(speeds) < 0.11
+    assert max(speeds) > 0.95
+    assert {plan.sized_by for plan in plans} == {"contract", "speed"}
+    assert {"delayed_nesterov", "buffered_nesterov"} <= {plan.optimizer for plan in plans}
+
+
+def test_speeds_change_nothing_else_of_a_seed() -> None:
+    for seed in range(50):
+        plan, with_speeds = draw(seed), draw(seed, speeds=(0.2, 0.5))
+        assert not plan.speeds
+        assert all(0.2 <= with_speeds.speed(index) <= 0.5 for index in range(plan.peers))
+        assert replace(with_speeds, speeds="", sized_by="contract") == plan
+
+
+@pytest.mark.parametrize("text", ["peers", "velocity 9", "3 explode p1", "soon kill p1"])
 def test_a_plan_that_makes_no_sense_is_an_error(text: str) -> None:
     with pytest.raises((UsageError, ValueError)):
         parse(text)
@@ -102,6 +209,8 @@ def test_choice_restricts_what_is_drawn() -> None:
     assert {(plan.policy, plan.without_majority) for plan in plans} == {("quorum", "continue")}
     with pytest.raises(UsageError, match="--policy"):
         Choice("majority").check()
+    with pytest.raises(UsageError, match="--speeds"):
+        Choice(speeds="fast").check()
 
 
 def test_a_failure_is_shrunk_to_what_matters() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from diloco.exchange.messages import Envelope, Reply
 
 WINDOW = 1024
 """Messages of one peer that may overtake each other. Calls run side by side, so that order is not kept."""
+MOST_NAMES = 1024
+"""Peers that are remembered whether or not they are still there."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,10 @@ class Admission:
             seen = self._seen[sender.peer] = _Seen(sender.incarnation)
         return not seen.take(envelope.sequence)
 
-    def forget(self, keep: set[str]) -> None:
-        """Drop peers that nobody talks to any more."""
-        self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Drop peers that nobody talks to any more, when there are many: each may come new, under a new name."""
+        if len(self._seen) > MOST_NAMES:
+            self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}

@@ -114,6 +114,7 @@ class Committing(Standing):
         self._bound_for = ()
         before = self.view
         self.commit = commit
+        self._stands_since = self._now
         self.attempts = self.attempt + 1
         self._exposed = self._exposed and commit.fragment == -1  # a founding makes no version: what was sent stays sent
         self._forget_version()

@@ -186,8 +186,19 @@ class Coordinating(Committing):
         tally.majority_at_s = min(tally.majority_at_s, self._now)
         asked = {member.peer for member in tally.audience}  # not who came back meanwhile: it does not hold the mean
         late = [member for member in self.alive() if member.peer in asked and member.peer not in tally.accepts]
-        if not late or self._now - tally.majority_at_s >= self.timing.stall_s:
+        if not late or self._now >= self._patient_until_s(tally):
             self._announce(proposal.commit, tally.audience)
+
+    def _patient_until_s(self, tally: Tally) -> float:
+        """How long those are waited for who live and did not accept, when a majority did: they may have been stopped.
+
+        Under `async` no longer than all who offered have inner steps to do.
+        """
+        stall_s = tally.majority_at_s + self.timing.stall_s
+        policy = self.rules.policy.at(self.making)
+        if policy.quorum_peers is None or not policy.uses_slack:
+            return stall_s
+        return min((stall_s, *tally.waits_from(0.0).values()))
 
     def _reconsider(self, tally: Tally, commit: Commit) -> None:
         """A proposal that nobody can accept, since its mean died with those who held it, must not stand for ever.

@@ -87,8 +87,6 @@ class Terms:
     """Lengths and directions are averaged apart (`diloco.radial`)."""
     serve_bps: float = 0.0
     """Limit for serving the state to joiners, bits per second; 0: none."""
-    overlap_tokens: int = 0
-    """Of the inner steps that overlap with the exchange (`sync.overlap`)."""
 
 
 class Outlets:
@@ -147,6 +145,8 @@ class Exchange:
         self.machine.forks = forks
         self.directory: tuple[str, ...] = ()
         self.max_part_bytes = max_part_bytes(terms.layout, terms.codecs)
+        self.overlap_tokens = 0
+        """Of the inner steps that go on while a contribution is on its way."""
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
         self.refused: m.Reply = m.Reply.OK
@@ -362,7 +362,7 @@ class Exchange:
         self._contribution = contribution
         self._waiting = future
         c, pace = contribution, self.machine.progress.pace
-        slack_s = self.terms.overlap_tokens / pace if pace > 0 else 0.0
+        slack_s = self.overlap_tokens / pace if pace > 0 and not leaving else 0.0
         offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.link.send_bps, slack_s)
         self._feed(m.Offered(offer))
 

@@ -99,6 +99,7 @@ class Machine(Parting):
         tokens = self.commit.tokens if self.commit else 0
         beat = m.Heartbeat(self.version, self.commit is not None, self.joining, self.progress, tokens, self.forks)
         self.roster.forget({member.peer for member in self.view}, self._now)
+        self._admission.forget({entry.member.peer for entry in self.roster})
         for entry in self.roster:
             if not entry.left:
                 self._send(entry.member, beat)
@@ -150,7 +151,7 @@ class Machine(Parting):
         self.roster.heard(sender, self._now, body, self.version)
         if len(body.forks) > len(self.forks):
             self.forks = body.forks
-        if self.commit is not None and (body.version < self.version or not body.founded):
+        if self.commit is not None and (self._to_be_told(body.version) or not body.founded):
             self._send(sender, m.Committed(self.commit))
         elif body.founded and body.version > self.version and not self._is_closing(body.version):
             self._catch_up(sender, body.version)

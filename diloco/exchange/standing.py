@@ -60,6 +60,7 @@ class Standing:
         self._bound_at = now
         self._leaving = False
         self._alone_since: float | None = None
+        self._stands_since = now
         self._heartbeat_at = now
         self._resend_at = now
         self._complained_at = now
@@ -102,6 +103,11 @@ class Standing:
     def reducing(self) -> tuple[int, int, int] | None:
         """(version, attempt, generation) of the reduction under way."""
         return (*self._reduction.key, self._reduction.generation) if self._reduction else None
+
+    @property
+    def names(self) -> int:
+        """How many peers' messages are remembered, lest one be taken twice."""
+        return len(self._admission)
 
     def alive(self) -> list[Member]:
         """Members of the view that are not suspected."""
@@ -227,6 +233,15 @@ class Standing:
         reduction = self._reduction
         recent = reduction is not None and self._now - reduction.progress_at_s < self.timing.stall_s
         return recent and version == self.making
+
+    def _to_be_told(self, version: int) -> bool:
+        """Whether somebody who says that it stands at `version` needs our commit.
+
+        Not when that closed a moment ago: those who made it tell everybody, and a heartbeat may have crossed with it.
+        Else each would get it from all, n^2 commits of O(n) bytes each time.
+        """
+        crossed = version == self.version - 1 and self._now - self._stands_since < self.timing.heartbeat_s
+        return version < self.version and not crossed
 
     def _give_up(self, reason: str) -> None:
         self._offer = None

@@ -10,7 +10,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -92,6 +92,8 @@ class Fleet:
         """`overrides`: of the contract, for the founder; `site`: of every peer's site (`section.key=value`)."""
         self.contract, self.overrides, self.directory, self.site = contract, overrides, directory, site
         self.network = network
+        self.own: Mapping[str, Sequence[str]] = {}
+        """More settings of a peer's site, by its name."""
         self.lives: list[Life] = []
         self._doors: dict[str, tuple[int, str]] = {}
 
@@ -160,7 +162,7 @@ class Fleet:
         events = directory / "events.jsonl"
         written = events.read_bytes().rfind(b"\n") + 1 if events.exists() else 0
         named = [] if "--resume" in how else ["--name", name]
-        site = [*self.site, *self._addresses(name)]
+        site = [*self.site, *self.own.get(name, ()), *self._addresses(name)]
         arguments = ["peer", *how, *named, "--dir", str(directory), *itertools.chain(*(("--set", it) for it in site))]
         log = directory / f"log-{sum(life.name == name for life in self.lives)}.txt"
         child = Child(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})

@@ -79,9 +79,8 @@ class Host:
 
     @property
     def send_bps(self) -> int:
-        """What this peer says of its uplink."""
-        mbit = self.world.plan.uplinks.split("+")
-        return int(mbit[int(self.name[1:]) % len(mbit)] or 0) * 10**6
+        """What this peer says of its uplink, bits per second."""
+        return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
     def working(self) -> bool:
@@ -136,8 +135,7 @@ class Host:
             self._answer(self.take_closed())
             return
         self._contribution = contribution
-        c, plan = contribution, self.world.plan
-        slack_s = plan.overlap * plan.round_s
+        c, slack_s = contribution, self.training.slack_s
         self.feed(m.Offered(m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.send_bps, slack_s)))
 
     def take_closed(self) -> Sequence[Closed]:
@@ -165,7 +163,8 @@ class Host:
         self.world.told(envelope, self, reply)
         if sender is not None and not self.world.network.blocked(self.name, sender.name):
             sender.due(sender.note_reply, (reply,))
-        self._perform_all(effects)
+        if effects:
+            self._perform_all(effects)
 
     def note_reply(self, reply: m.Reply) -> None:
         if reply in (m.Reply.STALE, m.Reply.REPLAYED):
@@ -428,6 +427,17 @@ class Host:
         heard = [entry for entry in machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
         known = [entry.member for entry in heard if not entry.left and not entry.member.witness]
         return others or [*self._resync_from, *known]
+
+    def held(self) -> dict[str, int]:
+        """How much of each this process has in memory: what a long run must not let grow."""
+        return {
+            "means": len(self._means),
+            "backlog": len(self._backlog.after(-1)),
+            "at the door": len(self._door),
+            "to do": len(self._inbox),
+            "roster": sum(1 for _ in self.machine.roster),
+            "names": self.machine.names,
+        }
 
     # ------------------------------------------------------------ what others ask
 

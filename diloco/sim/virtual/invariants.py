@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from diloco.average import mean_digest, mean_into
+from diloco.chain import Chain
 from diloco.compress import Codec
 from diloco.fragments import Fragment, read_fragment
+from diloco.replay import Replay, Verdict
 from diloco.round import Line, Sent
 from diloco.sim.virtual.lies import other_mean
+from diloco.sim.virtual.remake import remake
 from diloco.sim.virtual.setup import NOISES, flat_noise, noises
 from diloco.types import Closed, Commit, Counted, Member
 
@@ -66,6 +69,7 @@ class Invariants:
         self.commits: dict[str, Commit] = {}
         self.refounded: set[str] = set()
         """Lineages that an operator began from a checkpoint."""
+        self.trained_tokens = 0
         self.discarded_tokens = 0
         self.void_tokens = 0
         self._digest_of: dict[tuple[str, int], str] = {}
@@ -78,6 +82,8 @@ class Invariants:
         self.evicted = False
         """An operator declared somebody dead."""
         self._stands_on: dict[str, Commit] = {}
+        self._chain = Chain()
+        """Every version that anybody applied, and the state after it."""
 
     # ------------------------------------------------------------ what peers report
 
@@ -176,6 +182,17 @@ class Invariants:
             wrong = [part for part, payload in enumerate(told) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
 
+    def replayed(self) -> Replay:
+        """All of it once more, by the code of `diloco replay`: the outer steps, too. A mean that an owner lied about to
+        everybody is what it is."""
+        recorded = [(made.entry, made.fragment, made.parts) for entry in self._made.values() for made in entry]
+        result = remake(self._chain, recorded, self.world.setup)
+        two_faced = any(fault.how == "two-faced" for fault in self.world.plan.faults)
+        for one in result.versions:
+            if one.verdict is not Verdict.REPRODUCED and not two_faced:
+                raise Violation("I3", f"replay of version {one.version} of {one.lineage}: {one.verdict} {one.detail}")
+        return result
+
     def _check_gathered(self, closed: Closed, part: int, codec: Codec, expected: np.ndarray) -> None:
         mean = torch.empty(len(expected))
         mean_into(closed.parts[part], codec, mean)
@@ -196,6 +213,7 @@ class Invariants:
         key = (commit.lineage, line.state.version)
         if self._state_of.setdefault(key, line.state.digest) != line.state.digest:
             raise Violation("I1", f"{host.name} holds another state of version {line.state.version} than others")
+        self._chain.add(commit, line.state.digest, host.name)
 
     def on_resume(self, host: Host, snapshot: Snapshot) -> None:
         """All were dead; a peer begins again from its checkpoint."""
@@ -209,12 +227,13 @@ class Invariants:
         mine, other = self._stands_on.pop(host.address, None), self._stands_on.get(source.address)
         if mine is None or other is None:
             return
-        shared = set(self._chain(other))
-        lost = mine.tokens - next((self.commits[digest].tokens for digest in self._chain(mine) if digest in shared), 0)
+        shared = set(self._back_from(other))
+        parted = next((digest for digest in self._back_from(mine) if digest in shared), None)
+        lost = mine.tokens - (self.commits[parted].tokens if parted else 0)
         if lost != void_tokens:
             raise Violation("I8", f"{host.name} says that {void_tokens} tokens are void with its lineage, {lost} are")
 
-    def _chain(self, commit: Commit) -> Iterator[str]:
+    def _back_from(self, commit: Commit) -> Iterator[str]:
         """Digests from this commit back to the first."""
         digest = commit.digest
         while digest in self.commits:
@@ -236,7 +255,7 @@ class Invariants:
             return
         for host in hosts:
             commit = host.machine.commit
-            chain = set(self._chain(commit)) if commit else set()
+            chain = set(self._back_from(commit)) if commit else set()
             for digest, closed in self.commits.items():
                 if digest not in chain and closed.version <= host.machine.version:
                     raise Violation("I5", f"version {closed.version} was closed and is not in the chain of {host.name}")
@@ -304,6 +323,7 @@ class Books:
             self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
             self.uncommitted[fragment.index] = [masks | 1 << piece for masks in self.uncommitted[fragment.index]]
         self.tokens += tokens
+        self.invariants.trained_tokens += tokens
         return noises()[piece % NOISES]
 
     def measured(self, sent: Sent) -> None:

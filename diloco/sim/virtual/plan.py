@@ -10,6 +10,7 @@ The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -70,6 +71,8 @@ class Plan:
     """The peers share a machine: that a dead one's address refuses connections proves its death."""
     round_s: float = 0.8
     """Time that inner steps take, about."""
+    jitter: float = 0.3
+    """Share by which they take longer or shorter."""
     overlap: float = 0.0
     """Share of them that is done while a contribution is on its way."""
     merge: str = "carry"
@@ -77,12 +80,31 @@ class Plan:
     """Decay of the codec's residual; below 0: no error feedback."""
     uplinks: str = ""
     """Mbit/s at which p0, p1, ... say that they upload, in turn, as in `100+10+0`; 0, or empty: unknown."""
+    speeds: str = ""
+    """How fast p0, p1, ... do inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
+    sized_by: str = "contract"
+    """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
+    calm_s: float = 0.0
+    """Time that the run has after the last fault, before it is looked at whether all is well."""
     faults: tuple[Fault, ...] = ()
 
     @property
     def quiet_s(self) -> float:
         """When the last fault is over."""
-        return max((fault.over_s for fault in self.faults), default=3.0) + 0.01
+        return max((fault.over_s for fault in self.faults), default=3.0) + self.calm_s + 0.01
+
+    def speed(self, index: int) -> float:
+        """Of the peer with this number."""
+        return _in_turn(self.speeds, index, 1.0)
+
+    def uplink_mbit(self, index: int) -> float:
+        """What the peer with this number says of its uplink."""
+        return _in_turn(self.uplinks, index, 0.0)
+
+    @property
+    def longest_round_s(self) -> float:
+        """Time that the inner steps of the slowest take, if they are as many as those of the others."""
+        return self.round_s / min(self.speed(index) for index in range(self.speeds.count("+") + 1))
 
     def __str__(self) -> str:
         default = Plan()
@@ -92,6 +114,11 @@ class Plan:
             if field.name != "faults" and getattr(self, field.name) != getattr(default, field.name)
         ]
         return "\n".join([*settings, *map(str, self.faults)])
+
+
+def _in_turn(values: str, index: int, default: float) -> float:
+    given = values.split("+")
+    return float(given[index % len(given)] or default)
 
 
 def parse(text: str) -> Plan:
@@ -140,11 +167,18 @@ GATHERED_SHARE = 0.25
 UPLINKS_MBIT = (0, 1, 10, 12, 100, 1000)
 UPLINKS_SHARE = 0.5
 """Rates that peers claim, and how many of the plans have some."""
+DELAYED_SHARE = 0.5
+"""How many of the `async` plans have an outer optimizer for versions of few contributions."""
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
+ASYNC_SPEEDS = (0.1, 1.0)
+"""Slowest and fastest peer where none waits for another."""
 
 
-def draw(seed: int, policy: str = "", without_majority: str = "") -> Plan:
-    """The plan of a seed, with a policy and a rule for lost majorities if they are given."""
+def draw(seed: int, policy: str = "", without_majority: str = "", speeds: tuple[float, float] | None = None) -> Plan:
+    """The plan of a seed, with a policy and a rule for lost majorities if they are given.
+
+    `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`.
+    """
     dice = Random(seed)
     peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
     plan = Plan(
@@ -163,7 +197,9 @@ def draw(seed: int, policy: str = "", without_majority: str = "") -> Plan:
         round_s=dice.choice((0.3, 0.6, 1.0)),
     )
     faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
-    return _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
+    plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
+    speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
+    return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
 
 def _schedule(dice: Random, plan: Plan) -> Plan:
@@ -174,6 +210,21 @@ def _schedule(dice: Random, plan: Plan) -> Plan:
     plan = replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
     uplinks = dice.choices(UPLINKS_MBIT, k=plan.peers) if dice.random() < UPLINKS_SHARE else []
     return replace(plan, uplinks="+".join(map(str, uplinks)))
+
+
+def _at_own_pace(dice: Random, plan: Plan, speeds: tuple[float, float]) -> Plan:
+    """Dice of its own, too: a seed without speeds has the plan that it had before there were any."""
+    sized_by = dice.choice(("contract", "speed"))
+    few = plan.policy == "async" and dice.random() < DELAYED_SHARE
+    optimizer = dice.choice(("delayed_nesterov", "buffered_nesterov")) if few else plan.optimizer
+    drawn = draw_speeds(dice, plan.peers, speeds)
+    return replace(plan, speeds=drawn, sized_by=sized_by, optimizer=optimizer)
+
+
+def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
+    """One for each, as many between 0.1 and 0.2 as between 0.5 and 1."""
+    low, high = map(math.log, speeds)
+    return "+".join(f"{math.exp(dice.uniform(low, high)):.3g}" for _ in range(peers))
 
 
 def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:

@@ -40,6 +40,13 @@ class Choice:
     without_majority: str = ""
     bug: str = ""
     """A planted bug, see `diloco.sim.virtual.planted`."""
+    speeds: str = ""
+    """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
+
+    def draw(self, seed: int) -> Plan:
+        """The plan of a seed."""
+        speeds = speed_range(self.speeds) if self.speeds else None
+        return draw(seed, self.policy, self.without_majority, speeds)
 
     def check(self) -> None:
         """Raises UsageError."""
@@ -47,6 +54,8 @@ class Choice:
         for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
             if value not in known[option]:
                 raise UsageError(f"{option} is {value!r}", f"known: {', '.join(known[option][1:])}")
+        if self.speeds:
+            speed_range(self.speeds)
 
 
 @dataclass
@@ -104,7 +113,7 @@ def run_seeds(seeds: Iterable[int], choice: Choice = Choice()) -> Tally:
     tally = Tally()
     with planted.plant(choice.bug) if choice.bug else nullcontext():
         for seed in seeds:
-            tally.add(World(draw(seed, choice.policy, choice.without_majority)).run())
+            tally.add(World(choice.draw(seed)).run())
     return tally
 
 
@@ -126,6 +135,7 @@ def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int]
             tally.interrupted = True
     options = [f"--policy {choice.policy}"] if choice.policy else []
     options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
+    options += [f"--speeds {choice.speeds}"] if choice.speeds else []
     command = " ".join(["diloco simulate --virtual --seeds", f"{first}:{last}", *options])
     return tally.as_json(command, monotonic_s() - started_s)
 
@@ -136,6 +146,17 @@ def seed_range(text: str) -> tuple[int, int]:
     if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise UsageError(f"--seeds is {text!r}", "give a range as A:B with A < B, for example 0:1000")
     return int(first), int(last)
+
+
+def speed_range(text: str) -> tuple[float, float]:
+    """`LOW:HIGH`. Raises UsageError."""
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not 0 < low <= high:
+        raise UsageError(f"--speeds is {text!r}", "give a range as LOW:HIGH, for example 0.1:1")
+    return low, high
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
@@ -177,11 +198,6 @@ def _run_batch(batch: tuple[range, Choice]) -> Tally:
 
 
 # ---------------------------------------------------------------- one plan
-
-
-def draw_plan(seed: int, choice: Choice) -> Plan:
-    """The plan of a seed."""
-    return draw(seed, choice.policy, choice.without_majority)
 
 
 def read_plan(path: Path) -> Plan:

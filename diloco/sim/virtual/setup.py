@@ -18,6 +18,7 @@ from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.view import Policy
 from diloco.fragments import Fragment, Layout, read_fragment
 from diloco.outer import OuterState, open_outer
+from diloco.schedule import Cadence
 from diloco.sim.virtual.plan import Plan
 from diloco.weighing import FINE, Weighing
 
@@ -26,6 +27,8 @@ GROUPS = (("blocks.0.*",), ("blocks.1.*",))
 """Of a plan with several codecs, `first/second/third`: the first is for what the others leave."""
 PART_ELEMENTS = 4
 NOISES = 64
+STEPS = 10
+"""Inner steps of a round (H), with a token each."""
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "topk": {"density": 0.5},
     "dct": {"density": 0.5, "values": "int8"},
@@ -44,10 +47,11 @@ class Setup:
         """By group of parameters."""
         self.by_senders = [name.startswith("topk") and not name.endswith("-all") for name in names]
         """Means are divided by the weights of those who sent a value, and not of all."""
-        self.optimizer = open_outer(OuterSection.model_validate({"optimizer": plan.optimizer, "lr": 0.7}))
-        self.tokens, self.blocks = 10, 2
+        outer = {"optimizer": plan.optimizer, "lr": 0.7, "buffer": 3}
+        self.optimizer = open_outer(OuterSection.model_validate(outer))
+        self.cadence = Cadence(STEPS, round(plan.overlap * STEPS))
+        self.blocks = 2
         self.weighing = self._weighing(plan)
-        self.round_s = plan.round_s
         self.patience_s = 6.0
         self.max_norm_ratio = 100.0
         trainers = plan.peers
@@ -69,7 +73,7 @@ class Setup:
     def _weighing(self, plan: Plan) -> Weighing:
         """Under `async` with shares of a step and weights by staleness, where the optimizer can."""
         by_tokens, shares = plan.weighting == "tokens", plan.policy == "async" and plan.optimizer in SHARED_OPTIMIZERS
-        whole = self.tokens if by_tokens else FINE if shares else 1
+        whole = STEPS if by_tokens else FINE if shares else 1
         return Weighing(by_tokens, whole, 0.5 if shares else 0.0, shares)
 
     @staticmethod

@@ -26,10 +26,12 @@ from diloco.round import (
     weights_to_keep,
     withdraw,
 )
+from diloco.schedule import OFFERED_AGAIN, Stopwatch
 from diloco.sim.virtual.copying import Download
 from diloco.sim.virtual.disk import Snapshot
 from diloco.sim.virtual.invariants import Books
 from diloco.sim.virtual.lies import falsified
+from diloco.sim.virtual.setup import STEPS
 from diloco.types import Closed, Commit, Member, Skip
 
 if TYPE_CHECKING:
@@ -58,7 +60,10 @@ class Training:
             merge=plan.merge,
             feedback=plan.feedback if plan.feedback >= 0 else None,
         )
-        self.overlap = plan.overlap
+        self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
+        """What one inner step takes."""
+        self.cadence = setup.cadence
+        self._watch = Stopwatch()
         self.overlapping = False
         self._early: Sequence[Closed] | Skip | None = None
         """What the round came to while the overlapped steps still went on."""
@@ -66,6 +71,14 @@ class Training:
         self.leaving = False
         self.entered = False
         self.waiting_since_s: float | None = None
+        self.waited_s = 0.0
+        """In all rounds so far."""
+        self._offered_again = 0
+        """Times that the contribution on its way was offered without further inner steps."""
+
+    def waited(self, now: float) -> float:
+        """Seconds of this life in which it waited for a round."""
+        return self.waited_s + (now - self.waiting_since_s if self.waiting_since_s is not None else 0.0)
 
     # ------------------------------------------------------------ entering
 
@@ -115,22 +128,38 @@ class Training:
     # ------------------------------------------------------------ rounds
 
     def _inner_steps(self) -> None:
-        """Those before the contribution is measured: all of them as long as there is nothing to measure."""
-        share = 1.0 - self.overlap if self.line.trained.tokens else 1.0
-        if share:
-            self._train(share, lambda: self._catch_up(self._contribute))
+        """Those before the contribution is measured."""
+        self._size()
+        steps = self.cadence.before(self.line.trained.tokens)
+        if steps:
+            self._train(steps, lambda: self._catch_up(self._contribute))
         else:
             self._catch_up(self._contribute)
 
-    def _train(self, share: float, then: Callable[[], None]) -> None:
-        world = self.host.world
-        self.host.later(share * world.setup.round_s * world.dice.uniform(0.7, 1.3), self._trained, then)
+    def _size(self) -> None:
+        """As many steps this time as our speed has room for, as `diloco.trainer` does."""
+        machine, world = self.host.machine, self.host.world
+        machine.progress = replace(machine.progress, pace=self._watch.round())
+        if world.plan.sized_by == "speed":
+            self.cadence = world.setup.cadence.sized(machine.progress.pace, machine.fastest())
 
-    def _trained(self, then: Callable[[], None]) -> None:
-        setup, line = self.host.world.setup, self.line
-        for name, noise in self.books.train(setup.tokens).items():
+    @property
+    def slack_s(self) -> float:
+        """For how long there are inner steps to do while a contribution is on its way."""
+        return self.cadence.overlap * self.step_s if self.overlapping and not self.leaving else 0.0
+
+    def _train(self, steps: int, then: Callable[[], None]) -> None:
+        world = self.host.world
+        jitter = world.plan.jitter
+        lasts_s = steps * self.step_s * world.dice.uniform(1 - jitter, 1 + jitter)
+        self.host.later(lasts_s, self._trained, steps, lasts_s, then)
+
+    def _trained(self, steps: int, lasted_s: float, then: Callable[[], None]) -> None:
+        line = self.line
+        for name, noise in self.books.train(steps).items():
             line.parameters[name].add_(noise)
-        line.trained.add(setup.tokens, self._fresh_blocks())
+        line.trained.add(steps, self._fresh_blocks())
+        self._watch.step(steps, lasted_s)
         then()
 
     def _fresh_blocks(self) -> int:
@@ -140,23 +169,28 @@ class Training:
         return max(0, min(self.host.world.setup.blocks, held - line.trained.blocks))
 
     def _contribute(self) -> None:
+        self.overlapping = self.cadence.overlap > 0 and not self._offered_again
+        if not self._offer():
+            self._inner_steps()
+        elif self.overlapping:
+            self._train(self.cadence.overlap, self._overlapped)
+        else:
+            self._wait()
+
+    def _offer(self) -> bool:
+        """False: the progress is not finite, and is dropped."""
         line = self.line
         if line.sent is None:
             try:
                 line.sent = measure(line, {})
             except PayloadError:
                 self.books.dropped(drop_progress(line))
-                self._inner_steps()
-                return
+                return False
             if self.host.lie:
                 line.sent = self._falsified(line.sent)
             self.books.measured(line.sent)
-        self.overlapping = self.overlap > 0
         self.host.offer(line.sent.contribution, self.leaving)
-        if self.overlapping:
-            self._train(self.overlap, self._overlapped)
-        else:
-            self._wait()
+        return True
 
     def _overlapped(self) -> None:
         """The steps that hid the exchange are done."""
@@ -189,7 +223,8 @@ class Training:
             self._came_to(outcome)
 
     def _came_to(self, outcome: Sequence[Closed] | Skip) -> None:
-        self.waiting_since_s = None
+        self.waited_s, self.waiting_since_s = self.waited(self.host.world.now), None
+        again, self._offered_again = self._offered_again, 0
         if isinstance(outcome, Skip):
             if not outcome.exposed:
                 withdraw(self.line)
@@ -201,8 +236,21 @@ class Training:
                 self._apply(closed)
         except Diverged:
             self._copy_again(self._next_round)
+            return
+        if again < OFFERED_AGAIN and self._missed(outcome):
+            self._offered_again = again + 1
+            self._contribute()
         else:
             self._next_round()
+
+    def _missed(self, outcome: Sequence[Closed]) -> bool:
+        """Whether to offer what is trained once more at once, as `Peer.round` does under `async`."""
+        world, line = self.host.world, self.line
+        policy = world.setup.rules.policy
+        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+        counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
+        waits = not self.cadence.overlap or self.leaving
+        return at_once and waits and bool(outcome) and not counts_us and bool(line.trained.tokens)
 
     def _next_round(self) -> None:
         if self.leaving:

@@ -1,0 +1,31 @@
+"""Every version of a simulation once more, by `diloco.replay`, from the contributions as their makers recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.chain import Chain
+from diloco.recording import Recording
+from diloco.replay import Replay, Workshop, shelve
+from diloco.sim.virtual.setup import Setup
+from diloco.types import Counted
+
+
+@dataclass(frozen=True)
+class Kept(Recording):
+    """A recorded contribution that stays in memory."""
+
+    held: Sequence[bytes] = ()
+
+    def payloads(self) -> Iterator[bytes]:
+        return iter(self.held)
+
+
+def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: Setup) -> Replay:
+    """`recorded`: how a commit counts each contribution, its fragment, its parts."""
+    fragments = setup.layout.fragments
+    shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
+    workshop = Workshop(chain, shelf, setup.codecs, setup.optimizer, setup.weighing, lambda: setup.start, {})
+    return workshop.replay(lambda done, total: None)
