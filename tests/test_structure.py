@@ -25,8 +25,8 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
-        diloco.launch diloco.witness diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report
-        diloco.screen diloco.history diloco.audit diloco.replay""",
+        diloco.launch diloco.witness diloco.library diloco.trainer diloco.workbench diloco.sim diloco.operate
+        diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay""",
     "peer": "diloco.peer diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
     "edges": """

@@ -184,6 +184,21 @@ class Exchange:
         return self.machine.me.peer
 
     @property
+    def me(self) -> Member:
+        """This life of this peer."""
+        return self.machine.me
+
+    @property
+    def version(self) -> int:
+        """Of the commit that it knows."""
+        return self.machine.version
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is outside the view, or most of the view cannot be reached."""
+        return not self.in_view or self.machine.alone
+
+    @property
     def in_view(self) -> bool:
         """Whether this peer is a member of the run now."""
         return self.machine.in_view
