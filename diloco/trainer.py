@@ -42,6 +42,8 @@ class Ending:
     chain_digest: str
     val_loss: float | None
     discarded_tokens: int
+    spread: float | None = None
+    """Under gossip: the largest that was left after the final average, as far as this peer saw."""
 
 
 def device_of(site: Site) -> torch.device:
