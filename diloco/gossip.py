@@ -223,6 +223,7 @@ class GossipPeer:
         self._losses.append(loss)
         self._inner_s += seconds
         self._watch.step(tokens, seconds)
+        self.report()
 
     def position(self) -> int:
         """Tokens of the whole run, as far as we know: sets the learning rate."""
@@ -261,9 +262,7 @@ class GossipPeer:
 
     def _candidates(self) -> list[Acquaintance]:
         alive = self.exchange.alive()
-        if self.settling is None:
-            return [word for word in alive if word.progress.phase not in (Phase.WAITING, Phase.JOINING)]
-        return [word for word in alive if word.progress.phase in FINAL]
+        return alive if self.settling is None else [word for word in alive if word.progress.phase in FINAL]
 
     # ------------------------------------------------------------ swaps
 

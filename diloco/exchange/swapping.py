@@ -181,6 +181,8 @@ class Swapping(Background):
         self.acquaintances = Acquaintances(me)
         self.others_tokens = 0
         """Trained by all others, as far as is known."""
+        self.alone = True
+        """Whether we know nobody that lives."""
         self.reason = ""
         self._fragment = terms.layout.fragments[0]
         self._swaps = Swaps(me.peer)
@@ -209,11 +211,6 @@ class Swapping(Background):
     def version(self) -> int:
         """Swaps that it has applied."""
         return self._state.version if self._state is not None else 0
-
-    @property
-    def alone(self) -> bool:
-        """Whether it knows nobody that lives."""
-        return not self._ask(lambda: self.acquaintances.alive(monotonic_s()))
 
     @property
     def busy(self) -> bool:
@@ -308,6 +305,7 @@ class Swapping(Background):
             if overdue is not None:
                 self.acquaintances.lost(overdue.partner.peer, monotonic_s())
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
+            self.alone = not self.acquaintances.alive(monotonic_s())
             await asyncio.sleep(stall_s / TICKS_PER_STALL)
 
     def _publish(self, news: News) -> None:
