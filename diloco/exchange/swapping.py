@@ -48,7 +48,7 @@ from diloco.exchange.pace import RateLimit
 from diloco.exchange.rules import Timing
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import gossip_status_json
-from diloco.exchange.swaps import Swap, Swaps
+from diloco.exchange.swaps import Stage, Swap, Swaps
 from diloco.fragments import Fragment, Layout
 from diloco.outer import OuterOptimizer, OuterState
 from diloco.types import Closed, Member, Progress
@@ -510,6 +510,8 @@ class Swapping(Background):
             self._arriving = Arriving(swap, self._fragment, self.terms.codecs)
         arriving = self._arriving
         async for part in parts:
+            if swap.stage is Stage.WHOLE:
+                break
             await self._loop.run_in_executor(self._pool, arriving.take, part)
             if self._swaps.current is not swap:
                 return m.Reply.STALE
