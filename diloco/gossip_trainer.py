@@ -145,7 +145,6 @@ class GossipTrainer:
         if peer is None:
             self.island.close()
             return Ending("followed", 0, 0, "", "", None, 0)
-        wall_s = monotonic_s() - self._started_s
         done = self._standing.finishing
         if done:
             peer.average(lambda: not self.stop())
@@ -155,7 +154,7 @@ class GossipTrainer:
         digest, discarded = peer.line.state.digest, peer.discarded_tokens
         reason, spread = "done" if done else "left", peer.spread if done else None
         ending = Ending(reason, peer.version, peer.position(), digest, "", val_loss, discarded, spread)
-        wire = peer.counter.sample()
+        wire, wall_s = peer.counter.sample(), monotonic_s() - self._started_s
         self.events.emit("end", **vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s)
         self.save(peer)
         peer.close()

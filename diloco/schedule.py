@@ -109,9 +109,14 @@ class Settling:
         self._spreads[peer] = spread
 
     def met_least(self, peers: Sequence[str]) -> list[str]:
-        """Those of `peers` whose turn it is: who was never met, or the one that was met longest ago."""
+        """Those of `peers` whose turn it is: who was never met, or the one that was met longest ago.
+
+        Who was close, and was met last, has nothing new for us.
+        """
         strangers = [peer for peer in peers if peer not in self._spreads]
-        return strangers or [peer for peer in self._spreads if peer in peers][:1]
+        latest = next(reversed(self._spreads), None)
+        close = latest if latest is not None and self._spreads[latest] <= self.tolerance else None
+        return strangers or [peer for peer in self._spreads if peer in peers and peer != close][:1]
 
     def remaining(self, others: int) -> float | None:
         """The largest spread found in the latest meetings with so many others, three at most; None: too few yet."""

@@ -114,6 +114,11 @@ def async_rows(steps: int) -> dict[str, Row]:
             "every 4, without a start in sync", buffered("delayed", 4, warmup_steps=0), at_once=True
         ),
         "plain-scratch": row("no momentum, without a start in sync", {**AVERAGE, "lr": 0.25}, at_once=True),
+        "gossip": Row(
+            "NoLoCo: in pairs, then a final average",
+            {"membership": {"policy": "gossip"}, "outer": {"lr": 0.7, "momentum": 0.5, "warmup_steps": 0}},
+            speeds=SPEEDS,
+        ),
     }
 
 

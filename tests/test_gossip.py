@@ -300,8 +300,10 @@ def test_the_final_average_goes_round() -> None:
     settling.swapped("c", 0.5)
     assert settling.met_least(["b", "c"]) == ["b"]
     assert settling.met_least([]) == []
-    settling.swapped("b", 0.5)
+    settling.swapped("b", 0.005)
     assert settling.settled(2)  # that was the last one it may
+    assert settling.met_least(["b"]) == []
+    assert settling.met_least(["b", "c"]) == ["c"]
 
 
 # ---------------------------------------------------------------- data and contract
