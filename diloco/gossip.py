@@ -215,12 +215,13 @@ class GossipPeer:
     # ------------------------------------------------------------ training
 
     def trained(self, tokens: int, seconds: float, loss: float) -> None:
-        """An inner step was done."""
+        """An inner step was done. `loss`: nan where nobody tells it."""
         self.line.trained.add(tokens, 0)
         self.tokens += tokens
         self._tokens_here += tokens
         self._steps += 1
-        self._losses.append(loss)
+        if math.isfinite(loss):
+            self._losses.append(loss)
         self._inner_s += seconds
         self._watch.step(tokens, seconds)
         self.report()
