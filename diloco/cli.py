@@ -501,10 +501,12 @@ class _PeerLines:
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{speed}  {counted}"
 
     def _swap(self, event: Any) -> str:
+        from diloco.telemetry import readable_share
+
         loss = f"loss {event['loss']:.4f}  " if event["loss"] is not None else ""
         share = 100 * event["tokens"] / self._total_tokens if self._total_tokens else 0
         how = "averaged with" if event["final"] else "swapped with"
-        met = f"{how} {event['partner']}, spread {100 * event['spread']:.2g} %"
+        met = f"{how} {event['partner']}, spread {readable_share(event['spread'])}"
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
 
 

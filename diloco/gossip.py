@@ -59,10 +59,9 @@ GREET_S = 0.3
 
 
 @dataclass(frozen=True)
-class Led:
-    """The swap that we lead: our weights as they were sent, and the progress that they hold."""
+class Counted:
+    """Our weights as a swap counts them, and the progress that they hold."""
 
-    swap: Swap
     local: Tensor
     steps: int
     tokens: int
@@ -111,7 +110,8 @@ class GossipPeer:
         self._pairing = Pairing(contract.outer.lr, contract.outer.momentum)
         self._steps = 0
         """Inner steps that no swap has counted; their tokens are `line.trained`."""
-        self._led: Led | None = None
+        self._led: tuple[Swap, Counted] | None = None
+        """The swap that we lead, and our weights as they were sent."""
         self._resumed = checkpoint is not None
         self._watch = Stopwatch()
         self._losses: list[float] = []
@@ -241,10 +241,10 @@ class GossipPeer:
                 case Here(swap, weights, phase):
                     moved |= self._swap(swap, weights, phase)
                 case Failed(swap, reason):
-                    self._led = None if self._led is not None and self._led.swap is swap else self._led
+                    self._led = None if self._led is not None and self._led[0] is swap else self._led
                     self.events.emit("skip", version=self.version + 1, reason=reason)
         if self._wants_a_swap() and not self.exchange.busy:
-            self._invite()
+            moved |= self._invite()
         self.position()
         return moved
 
@@ -254,12 +254,15 @@ class GossipPeer:
         least = {Phase.TRAINING: self.contract.inner.steps, Phase.LEAVING: 1}.get(Phase(self.progress.phase))
         return least is not None and self._steps >= least
 
-    def _invite(self) -> None:
-        """Somebody at random; in the final average of those who train no more, each in its turn."""
+    def _invite(self) -> bool:
+        """Somebody at random; in the final average of those who train no more, each in its turn. With nobody there we
+        step alone. Whether our weights have moved.
+        """
         words = {word.member.peer: word.member for word in self._candidates()}
         names = self.settling.met_least(list(words)) if self.settling is not None else list(words)
         if names:
             self.exchange.invite(words[self._draw.choice(names)])
+        return not names and self.progress.phase == Phase.TRAINING and self._step_alone()
 
     def _candidates(self) -> list[Acquaintance]:
         alive = self.exchange.alive()
@@ -269,29 +272,27 @@ class GossipPeer:
 
     def _send(self, swap: Swap) -> None:
         """The other agreed: read our weights."""
-        local = self._read()
-        if local is None:
+        counted = self._count()
+        if counted is None:
             self.exchange.cancel(swap, "our weights are not finite")
             return
-        self._led = Led(swap, local, self._steps, self.line.trained.tokens)
-        self.exchange.give(swap, local)
+        self._led = swap, counted
+        self.exchange.give(swap, counted.local)
 
-    def _read(self) -> Tensor | None:
+    def _count(self) -> Counted | None:
         """Our local weights. What is not finite must not reach others: then the progress is thrown away."""
         local = read_fragment(self.line.parameters, self._fragment, empty_as(self.line.state.fragments[0].anchor))
         if math.isfinite(magnitude(local)):
-            return local
-        self._discard("the progress is not finite and is discarded")
-        return None
-
-    def _discard(self, reason: str) -> None:
+            return Counted(local, self._steps, self.line.trained.tokens)
         self.discarded_tokens += drop_progress(self.line)
         self._steps = 0
+        reason = "the progress is not finite and is discarded"
         self.events.emit("skip", version=self.version + 1, reason=reason)
+        return None
 
     def _swap(self, swap: Swap, theirs: Tensor, phase: str) -> bool:
         """Apply a swap: whoever leads counts the weights that it sent, whoever follows those of now."""
-        mine = self._counted(swap)
+        mine = self._count() if not swap.leads else self._led[1] if self._led is not None else None
         if mine is None:
             self.exchange.cancel(swap, "our weights are not finite")
             return False
@@ -307,17 +308,22 @@ class GossipPeer:
         self._move_anchor(mine, mean, seconds)
         if self.settling is not None and phase in FINAL:
             self.settling.swapped(swap.partner.peer, apart)
-        self._tell(mine, apart, seconds)
+        if swap.leads:
+            self.exchange.applied(swap)
+        else:
+            self.exchange.give(swap, mine.local)
+        self._tell(swap.partner.peer, swap.leads, mine.tokens, apart, seconds)
         return True
 
-    def _counted(self, swap: Swap) -> Led | None:
-        """What of ours the swap counts."""
-        if swap.leads:
-            return self._led
-        local = self._read()
-        return Led(swap, local, self._steps, self.line.trained.tokens) if local is not None else None
+    def _step_alone(self) -> bool:
+        """The mean of one is its own: DiLoCo with one peer."""
+        mine, seconds = self._count(), {"inner": self._inner_s}
+        if mine is not None:
+            self._move_anchor(mine, mine.local, seconds)
+            self._tell(self.name, True, mine.tokens, None, seconds)
+        return True
 
-    def _move_anchor(self, mine: Led, mean: Tensor, seconds: dict[str, float]) -> None:
+    def _move_anchor(self, mine: Counted, mean: Tensor, seconds: dict[str, float]) -> None:
         before = self.line.state.fragments[0]
         with timed(seconds, "outer"):
             after = self._pairing.step(before, mean) if self.settling is None else settle(before, mean)
@@ -328,27 +334,24 @@ class GossipPeer:
         self.line.trained.tokens -= mine.tokens
         self._led = None
 
-    def _tell(self, mine: Led, apart: float, seconds: Mapping[str, float]) -> None:
-        """The swap is applied: so it says to the other, to those who ask, and in an event."""
-        swap = mine.swap
+    def _tell(
+        self, partner: str, leads: bool, inner_tokens: int, apart: float | None, seconds: Mapping[str, float]
+    ) -> None:
+        """Our anchor has moved: those who ask are told so, and an event."""
         self.spread = apart
         self._swaps_here += 1
         self.report(version=self.version, pace=self._watch.round())
         self.exchange.hold(self.line.state)
-        if swap.leads:
-            self.exchange.applied(swap)
-        else:
-            self.exchange.give(swap, mine.local)
         wire = self.counter.sample()
         self.events.emit(
             "swap",
             version=self.version,
-            partner=swap.partner.peer,
-            leads=swap.leads,
+            partner=partner,
+            leads=leads,
             final=self.settling is not None,
             spread=apart,
             tokens=self.position(),
-            inner_tokens=mine.tokens,
+            inner_tokens=inner_tokens,
             loss=fmean(self._losses) if self._losses else None,
             tokens_per_s=self.tokens_per_s,
             wire_bytes_sent=wire.sent if wire else None,
@@ -389,9 +392,9 @@ class GossipPeer:
 
     def _count_alone(self) -> None:
         """What was trained since the last swap goes into our anchor, before that is averaged or is the end."""
-        local = self._read() if self.line.trained.tokens else None
-        if local is not None:
-            self.line.state = OuterState(self.version + 1, (settle(self.line.state.fragments[0], local),))
+        mine = self._count() if self.line.trained.tokens else None
+        if mine is not None:
+            self.line.state = OuterState(self.version + 1, (settle(self.line.state.fragments[0], mine.local),))
             self._steps = self.line.trained.tokens = 0
             self.exchange.hold(self.line.state)
 

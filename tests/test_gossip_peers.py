@@ -150,6 +150,24 @@ def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) 
     assert b.peer.position() == TOKENS
 
 
+def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
+    (a,) = make(1, inner={"steps": 2}).peers
+    slow = a.anchor.clone()
+    a.step()
+    assert a.version == 0
+    with torch.no_grad():
+        local = a.local + (a.target.flatten() - a.local) * 0.1
+    assert a.step()
+    assert torch.allclose(a.anchor, slow + 0.7 * (local - slow), atol=1e-6)
+    assert torch.equal(a.local, a.anchor)
+    (event,) = a.events("swap")
+    assert (event["partner"], event["spread"], event["inner_tokens"]) == ("p0", None, 2 * TOKENS)
+    a.step()
+    a.peer.average(lambda: True)  # what was trained since is in the end's anchor, too
+    assert torch.equal(a.local, a.anchor)
+    assert a.version == 2
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 

@@ -153,6 +153,8 @@ class Outgoing:
                 payload = await asyncio.to_thread(self._encode, index)
                 if index == len(self._encoded):
                     self._encoded.append(payload)
+            if len(self._encoded) == self._fragment.parts:
+                self._weights = self._weights[:0].clone()  # what is encoded is enough from now on
             yield Part(index, self._encoded[index])
 
     def _encode(self, index: int) -> bytes:
