@@ -189,15 +189,19 @@ class GossipPeer:
             self.events.emit("copying", done_bytes=done_bytes, total_bytes=total_bytes)
 
     def enter(self, patience: Callable[[], bool]) -> None:
-        """Wait until `membership.start_peers` are there, or some have begun; no longer than a join may take."""
-        welcome, start_peers = self.gate.welcome, self.contract.membership.start_peers
+        """Wait until `membership.start_peers` are there, or some have begun; no longer than a join may take.
+
+        A joiner waits in any case until it knows somebody, which takes one greeting.
+        """
+        welcome = self.gate.welcome
+        least = max(1 if self.tokens else self.contract.membership.start_peers, 2 if welcome else 1)
         deadline_s = monotonic_s() + self.site.timeouts.join_s
-        while patience() and not self.tokens:
+        while patience():
             others = self.exchange.alive()
-            if len(others) + 1 >= start_peers or any(word.progress.tokens for word in others):
+            if len(others) + 1 >= least or any(word.progress.tokens for word in others):
                 break
             if monotonic_s() > deadline_s:
-                text = f"beginning with {len(others) + 1} of {start_peers} peers: the others are not here"
+                text = f"beginning with {len(others) + 1} of {least} peers: the others are not here"
                 self.events.emit("warning", text=text)
                 break
             self._greet_sometimes([word.member for word in others] or list(welcome.members if welcome else ()))
