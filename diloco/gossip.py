@@ -118,6 +118,8 @@ class GossipPeer:
         self._inner_s = 0.0
         self._began_s = self._greeted_s = monotonic_s()
         self._swaps_here = self._tokens_here = 0
+        self._moved = False
+        """Whether our weights have, by more than inner steps."""
         self._draw = random.Random(secrets.randbits(64))
         self._presence: Presence | None = None
 
@@ -237,20 +239,20 @@ class GossipPeer:
 
     def between_steps(self) -> bool:
         """Begin, serve or end a swap, if there is one. Whether our weights have moved."""
-        moved = False
+        self._moved = False
         for news in self.exchange.news():
             match news:
                 case Agreed(swap):
                     self._send(swap)
                 case Here(swap, weights, phase):
-                    moved |= self._swap(swap, weights, phase)
+                    self._swap(swap, weights, phase)
                 case Failed(swap, reason):
                     self._led = None if self._led is not None and self._led[0] is swap else self._led
                     self.events.emit("skip", version=self.version + 1, reason=reason)
         if self._wants_a_swap() and not self.exchange.busy:
-            moved |= self._invite()
+            self._invite()
         self.position()
-        return moved
+        return self._moved
 
     def _wants_a_swap(self) -> bool:
         if self.settling is not None:
@@ -258,15 +260,15 @@ class GossipPeer:
         least = {Phase.TRAINING: self.contract.inner.steps, Phase.LEAVING: 1}.get(Phase(self.progress.phase))
         return least is not None and self._steps >= least
 
-    def _invite(self) -> bool:
+    def _invite(self) -> None:
         """Somebody at random; in the final average of those who train no more, each in its turn. With nobody there we
-        step alone. Whether our weights have moved.
-        """
+        step alone."""
         words = {word.member.peer: word.member for word in self._candidates()}
         names = self.settling.met_least(list(words)) if self.settling is not None else list(words)
         if names:
             self.exchange.invite(words[self._draw.choice(names)])
-        return not names and self.progress.phase == Phase.TRAINING and self._step_alone()
+        elif self.progress.phase == Phase.TRAINING:
+            self._step_alone()
 
     def _candidates(self) -> list[Acquaintance]:
         alive = self.exchange.alive()
@@ -289,17 +291,17 @@ class GossipPeer:
         if math.isfinite(magnitude(local)):
             return Counted(local, self._steps, self.line.trained.tokens)
         self.discarded_tokens += drop_progress(self.line)
-        self._steps = 0
+        self._steps, self._moved = 0, True
         reason = "the progress is not finite and is discarded"
         self.events.emit("skip", version=self.version + 1, reason=reason)
         return None
 
-    def _swap(self, swap: Swap, theirs: Tensor, phase: str) -> bool:
+    def _swap(self, swap: Swap, theirs: Tensor, phase: str) -> None:
         """Apply a swap: whoever leads counts the weights that it sent, whoever follows those of now."""
         mine = self._count() if not swap.leads else self._led[1] if self._led is not None else None
         if mine is None:
             self.exchange.cancel(swap, "our weights are not finite")
-            return False
+            return
         seconds = {"inner": self._inner_s}
         try:
             with timed(seconds, "average"):
@@ -308,7 +310,7 @@ class GossipPeer:
         except PayloadError as error:
             self._led = None
             self.exchange.refuse(swap, str(error))
-            return False
+            return
         self._move_anchor(mine, mean, seconds)
         if self.settling is not None and phase in FINAL:
             self.settling.swapped(swap.partner.peer, apart)
@@ -317,15 +319,13 @@ class GossipPeer:
         else:
             self.exchange.give(swap, mine.local)
         self._tell(swap.partner.peer, swap.leads, mine.tokens, apart, seconds)
-        return True
 
-    def _step_alone(self) -> bool:
+    def _step_alone(self) -> None:
         """The mean of one is its own: DiLoCo with one peer."""
         mine, seconds = self._count(), {"inner": self._inner_s}
         if mine is not None:
             self._move_anchor(mine, mine.local, seconds)
             self._tell(self.name, True, mine.tokens, None, seconds)
-        return True
 
     def _move_anchor(self, mine: Counted, mean: Tensor, seconds: dict[str, float]) -> None:
         before = self.line.state.fragments[0]
@@ -336,7 +336,7 @@ class GossipPeer:
         self.line.state = OuterState(self.version + 1, (after,))
         self._steps -= mine.steps
         self.line.trained.tokens -= mine.tokens
-        self._led = None
+        self._led, self._moved = None, True
 
     def _tell(
         self, partner: str, leads: bool, inner_tokens: int, apart: float | None, seconds: Mapping[str, float]
