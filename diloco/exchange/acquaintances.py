@@ -62,8 +62,9 @@ class Acquaintances:
             self._known[word.member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
             if known is None:
                 new.append(word.member.peer)
-        while len(self._known) > MOST_KNOWN:
-            del self._known[min(self._known, key=lambda peer: self._known[peer].said_at_s)]
+        if len(self._known) > MOST_KNOWN:
+            latest = sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MOST_KNOWN:]
+            self._known = dict(latest)
         return [peer for peer in new if peer in self._known]
 
     def lost(self, peer: str, now_s: float) -> None:
