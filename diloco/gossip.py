@@ -270,7 +270,7 @@ class GossipPeer:
         elif self.progress.phase == Phase.TRAINING:
             self._step_alone()
 
-    def _candidates(self) -> list[Acquaintance]:
+    def _candidates(self) -> Sequence[Acquaintance]:
         alive = self.exchange.alive()
         return alive if self.settling is None else [word for word in alive if word.progress.phase in FINAL]
 

@@ -183,8 +183,7 @@ class Swapping(Background):
         self.acquaintances = Acquaintances(me)
         self.others_tokens = 0
         """Trained by all others, as far as is known."""
-        self.alone = True
-        """Whether we know nobody that lives."""
+        self._alive: Sequence[m.Acquaintance] = ()
         self.reason = ""
         self._fragment = terms.layout.fragments[0]
         self._swaps = Swaps(me.peer)
@@ -239,9 +238,14 @@ class Swapping(Background):
         known = self.acquaintances
         known.progress, known.spread, known.swap_s = progress, spread, swap_s
 
-    def alive(self) -> list[m.Acquaintance]:
+    def alive(self) -> Sequence[m.Acquaintance]:
         """The others that may be met."""
-        return self._ask(lambda: self.acquaintances.alive(monotonic_s()))
+        return self._alive
+
+    @property
+    def alone(self) -> bool:
+        """Whether we know nobody that lives."""
+        return not self._alive
 
     def meet(self, members: Sequence[Member]) -> None:
         """Peers to talk to, from a welcome or from the directory."""
@@ -305,9 +309,9 @@ class Swapping(Background):
         while True:
             overdue = self._swaps.overdue(monotonic_s())
             if overdue is not None:
-                self.acquaintances.lost(overdue.partner.peer, monotonic_s())
+                self._lose(overdue.partner.peer)
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
-            self.alone = not self.acquaintances.alive(monotonic_s())
+            self._refresh()
             await asyncio.sleep(stall_s / TICKS_PER_STALL)
 
     def _publish(self, news: News) -> None:
@@ -321,10 +325,20 @@ class Swapping(Background):
 
     def _hear(self, words: Sequence[m.Acquaintance]) -> None:
         new = self.acquaintances.hear(words, monotonic_s())
-        self.others_tokens = self.acquaintances.tokens()
+        self._refresh()
         if new:
             self._on_met(new)
             self._has_news.set()
+
+    def _lose(self, peer: str) -> None:
+        """It does not answer, or nothing sensible."""
+        self.acquaintances.lost(peer, monotonic_s())
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """What the training thread sees of the others: it never waits for this one."""
+        self._alive = self.acquaintances.alive(monotonic_s())
+        self.others_tokens = self.acquaintances.tokens()
 
     def _patience_s(self, peer: str) -> float:
         """How long it may take until that peer is between two inner steps, and then some."""
@@ -347,11 +361,11 @@ class Swapping(Background):
         except LinkRefused as error:
             reply = error.reply
         except (LinkDown, LinkSlow) as error:
-            self.acquaintances.lost(member.peer, monotonic_s())
+            self._lose(member.peer)
             self._note(f"{member.peer} does not answer: {type(error).__name__}", routine=True)
             return None
         if reply not in (m.Reply.OK, m.Reply.BUSY, m.Reply.STALE):
-            self.acquaintances.lost(member.peer, monotonic_s())
+            self._lose(member.peer)
             self._note(f"{member.peer} refuses: {reply.name}")
         return reply
 
@@ -413,7 +427,7 @@ class Swapping(Background):
             if not again:
                 return problem
             await asyncio.sleep(STREAM_PAUSE_S)
-        self.acquaintances.lost(to.peer, monotonic_s())
+        self._lose(to.peer)
         return problem
 
     async def _stream_once(self, to: Member, kind: Kind, outgoing: Outgoing) -> tuple[str, bool]:
@@ -426,7 +440,7 @@ class Swapping(Background):
         except LinkDown:
             return f"{to.peer} is gone", True
         except LinkSlow as error:
-            self.acquaintances.lost(to.peer, monotonic_s())
+            self._lose(to.peer)
             return f"{to.peer}: {error}", False
         except LinkRefused as error:
             return f"{to.peer} refuses: {error}", error.reply is m.Reply.DAMAGED
@@ -441,7 +455,7 @@ class Swapping(Background):
     def _refuse(self, swap: Swap, reason: str) -> m.Reply:
         peer = swap.partner.peer
         self._offences[peer] += 1
-        self.acquaintances.lost(peer, monotonic_s())
+        self._lose(peer)
         self._fail(swap, f"{peer} sent what no honest peer sends: {reason}")
         return m.Reply.MALFORMED
 
@@ -462,7 +476,7 @@ class Swapping(Background):
         if isinstance(body, m.Evict):
             reply = self._admission.same_training(envelope.run, envelope.contract)
             if reply is m.Reply.OK:
-                self.acquaintances.lost(body.peer, monotonic_s())
+                self._lose(body.peer)
             return reply
         reply = self._admits(envelope.run, envelope.contract, envelope.lineage, sender)
         if reply is not m.Reply.OK:
