@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,36 @@ def finish(peers: list[Gossiper]) -> None:
         await asyncio.gather(*(asyncio.to_thread(peer.peer.average, lambda: True) for peer in peers))
 
     asyncio.run(asyncio.wait_for(together(), 40))
+
+
+def test_a_dozen_peers_each_on_its_own_hear_of_all_and_end_alike() -> None:
+    """Nobody knows all but by hearsay, and none waits for another before the final average."""
+    count = 12
+    run = {"name": "gossip", "total_tokens": count * 40 * TOKENS}
+    world = World(True, count, run=run, inner={"steps": 4})
+
+    def live(peer: Gossiper) -> None:
+        while not peer.peer.finishing:
+            peer.step()
+            time.sleep(0.005)
+        peer.peer.average(lambda: True)
+
+    async def together() -> None:
+        await asyncio.gather(*(asyncio.to_thread(live, peer) for peer in world.peers))
+
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            loop = asyncio.new_event_loop()
+            loop.set_default_executor(pool)
+            loop.run_until_complete(asyncio.wait_for(together(), 50))
+            loop.close()
+        trained = sum(peer.peer.tokens for peer in world.peers)
+        assert {peer.peer.position() for peer in world.peers} == {trained}
+        assert all(peer.peer.spread is not None and peer.peer.spread <= 0.005 for peer in world.peers)
+        assert max(spread(peer.anchor, world.peers[0].anchor) for peer in world.peers) <= 0.01
+        assert all(len({event["partner"] for event in peer.events("swap")}) > 3 for peer in world.peers)
+    finally:
+        world.close()
 
 
 def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Callable[..., World]) -> None:
