@@ -59,7 +59,7 @@ class RunSection(Section):
 
 class MembershipSection(Section):
     start_peers: PositiveInt = 1
-    """The run starts when this many peers are there."""
+    """The run starts when this many peers are there; under `gossip` after `timeouts.join_s` in any case."""
     policy: Literal["sync", "quorum", "async", "gossip"] = "sync"
     """When a version closes. `sync`: when all live members have contributed; `quorum`: when `quorum_peers` have, and
     whoever follows within `grace_s`; `async`: when one has, and whoever follows within `grace_s`, or for as long as
