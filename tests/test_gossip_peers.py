@@ -225,6 +225,21 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
     assert a.peer.line.trained.tokens == 0
 
 
+def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
+    world = World(True, 2)
+    try:
+        a, b = world.peers
+        world.ask(lambda: world.network.freeze("p1:1"))
+        world.until(lambda: len(a.events("swap")) >= 2, "a goes on alone", a)
+        assert {event["partner"] for event in a.events("swap")} == {"p0"}
+        assert b.version == 0
+        world.ask(lambda: world.network.thaw("p1:1"))
+        b.peer.exchange.greet(a.peer.exchange.me)
+        world.until(lambda: b.version and a.events("swap")[-1]["partner"] == "p1", "they swap", a, b)
+    finally:
+        world.close()
+
+
 def test_a_leader_killed_in_the_middle_costs_nothing(make: Callable[..., World]) -> None:
     world = make(3)
     a, b, c = world.peers
