@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
 from diloco.exchange.swaps import Stage
 from diloco.pairing import Pairing, pair_mean, spread
+from diloco.screen import status_text
 from diloco.types import Member, Phase, Progress
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
@@ -156,9 +159,10 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     c.peer.enter(lambda: True)
     partners = lambda: {event["partner"] for event in c.events("swap")}  # noqa: E731
     world.until(lambda: partners() == {"p0", "p1"}, "p2 has met both", a, b, c)
-    known = c.peer.exchange._ask(c.peer.exchange.on_status)
-    assert '"p1"' in known
-    assert '"spread"' in known
+    status = json.loads(c.peer.exchange._ask(c.peer.exchange.on_status))
+    assert [entry["peer"] for entry in status["peers"]] == ["p2", "p0", "p1"]
+    assert status["spread"] == c.peer.spread
+    assert re.search(r"peer +version +spread", status_text(status))
     assert c.peer.position() >= 6 * TOKENS
 
 
