@@ -86,7 +86,9 @@ def peer(
         loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
         lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
         print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")
-        print(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16]}")
+        if ending.spread is not None:
+            print(f"averaged in pairs; those that met last were at most {100 * ending.spread:.2g} % apart")
+        print(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16] or 'none'}")
 
 
 @app.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
@@ -488,6 +490,7 @@ class _PeerLines:
             return f"listening on {event['address']}\njoin with:  diloco peer --join {event['ticket']}"
         lines: dict[str, Callable[[Any], str]] = {
             "version": self._version,
+            "swap": self._swap,
             "witnessed": lambda e: f"v{e['version']}  {e['tokens']:,} tokens  counted {', '.join(e['counted'])}",
             "lineage": lambda e: f"lineage {e['lineage']} goes on; {e['void_tokens']:,} tokens of ours are void",
             "skip": lambda e: f"round for version {e['version']} skipped: {e['reason']}",
@@ -508,6 +511,15 @@ class _PeerLines:
         speed = f"{event['tokens_per_s']:,.0f} tok/s"
         counted = f"counted {names}{mine}"
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{speed}  {counted}"
+
+    def _swap(self, event: Any) -> str:
+        from diloco.telemetry import readable_share
+
+        loss = f"loss {event['loss']:.4f}  " if event["loss"] is not None else ""
+        share = 100 * event["tokens"] / self._total_tokens if self._total_tokens else 0
+        how = "averaged with" if event["final"] else "swapped with"
+        met = f"{how} {event['partner']}, spread {readable_share(event['spread'])}"
+        return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
 
 
 def _changes(event: Any) -> str:

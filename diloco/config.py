@@ -27,6 +27,9 @@ CONTRACT_VERSION = 1
 GATHERED_CODECS = ("topk", "dct", "lowrank")
 """Those whose sums do not stay small: every member gets every contribution."""
 
+FLOAT_CODECS = ("fp32", "fp16", "bf16")
+"""Those that can carry weights, and not only differences of weights."""
+
 LEASE_ROUNDS = 3
 """Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
 
@@ -56,11 +59,12 @@ class RunSection(Section):
 
 class MembershipSection(Section):
     start_peers: PositiveInt = 1
-    """The run starts when this many peers are there."""
-    policy: Literal["sync", "quorum", "async"] = "sync"
+    """The run starts when this many peers are there; under `gossip` after `timeouts.join_s` in any case."""
+    policy: Literal["sync", "quorum", "async", "gossip"] = "sync"
     """When a version closes. `sync`: when all live members have contributed; `quorum`: when `quorum_peers` have, and
     whoever follows within `grace_s`; `async`: when one has, and whoever follows within `grace_s`, or for as long as
-    those who have still do inner steps (`sync.overlap`)."""
+    those who have still do inner steps (`sync.overlap`). `gossip`: there are no versions that all agree on; peers swap
+    weights in pairs, each has its own, and a final average ends the run (NoLoCo, for very many peers; `[gossip]`)."""
     sync_versions: Annotated[int, Field(ge=0)] = 0
     """For `quorum` and `async`: the first so many versions close as under `sync`. From random weights it matters."""
     quorum_peers: PositiveInt = 2
@@ -308,9 +312,22 @@ class SyncSection(Section):
         return self
 
 
+class GossipSection(Section):
+    """The end of a run under `membership.policy = "gossip"`: peers average plainly until they are alike."""
+
+    tolerance: Annotated[float, Field(gt=0, lt=1)] = 0.005
+    """A peer is done when the last few it met were no further from it (root mean square of the difference of the
+    weights over that of the weights). What `fp16` and `bf16` round away stays: 0.0002 and 0.002."""
+    final_swaps: PositiveInt = 64
+    """Most swaps of a peer in the final average; each halves the variance between two."""
+    final_s: Annotated[float, Field(gt=0, le=300)] = 120.0
+    """Longest time that a peer goes on averaging; then it ends with what spread there is, and says so."""
+
+
 class EvalSection(Section):
     every_versions: Annotated[int, Field(ge=0)] = 5
-    """Held-out loss every so many versions, by the first member of the view; 0: only at the end."""
+    """Held-out loss every so many versions, by the first member of the view; 0: only at the end. Under `gossip` a
+    peer's swaps are its versions, and the first by name of those it knows evaluates."""
     sequences: PositiveInt = 128
     """Held-out sequences per evaluation."""
 
@@ -326,6 +343,7 @@ class Contract(Section):
     outer: OuterSection = OuterSection()
     codec: CodecSection = CodecSection()
     sync: SyncSection = SyncSection()
+    gossip: GossipSection = GossipSection()
     eval: EvalSection = EvalSection()
 
     @model_validator(mode="after")
@@ -349,6 +367,8 @@ class Contract(Section):
         if self.sync.merge != "carry" and not self.sync.overlap:
             raise ValueError(f"sync.merge {self.sync.merge!r} does nothing without sync.overlap")
         self._partial_consistent()
+        if self.membership.policy == "gossip":
+            self._check_gossip()
         return self
 
     def _partial_consistent(self) -> None:
@@ -371,6 +391,37 @@ class Contract(Section):
         """`OuterSection.partial`, chosen."""
         shared = self.membership.policy == "async" and self.outer.optimizer in SHARED_OPTIMIZERS
         return self.outer.partial or ("share" if shared else "whole")
+
+    def _check_gossip(self) -> None:
+        """Gossip swaps whole weights between two peers, and has no versions that all agree on."""
+        wanted: Mapping[str, tuple[bool, str]] = {
+            "codec.name": (all(codec.name in FLOAT_CODECS for codec in self.codec.by_group), "fp32, fp16 or bf16"),
+            "codec.error_feedback": (self.codec.error_feedback is None, "left out: weights are swapped, not progress"),
+            "outer.optimizer": (self.outer.optimizer == "nesterov", "'nesterov', with NoLoCo's update in its place"),
+            "outer.warmup_steps": (self.outer.warmup_steps == 0, "0"),
+            "outer.weighting": (self.outer.weighting == "uniform", "'uniform'"),
+            "outer.partial": (self.outer.partial is None, "left out: a swap is a whole step"),
+            "outer.staleness_power": (self.outer.staleness_power == 0, "0"),
+            "outer.alignment": (self.outer.alignment == "none", "'none'"),
+            "outer.averaging": (self.outer.averaging == "mean", "'mean'"),
+            "sync.fragments": (self.sync.fragments == 1, "1"),
+            "sync.overlap": (self.sync.overlap == 0, "0: inner steps go on during a swap as it is"),
+            "inner.comm_share": (self.inner.comm_share == 0, "0"),
+            "inner.sized_by": (self.inner.sized_by == "contract", "'contract': nobody waits"),
+            "membership.stragglers": (self.membership.stragglers == "wait", "'wait', which nobody does"),
+            "membership.without_majority": (self.membership.without_majority == "wait", "'wait': nobody votes"),
+            "membership.sync_versions": (self.membership.sync_versions == 0, "0"),
+            "data.source": (self.data.source != "hf", "one that can be read in any order, which a stream cannot"),
+        }
+        for key, (fits, wish) in wanted.items():
+            if not fits:
+                raise ValueError(f"membership.policy 'gossip' wants {key} to be {wish}")
+        largest = 2 * (1 - self.outer.momentum**2)
+        if self.outer.lr >= largest:
+            raise ValueError(
+                f"under gossip outer.lr ({self.outer.lr}) must be below 2 (1 - outer.momentum^2) = {largest:.3g}, or "
+                f"peers drift apart; NoLoCo has outer.lr 0.7 and outer.momentum 0.5"
+            )
 
     @property
     def steps_per_round(self) -> int:

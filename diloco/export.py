@@ -134,7 +134,7 @@ def _about(checkpoint: Checkpoint, contract: Contract, state: OuterState) -> dic
     return {
         "run": contract.run.name,
         "version": checkpoint.version,
-        "tokens": commit.tokens if commit else 0,
+        "tokens": _tokens(checkpoint, commit),
         "state_digest": state.digest,
         "chain_digest": commit.digest if commit else "",
         "vocab_size": checkpoint.value("vocab_size", int),
@@ -152,6 +152,11 @@ def _commit(checkpoint: Checkpoint) -> Commit | None:
         return Commit.from_bytes(checkpoint.value("commit", str).encode())
     except ValueError as error:
         raise StateError(f"checkpoint {checkpoint.path}: {error}", "use a checkpoint that diloco wrote") from error
+
+
+def _tokens(checkpoint: Checkpoint, commit: Commit | None) -> int:
+    """Of the run: committed, or under gossip, where nothing is, as many as the peer knew of."""
+    return commit.tokens if commit else int(checkpoint.meta.get("run_tokens", 0))
 
 
 def _tokenizer(section: DataSection) -> str:
@@ -221,7 +226,7 @@ def _from_checkpoint(path: Path, data_root: Path) -> Trained:
     checkpoint = load(path)
     contract, layout, state = _open(checkpoint, data_root)
     commit = _commit(checkpoint)
-    tokens = commit.tokens if commit else 0
+    tokens = _tokens(checkpoint, commit)
     tensors = _exported(_anchor(state, layout), contract.model)
     return Trained(contract, checkpoint.version, tokens, checkpoint.value("vocab_size", int), tensors)
 

@@ -26,7 +26,9 @@ NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", 
 """How the baselines are called, by their folder."""
 MOST_WAITS = 400
 """Drawn; of more, the longest."""
-RUNNING = frozenset({"view", "progress", "version"})
+TOLD = ("version", "swap")
+"""Events of a version: one that all agree on, or a peer's own."""
+RUNNING = frozenset({"view", "progress", *TOLD})
 """Events that only a peer in the view writes."""
 
 
@@ -74,6 +76,8 @@ class Version:
     attempts: int
     """Of the exchange; 0 where nobody told."""
     digests: frozenset[str]
+    spread: float | None
+    """Under gossip, where peers have versions (swaps) of their own: between the two of a swap, mean over peers."""
     notes: Sequence[str]
 
 
@@ -151,7 +155,7 @@ def read_run(directory: Path) -> Run:
     contract = _contract(directory)
     name = next((str(event["run"]) for event in events if event.get("run")), directory.resolve().name)
     summary = _summary(directory, versions, curves, contract)
-    timed = [event for event in events if event["kind"] == "version" and event.get("seconds")]
+    timed = [event for event in events if event["kind"] in TOLD and event.get("seconds")]
     return Run(
         name, versions, curves, attendance.stays, _waits(timed, clock), _times(timed), attendance.marks,
         clock.resumed_s, contract, summary,
@@ -209,7 +213,7 @@ def _versions(events: Sequence[Event], clock: _RunClock, marks: Sequence[Mark]) 
     reports: dict[int, dict[str, Event]] = defaultdict(dict)
     losses: dict[int, float] = {}
     for event in events:
-        if event["kind"] == "version":
+        if event["kind"] in TOLD:
             reports[event["version"]][event["peer"]] = event
         if event["kind"] in ("eval", "end") and event.get("val_loss") is not None:
             losses.setdefault(event["version"], event["val_loss"])
@@ -232,14 +236,15 @@ def _version(
     first = told[0]
     losses = [event["loss"] for event in told if event.get("loss") is not None]
     timings = [event["seconds"] for event in told if event.get("seconds")]
+    spreads = [event["spread"] for event in told if event.get("spread") is not None]
     return Version(
         version=first["version"],
         fragment=first.get("fragment", 0),
-        tokens=first["tokens"],
+        tokens=round(fmean(event["tokens"] for event in told)),
         at_s=min(clock(event["time"]) for event in told),
         told=len(told),
         members=len(first.get("members") or told),
-        counted=len(first.get("counted") or ()),
+        counted=len(told) if first["kind"] == "swap" else len(first.get("counted") or ()),
         loss=fmean(losses) if losses else None,
         val_loss=val_loss,
         seconds={step: fmean(timing.get(step, 0.0) for timing in timings) for step in STEPS} if timings else {},
@@ -247,6 +252,7 @@ def _version(
         sent_bytes=sent,
         attempts=max(event.get("attempts") or 0 for event in told),
         digests=frozenset(event["state_digest"] for event in told if event.get("state_digest")),
+        spread=fmean(spreads) if spreads else None,
         notes=notes,
     )
 
@@ -403,7 +409,7 @@ def _summary(
     path = directory / "summary.json"
     written = json.loads(path.read_text()) if path.is_file() else {}
     settings = dict(contract)
-    compared = [row for row in versions if row.told > 1]
+    compared = [row for row in versions if row.told > 1 and row.digests]
     comparisons = {curve.key: _cost(curve) for curve in curves[1:]}
     told = {
         **_cost(curves[0]),
@@ -411,6 +417,7 @@ def _summary(
         "peers": max((row.members for row in versions), default=0),
         "digest": min(versions[-1].digests, default="") if versions else "",
         "digests_agree": all(len(row.digests) < 2 for row in compared) if compared else None,
+        "spread": next((row.spread for row in reversed(versions) if row.spread is not None), None),
         "h": settings.get("inner.steps"),
         "codec": settings.get("codec.name"),
         "comparisons": comparisons,

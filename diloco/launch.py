@@ -13,6 +13,7 @@ from pathlib import Path
 from diloco.checkpoint import Checkpoint, load
 from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
 from diloco.errors import ConfigError, ResourceError, UsageError
+from diloco.gossip_trainer import GossipTrainer
 from diloco.island import Island
 from diloco.peer import Gate
 from diloco.telemetry import Event, Events
@@ -47,8 +48,8 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
         name = peer_name(site, checkpoint)
         directory = open_directory(options, site, contract, name, checkpoint, island.leads)
         events = Events(directory / "events.jsonl" if island.leads else None, name, [event_card(directory), listener])
-        trainer = Trainer(name, contract, site, island, gate, events, directory, stop, checkpoint)
-        return trainer.run()
+        kind = GossipTrainer if contract.membership.policy == "gossip" else Trainer
+        return kind(name, contract, site, island, gate, events, directory, stop, checkpoint).run()
     finally:
         if gate is not None:
             gate.close()

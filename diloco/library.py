@@ -11,6 +11,8 @@ optimizer, the data and the learning rates are yours, too; a contract for such a
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +22,102 @@ from torch import nn
 
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
+from diloco.gossip import GossipPeer
 from diloco.launch import peer_name
 from diloco.peer import Gate, Peer
 from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import Events
-from diloco.types import Closed, Commit, Counted, Skip
+from diloco.types import Closed, Commit, Counted, Phase, Skip
 
 
-class Run:
+class Run(ABC):
     """This process's part in a run. Made by `found` or `join`; use it as a context manager."""
+
+    contract: Contract
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """This peer's name in the run."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """What others give to `diloco.join` or `diloco peer --join`."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Versions of the anchor agreed so far; under gossip, swaps of this peer."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens committed by all peers since the run began; under gossip, trained, as far as this peer knows."""
+
+    @property
+    @abstractmethod
+    def peers(self) -> tuple[str, ...]:
+        """Who is in the run now; under gossip, as far as this peer knows."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Digest of anchor and outer state: equal on all peers at this version, but under gossip each has its own."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the run has all its tokens."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float = 3600.0) -> bool:
+        """Wait until this peer is in the view: until `membership.start_peers` are there, or the next version closes.
+
+        Returns False after `timeout_s`. `step` waits by itself; call this to look at the data only then.
+        """
+
+    @abstractmethod
+    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
+        """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
+
+        With `sync.overlap` the contribution leaves that many calls earlier, without waiting. Returns None between
+        syncs; after one the versions that closed, or the reason why the round was skipped (nothing is lost then: the
+        progress counts next time). The model's weights have moved to the new anchor.
+
+        Under gossip it never waits and returns None: the weights move when a swap is there.
+        """
+
+    @abstractmethod
+    def sync(self) -> Sequence[Closed] | Skip:
+        """The rest of a round, now, or all of it: pseudo-gradient, compress, exchange, average, outer step, merge."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything.
+
+        Under gossip, when the run is done, this is the final average.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything without a goodbye: to the others this peer has died."""
+
+    def __enter__(self) -> Self:
+        self.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.leave()
+        else:
+            self.close()
+
+
+class AgreedRun(Run):
+    """One in which all peers agree on each version."""
 
     def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
         name = peer_name(site, None)
@@ -57,60 +146,43 @@ class Run:
 
     @property
     def name(self) -> str:
-        """This peer's name in the run."""
         return self._peer.name
 
     @property
     def address(self) -> str:
-        """What others give to `diloco.join` or `diloco peer --join`."""
         return self._peer.ticket
 
     @property
     def version(self) -> int:
-        """Versions of the anchor agreed so far."""
         return self._peer.line.state.version
 
     @property
     def tokens(self) -> int:
-        """Tokens committed by all peers since the run began."""
         commit = self._peer.line.commit
         return commit.tokens if commit else 0
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Who is in the run now."""
         commit = self._peer.line.commit
         return tuple(member.peer for member in commit.view) if commit else ()
 
     @property
     def digest(self) -> str:
-        """Digest of anchor and outer state: equal on all peers that are at this version."""
         return self._peer.line.state.digest
 
     @property
     def done(self) -> bool:
-        """Whether the run has all its tokens."""
         return self._peer.done
 
     # ------------------------------------------------------------ taking part
 
     def wait(self, timeout_s: float = 3600.0) -> bool:
-        """Wait until this peer is in the view: until `membership.start_peers` are there, or the next version closes.
-
-        Returns False after `timeout_s`. `step` waits by itself; call this to look at the data only then.
-        """
         deadline_s = monotonic_s() + timeout_s
         entered = self._peer.enter(lambda: monotonic_s() < deadline_s, _nothing)
         self._stepped_s = monotonic_s()
         return entered
 
     def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
-        """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
-
-        With `sync.overlap` the contribution leaves that many calls earlier, without waiting. Returns None between
-        syncs; after one the versions that closed, or the reason why the round was skipped (nothing is lost then: the
-        progress counts next time). The model's weights have moved to the new anchor.
-        """
         self._peer.journal.trained(tokens, 0)
         self._watch.step(tokens, monotonic_s() - self._stepped_s)
         self._steps += 1
@@ -142,7 +214,6 @@ class Run:
         return skipped
 
     def sync(self) -> Sequence[Closed] | Skip:
-        """The rest of a round, now, or all of it: pseudo-gradient, compress, exchange, average, outer step, merge."""
         self.wait()
         started_s = monotonic_s()
 
@@ -169,7 +240,6 @@ class Run:
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
     def leave(self) -> None:
-        """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything."""
         if self._peer.exchange.in_view and not self.done:
             self._leaving = True
             if self._begun:
@@ -180,22 +250,88 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Free everything without a goodbye: to the others this peer has died."""
         self._peer.close()
         self._gate.close()
         self._events.close()
 
-    def __enter__(self) -> Self:
-        self.wait()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.leave()
-        else:
+class GossipRun(Run):
+    """One in which peers swap in pairs, and nobody waits."""
+
+    def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
+        name = peer_name(site, None)
+        directory = Path(site.storage.directory) if site.storage.directory else None
+        self.contract = contract
+        self._events = Events(directory / "events.jsonl" if directory else None, name)
+        self._peer = GossipPeer(name, contract, site, model, gate, self._events)
+        self._stepped_s = monotonic_s()
+        self._gate = gate
+        try:
+            self._peer.open()
+        except BaseException:
             self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self._peer.name
+
+    @property
+    def address(self) -> str:
+        return self._peer.ticket
+
+    @property
+    def version(self) -> int:
+        return self._peer.version
+
+    @property
+    def tokens(self) -> int:
+        return self._peer.position()
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        return (self.name, *(word.member.peer for word in self._peer.exchange.alive()))
+
+    @property
+    def digest(self) -> str:
+        return self._peer.line.state.digest
+
+    @property
+    def done(self) -> bool:
+        return self._peer.finishing
+
+    @property
+    def spread(self) -> float | None:
+        """How far this peer and the other of its latest swap were apart, before it (`diloco.pairing.spread`)."""
+        return self._peer.spread
+
+    def wait(self, timeout_s: float = 3600.0) -> bool:
+        if self._peer.progress.phase == Phase.WAITING:
+            deadline_s = monotonic_s() + timeout_s
+            self._peer.enter(lambda: monotonic_s() < deadline_s)
+            self._stepped_s = monotonic_s()
+        return True
+
+    def step(self, tokens: int) -> None:
+        self.wait()
+        self._peer.trained(tokens, monotonic_s() - self._stepped_s, math.nan)
+        self._peer.between_steps()
+        self._stepped_s = monotonic_s()
+
+    def sync(self) -> Skip:
+        return Skip("under gossip there is no version to wait for")
+
+    def leave(self) -> None:
+        if self.done:
+            self._peer.average(lambda: True)
+        else:
+            self._peer.leave(lambda: True)
+        self.close()
+
+    def close(self) -> None:
+        self._peer.close()
+        self._gate.close()
+        self._events.close()
 
 
 def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | Site | None = None) -> Run:
@@ -206,7 +342,7 @@ def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | 
     """
     local = site if isinstance(site, Site) else load_site(site).value
     agreed = contract if isinstance(contract, Contract) else load_contract(contract).value
-    return Run(agreed, local, model, Gate(local))
+    return _open(agreed, local, model, Gate(local))
 
 
 def join(address: str, model: nn.Module, site: str | Path | Site | None = None) -> Run:
@@ -223,7 +359,12 @@ def join(address: str, model: nn.Module, site: str | Path | Site | None = None) 
     except BaseException:
         gate.close()
         raise
-    return Run(contract, local, model, gate)
+    return _open(contract, local, model, gate)
+
+
+def _open(contract: Contract, site: Site, model: nn.Module, gate: Gate) -> Run:
+    kind = GossipRun if contract.membership.policy == "gossip" else AgreedRun
+    return kind(contract, site, model, gate)
 
 
 def _no_steps() -> None:

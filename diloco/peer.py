@@ -152,7 +152,9 @@ class Peer:
         self.line = open_line(name, contract, self.parameters, self._encoder)
         self.ending = Finish.of(contract)
         if checkpoint is not None:
-            self._restore(checkpoint)
+            commit = restore_line(self.line, checkpoint)
+            if commit is not None:
+                self.ending.passed(commit, copied=True)
         welcome = gate.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
@@ -209,7 +211,7 @@ class Peer:
         network = self.site.network
         welcome = self.gate.welcome
         if welcome is not None:
-            self._check_alike(welcome)
+            check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
         served = self.gate.runtime.serve(self.exchange, network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         self.gate.open_directory(self.contract.run.name, self._warn)
@@ -222,17 +224,6 @@ class Peer:
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = Presence(self.gate.directory, self.exchange)
         self.events.emit("listening", address=self.address, ticket=self.ticket)
-
-    def _check_alike(self, welcome: Welcome) -> None:
-        """Before anything is copied: the same parameters, the same data."""
-        terms = self.exchange.terms
-        if welcome.layout != terms.layout_digest:
-            cause = "this model has other parameters (names or shapes) than the run's"
-            raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
-        if welcome.data != terms.data:
-            cause = f"this peer's data ({terms.data[:12]}) is not the run's ({welcome.data[:12]})"
-            fix = "use the same files; for data.source 'stdlib', the same Python version"
-            raise IncompatibleError(cause, fix)
 
     def _meet_members(self, welcome: Welcome) -> None:
         found = self.gate.directory.lookup()
@@ -482,40 +473,7 @@ class Peer:
         self, directory: Path, groups: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, JsonValue], keep: int
     ) -> Path:
         """Write a checkpoint: the outer state, and what the inner side adds. Raises ResourceError."""
-        line = self.line
-        outer = {"outer": dict(line.state.buffers())}
-        local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
-        residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
-        own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
-        about: dict[str, JsonValue] = {
-            "peer": line.peer,
-            "contract": self.contract.to_json(),
-            "commit": line.commit.to_bytes().decode() if line.commit else None,
-            "steps": [fragment.steps for fragment in line.state.fragments],
-            "tokens": line.trained.tokens,
-            "blocks": line.trained.blocks,
-            "parameters": [[name, list(parameter.shape)] for name, parameter in self.parameters.items()],
-        }
-        return save_checkpoint(
-            directory, line.state.version, {**outer, **local, **residual, "own": own, **groups}, {**about, **meta}, keep
-        )
-
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        """Take outer state, commit and uncommitted progress from a checkpoint. Raises StateError."""
-        line = self.line
-        text = checkpoint.meta.get("commit")
-        commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
-        adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
-        if commit is not None:
-            self.ending.passed(commit, copied=True)
-        for name, tensor in checkpoint.groups.get("local", {}).items():
-            self.parameters[name].data.copy_(tensor)
-        line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
-        line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
-        for name, tensor in checkpoint.groups.get("own", {}).items():
-            index, _, slot = name.partition("/")
-            own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(tensor)))
-            line.own[int(index)] = replace(own, slots={**own.slots, slot: tensor})
+        return save_line(self.line, self.contract, directory, groups, meta, keep)
 
     def _terms(self, data: str) -> Terms:
         contract, layout = self.contract, self.line.layout
@@ -561,6 +519,60 @@ def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], e
         encode=encode,
         align=contract.outer.alignment == "momentum",
     )
+
+
+def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
+    """Before anything is copied: the same parameters, the same data. Raises IncompatibleError."""
+    if welcome.layout != layout_digest:
+        cause = "this model has other parameters (names or shapes) than the run's"
+        raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
+    if welcome.data != data:
+        cause = f"this peer's data ({data[:12]}) is not the run's ({welcome.data[:12]})"
+        fix = "use the same files; for data.source 'stdlib', the same Python version"
+        raise IncompatibleError(cause, fix)
+
+
+def save_line(
+    line: Line,
+    contract: Contract,
+    directory: Path,
+    groups: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, JsonValue],
+    keep: int,
+) -> Path:
+    """Write a checkpoint: what a line stands at, and what else is given. Raises ResourceError."""
+    outer = {"outer": dict(line.state.buffers())}
+    local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
+    residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
+    own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
+    about: dict[str, JsonValue] = {
+        "peer": line.peer,
+        "contract": contract.to_json(),
+        "commit": line.commit.to_bytes().decode() if line.commit else None,
+        "steps": [fragment.steps for fragment in line.state.fragments],
+        "tokens": line.trained.tokens,
+        "blocks": line.trained.blocks,
+        "parameters": [[name, list(parameter.shape)] for name, parameter in line.parameters.items()],
+    }
+    return save_checkpoint(
+        directory, line.state.version, {**outer, **local, **residual, "own": own, **groups}, {**about, **meta}, keep
+    )
+
+
+def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
+    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError."""
+    text = checkpoint.meta.get("commit")
+    commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
+    adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
+    for name, tensor in checkpoint.groups.get("local", {}).items():
+        line.parameters[name].data.copy_(tensor)
+    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
+    for name, tensor in checkpoint.groups.get("own", {}).items():
+        index, _, slot = name.partition("/")
+        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(tensor)))
+        line.own[int(index)] = replace(own, slots={**own.slots, slot: tensor})
+    return commit
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:

@@ -34,6 +34,7 @@ from diloco.telemetry import (
     readable_duration,
     readable_loss,
     readable_percent,
+    readable_share,
     readable_text,
     readable_times,
 )
@@ -301,6 +302,7 @@ def _page(run: Run) -> str:
         "duration": readable_duration,
         "loss": readable_loss,
         "percent": readable_percent,
+        "share": readable_share,
         "text": readable_text,
         "times": readable_times,
         "color": _color_name,
@@ -313,6 +315,7 @@ def _page(run: Run) -> str:
         steps=steps,
         attempts=any(row.attempts for row in run.versions),
         fragments=any(row.fragment for row in run.versions),
+        spreads=any(row.spread is not None for row in run.versions),
         colors=COLORS,
         signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},
         loss_figures=_loss_figures(run),
@@ -348,8 +351,9 @@ def _cards(run: Run) -> Iterator[Card]:
     else:
         yield Card("Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet")
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
-    yield Card("Versions", str(facts["versions"]), steps)
-    yield _digest_card(run)
+    gossips = any(row.spread is not None for row in run.versions)
+    yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
+    yield _spread_card(run) if gossips else _digest_card(run)
     note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
     yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
 
@@ -361,6 +365,10 @@ def _tokens_per_s(versions: Sequence[Version]) -> float | None:
     first, last = versions[0], versions[-1]
     tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
     return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
+
+
+def _spread_card(run: Run) -> Card:
+    return Card("Spread between peers", readable_share(run.summary.get("spread")), "of the weights, when they met last")
 
 
 def _digest_card(run: Run) -> Card:

@@ -31,6 +31,7 @@ from diloco.telemetry import (
     readable_duration,
     readable_loss,
     readable_percent,
+    readable_share,
     readable_text,
     readable_times,
 )
@@ -88,6 +89,8 @@ class Screen:
         self._reports: dict[int, dict[str, Event]] = {}
         self._first_report_s = 0.0
         self._closed_version = 0
+        self._said = -1
+        """Of what is said of a gossip run, in fiftieths of its tokens."""
         self._drawn_s = 0.0
         self._live: Live | None = None
         if live:
@@ -120,6 +123,8 @@ class Screen:
             if members and version > self._view_version:
                 self._change_view(members, {peer: "" for peer in self._view if peer not in members}, version)
             self._take_version(event)
+        if event["kind"] == "swap":
+            self._take_swap(event)
         if event["kind"] == "eval" and event.get("val_loss") is not None:
             self._val_loss = version, event["val_loss"]
         if note := _note(event):
@@ -163,6 +168,14 @@ class Screen:
                 self._write(_version_line(list(self._reports.pop(version).values()), self._total_tokens))
         if not self._reports:
             self._write_held_notes()
+
+    def _take_swap(self, event: Event) -> None:
+        """Under gossip: a line whenever the run has come on by 2 %, whoever tells of it."""
+        step = int(50 * event["tokens"] / self._total_tokens)
+        if step > self._said:
+            self._said = step
+            self._history.append((self._clock(), int(event["tokens"])))
+            self._write(_swap_line(event, self._total_tokens))
 
     # ------------------------------------------------------------ what else happened
 
@@ -256,6 +269,9 @@ def _update(row: Row, event: Event) -> None:
         case "version":
             row.phase = "training"
             row.last = "" if event.get("own", True) else f"not counted in v{event['version']}"
+        case "swap":
+            row.phase = "averaging" if event["final"] else "training"
+            row.last = f"with {readable_text(event['partner'])}, spread {readable_share(event['spread'])}"
         case "skip" | "reason":
             row.last = readable_text(event.get("reason") or event.get("text") or "", 80)
         case "end":
@@ -300,6 +316,17 @@ def _version_line(reports: Sequence[Event], total_tokens: int) -> str:
     return "  ".join(fields)
 
 
+def _swap_line(event: Event, total_tokens: int) -> str:
+    fields = (
+        f"{min(event['tokens'] / total_tokens, 1):>4.0%} {event['tokens']:>{len(f'{total_tokens:,}')},} tok",
+        f"loss {readable_loss(event.get('loss'))}",
+        f"{readable_text(event['peer'])} with {readable_text(event['partner'])}",
+        f"spread {readable_share(event['spread'])}",
+        f"{readable_bytes(event.get('wire_bytes_sent'))} sent",
+    )
+    return "  ".join(fields)
+
+
 # ---------------------------------------------------------------- the table at the end
 
 
@@ -336,6 +363,11 @@ def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Itera
         yield f"All peers hold the same state, bit for bit, after {versions} versions (digest {digest})."
     elif agree is not None:
         yield f"The peers' states DIFFER after {versions} versions: a defect. Please report it."
+    if summary.get("spread") is not None:
+        yield (
+            f"Peers averaged in pairs, about {versions} times each. Those that met in the end were at most "
+            f"{readable_share(summary['spread'])} apart."
+        )
     ours = methods[0]
     if ours.fewer is not None and ours.worse is not None:
         fewer, apart = readable_times(ours.fewer).rstrip("×"), f"{100 * abs(ours.worse):.1f} %"
@@ -366,7 +398,7 @@ def status_text(status: Mapping[str, Any]) -> str:
         ["peer", *(readable_text(peer["peer"]) for peer in peers)],
         ["", *(_standing(peer) for peer in peers)],
         ["version", *(str(max(peer["version"], 0)) for peer in peers)],
-        ["counted since", *(_first_counted(peer) for peer in peers)],
+        _gossip_column(peers) if "spread" in status else ["counted since", *(_first_counted(peer) for peer in peers)],
         ["loss", *(readable_loss(peer["loss"] or None) for peer in peers)],
         ["tok/s", *(readable_count(peer["tokens_per_s"] or None) for peer in peers)],
         ["sent", *(readable_bytes(peer["wire_bytes_sent"]) for peer in peers)],
@@ -385,6 +417,11 @@ def _ticket(status: Mapping[str, Any]) -> str:
 def _first_counted(peer: Mapping[str, Any]) -> str:
     version = peer["first_counted_version"]
     return f"v{version}" if version >= 0 else "not yet"
+
+
+def _gossip_column(peers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Between each peer and the other of its latest swap."""
+    return ["spread", *(readable_share(peer["spread"]) for peer in peers)]
 
 
 def _standing(peer: Mapping[str, Any]) -> str:

@@ -187,6 +187,11 @@ def readable_percent(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:+.1f} %".replace("-", "−")
 
 
+def readable_share(share: float | None) -> str:
+    """A part of a whole, with two digits: 12 %, 0.43 %."""
+    return NOTHING if share is None else f"{100 * share:.2g} %"
+
+
 def readable_text(text: object, width: int = 32) -> str:
     """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
     plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])

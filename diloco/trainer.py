@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from diloco.checkpoint import Checkpoint
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
-from diloco.data import open_dataset
 from diloco.data.leases import front
 from diloco.data.reader import BlockReader
-from diloco.errors import ResourceError, UsageError
-from diloco.fragments import read_fragment, write_fragment
-from diloco.inner import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
+from diloco.errors import ResourceError
 from diloco.island import Island
-from diloco.models import build_model, count_parameters
+from diloco.models import count_parameters
 from diloco.peer import Gate, Peer
 from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import Events
 from diloco.types import Commit, Counted, Phase
+from diloco.workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +42,8 @@ class Ending:
     chain_digest: str
     val_loss: float | None
     discarded_tokens: int
+    spread: float | None = None
+    """Under gossip: the largest that was left after the final average, as far as this peer saw."""
 
 
 def device_of(site: Site) -> torch.device:
@@ -84,24 +82,12 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """`gate`: on rank 0 only. `stop`: asked before every inner step whether to leave."""
-        if contract.inner.batch_size % island.size:
-            cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {island.size} ranks"
-            raise UsageError(cause, "start torchrun with a number of ranks that divides it")
         self.contract, self.site, self.island = contract, site, island
         self.events, self.directory, self.stop = events, directory, stop
-        root = Path(site.data.root)
-        self.dataset = open_dataset(contract.data, root)
-        self.model = self._build(root)
-        seed_everything(contract.run.seed)
-        self.peer = (
-            Peer(name, contract, site, self.model, gate, events, checkpoint, self.dataset.fingerprint, directory)
-            if gate
-            else None
-        )
-        wrapped = island.wrap(self.model.to(island.device))
-        total = contract.run.total_tokens
-        self.inner = InnerLoop(wrapped, self._inner_section(), total, island.device, compile=site.device.compile)
-        self.reader = BlockReader(self.dataset, contract.run.seed)
+        bench = self.bench = Workbench(contract, site, island)
+        data = bench.dataset.fingerprint
+        self.peer = Peer(name, contract, site, bench.model, gate, events, checkpoint, data, directory) if gate else None
+        self.reader = BlockReader(bench.dataset, contract.run.seed)
         self._resumed_version = -1
         if checkpoint is not None:
             self._restore(checkpoint)
@@ -113,14 +99,6 @@ class Trainer:
         self._losses: list[float] = []
         self._tokens_here = 0
         self._started_s = self._reported_s = monotonic_s()
-
-    def _build(self, root: Path) -> nn.Module:
-        return build_model(self.contract.model, self.dataset.vocab_size, self.contract.run.seed, root)
-
-    def _inner_section(self) -> Any:
-        """Each rank trains its share of the peer's micro-batch."""
-        share = self.contract.inner.batch_size // self.island.size
-        return self.contract.inner.model_copy(update={"batch_size": share})
 
     # ------------------------------------------------------------ the life of a peer
 
@@ -176,7 +154,7 @@ class Trainer:
         self._trained = standing["trained"]
         self._phase = _Phase(*standing["phase"])
         self.reader.load_state_dict(standing["reader"])
-        self.island.broadcast(self.model.parameters())
+        self.island.broadcast(self.bench.model.parameters())
 
     # ------------------------------------------------------------ inner steps
 
@@ -187,7 +165,7 @@ class Trainer:
     def _overlapped_steps(self) -> None:
         """Those while it is on its way. `eager` has moved rank 0's weights meanwhile."""
         if self.contract.sync.merge == "eager" and self.island.size > 1:
-            self.island.broadcast(self.model.parameters())
+            self.island.broadcast(self.bench.model.parameters())
         self._inner_steps(self._cadence.overlap)
 
     def _inner_steps(self, count: int) -> None:
@@ -199,21 +177,13 @@ class Trainer:
             fresh = min(inner.sequences_per_step, self.reader.remaining)  # blocks read again are nobody's to count
             block = self.reader.next(inner.sequences_per_step)
             self._trained += self.contract.tokens_per_step
-            loss = self.inner.step(self._my_share(block), self._position())
-            self._losses.append(self.island.mean(loss))
+            self._losses.append(self.bench.step(block, self._position()))
             self._tokens_here += self.contract.tokens_per_step
-            self._linger(began_s)
+            self.bench.linger(began_s)
             self._watch.step(self.contract.tokens_per_step, monotonic_s() - began_s)
             if self.peer is not None:
                 self.peer.journal.trained(self.contract.tokens_per_step, fresh)
                 self._report(self.peer)
-
-    def _linger(self, began_s: float) -> None:
-        """As slow as `device.step_s` and `device.speed` have it."""
-        device = self.site.device
-        lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
-        if device.step_s or device.speed < 1:
-            time.sleep(max(began_s + lasts_s - monotonic_s(), 0.0))
 
     def _size(self) -> None:
         """As many steps this time as our speed and the exchange ask for, the same on every rank."""
@@ -237,10 +207,6 @@ class Trainer:
     def _asked_to_stop(self) -> bool:
         return bool(json.loads(self.island.share(json.dumps(self.stop()))))
 
-    def _my_share(self, block: torch.Tensor) -> torch.Tensor:
-        micro_batches = torch.split(block, self.contract.inner.batch_size)
-        return torch.cat([self.island.my_share(micro_batch) for micro_batch in micro_batches])
-
     def _position(self) -> int:
         """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
         commit = self._commit
@@ -252,13 +218,14 @@ class Trainer:
             self._reported_s = now
             wire = peer.counter.sample()
             peer.report(
-                inner_step=self.inner.steps,
+                inner_step=self.bench.inner.steps,
                 tokens=self._tokens_here,
                 tokens_per_s=self._tokens_here / (now - self._started_s),
                 loss=self._losses[-1],
                 wire_bytes_sent=wire.sent if wire else 0,
             )
-            self.events.emit("progress", inner_step=self.inner.steps, tokens=self._tokens_here, loss=self._losses[-1])
+            step = self.bench.inner.steps
+            self.events.emit("progress", inner_step=step, tokens=self._tokens_here, loss=self._losses[-1])
 
     # ------------------------------------------------------------ versions
 
@@ -274,7 +241,8 @@ class Trainer:
         self._emit_version(self.peer, commit, before, mine, seconds)
         every = self.contract.eval.every_versions
         if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
-            self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=self._evaluate(self.peer))
+            val_loss = self.bench.evaluate(self.peer.line)
+            self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=val_loss)
         every = self.site.storage.checkpoint_every
         if every and commit.version % every == 0:
             self._save_or_warn()
@@ -295,7 +263,7 @@ class Trainer:
                 self._lease_anew(peer, commit)
 
     def _lease_anew(self, peer: Peer, commit: Commit) -> None:
-        self.reader = BlockReader(self.dataset, self.contract.run.seed)
+        self.reader = BlockReader(self.bench.dataset, self.contract.run.seed)
         self.reader.lease(commit.leases.held[peer.name])
         peer.line.trained.blocks = 0
 
@@ -330,7 +298,7 @@ class Trainer:
             wire_bytes_received=wire.received if wire else None,
             seconds={name: round(value, 6) for name, value in seconds.items()},
             state_digest=peer.line.state.digest,
-            lr=self.inner.lr,
+            lr=self.bench.inner.lr,
             repeats=self.reader.repeats,
         )
 
@@ -339,24 +307,11 @@ class Trainer:
             "start",
             run=self.contract.run.name,
             contract_digest=self.contract.digest,
-            parameters=count_parameters(self.model),
+            parameters=count_parameters(self.bench.model),
             resumed_version=peer.line.state.version,
-            blocks_per_epoch=self.dataset.blocks_per_epoch,
+            blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,
         )
-
-    def _evaluate(self, peer: Peer) -> float:
-        """Held-out loss of the anchor (nats per token); local weights are put back afterwards."""
-        line = peer.line
-        local = [read_fragment(line.parameters, fragment) for fragment in line.layout.fragments]
-        try:
-            for fragment in line.layout.fragments:
-                write_fragment(line.parameters, fragment, line.state.fragments[fragment.index].anchor)
-            heldout = self.dataset.heldout(self.contract.eval.sequences)
-            return evaluate(self.model, heldout, self.contract.inner.batch_size, self.island.device)
-        finally:
-            for fragment, weights in zip(line.layout.fragments, local, strict=True):
-                write_fragment(line.parameters, fragment, weights)
 
     # ------------------------------------------------------------ the end
 
@@ -373,7 +328,7 @@ class Trainer:
         else:
             # What was not counted in time is discarded: a checkpoint of it would train its data twice.
             peer.leave("left")
-        val_loss = self._evaluate(peer) if commit is not None else None
+        val_loss = self.bench.evaluate(peer.line) if commit is not None else None
         if done:
             peer.leave("done")
         ending = Ending(
@@ -403,18 +358,8 @@ class Trainer:
         """Write a checkpoint of this peer. Raises ResourceError."""
         assert self.peer is not None
         started_s = monotonic_s()
-        inner = self.inner.state_dict()
-        randomness = random_states()
-        groups = {
-            "inner": {name: value for name, value in inner.items() if isinstance(value, torch.Tensor)},
-            "random": {name: value for name, value in randomness.items() if isinstance(value, torch.Tensor)},
-        }
-        meta: dict[str, Any] = {
-            "vocab_size": self.dataset.vocab_size,
-            "inner": {name: value for name, value in inner.items() if not isinstance(value, torch.Tensor)},
-            "random": {name: value for name, value in randomness.items() if not isinstance(value, torch.Tensor)},
-            "reader": self.reader.state_dict(),
-        }
+        groups, meta = self.bench.to_save()
+        meta["reader"] = self.reader.state_dict()
         path = self.peer.save(self.directory / "checkpoints", groups, meta, self.site.storage.keep)
         size = sum(file.stat().st_size for file in path.iterdir())
         version = self.peer.line.state.version
@@ -430,7 +375,6 @@ class Trainer:
             self.events.emit("warning", text=f"no checkpoint: {error.cause}")
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        self.inner.load_state_dict({**checkpoint.groups.get("inner", {}), **checkpoint.value("inner", dict)})
-        restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
+        self.bench.restore(checkpoint)
         self.reader.load_state_dict(checkpoint.value("reader", dict))
         self._resumed_version = checkpoint.version

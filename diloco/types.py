@@ -236,6 +236,7 @@ class Phase(StrEnum):
     JOINING = "joining"
     TRAINING = "training"
     SYNCING = "syncing"
+    AVERAGING = "averaging"  # gossip's final average: nothing is trained any more
     WITNESS = "witness"  # votes, and does not train
     LEAVING = "leaving"
     DONE = "done"

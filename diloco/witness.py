@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import open_codecs
 from diloco.config import Contract
-from diloco.errors import EvictedError
+from diloco.errors import EvictedError, UsageError
 from diloco.exchange.engine import Exchange, Terms
 from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
@@ -45,6 +45,8 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
     try:
         assert options.join is not None
         contract = gate.knock(options.join)
+        if contract.membership.policy == "gossip":
+            raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)
         directory = open_directory(options, site, contract, name)
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])

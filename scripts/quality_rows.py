@@ -122,6 +122,11 @@ def async_rows(steps: int) -> dict[str, Row]:
         "delayed4-scratch": row("`delayed4` without", buffered("delayed", 4), scratch=True),
         "share-scratch": row("`share` without", {}, scratch=True),
         "window-sized-scratch": row("`window-sized` without", {}, {**window, **sized}, scratch=True),
+        "gossip": Row(
+            "NoLoCo: in pairs, then a final average",
+            {"membership": {"policy": "gossip"}, "outer": {"lr": 0.7, "momentum": 0.5, "warmup_steps": 0}},
+            speeds=SPEEDS,
+        ),
     }
 
 

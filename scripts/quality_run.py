@@ -7,6 +7,7 @@ Only that what peers send each other is handed over here.
 from __future__ import annotations
 
 import heapq
+import random
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +24,18 @@ from diloco.average import fold, mean_digest
 from diloco.config import Contract, DataSection
 from diloco.data import leases, open_dataset
 from diloco.data.dataset import Dataset
+from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
-from diloco.fragments import named_parameters, write_fragment
+from diloco.fragments import named_parameters, read_fragment, write_fragment
 from diloco.inner import InnerLoop, evaluate, seed_everything
 from diloco.models import build_model, count_parameters
+from diloco.outer import FragmentState, OuterState
+from diloco.pairing import Pairing, pair_mean, settle, spread
 from diloco.peer import open_line
 from diloco.round import Line, Sent, measure, step_outer
 from diloco.schedule import Cadence, Finish
 from diloco.sim.processes import die_with_parent
-from diloco.types import Closed, Commit, Counted, Member
+from diloco.types import Blocks, Closed, Commit, Counted, Member
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4
@@ -74,6 +78,8 @@ def train(contract: Contract, peers: int, together: bool, speeds: Sequence[float
     names = [f"p{peer}" for peer in range(peers)]
     if together:
         outcome = train_together(contract, names)
+    elif contract.membership.policy == "gossip":
+        outcome = GossipRun(contract, names, speeds or [1.0] * peers).train()
     else:
         outcome = (AsyncRun(contract, names, speeds) if speeds else Run(contract, names)).train()
     return replace(outcome, cpu_s=round(process_time() - started_s, 1))
@@ -343,3 +349,84 @@ class AsyncRun(Run):
     def _cadence_of(self, peer: Peer) -> Cadence:
         speeds = self._speeds
         return Cadence.fitted(self._contract, speeds[peer.name], max(speeds.values()), sync_s=0.0)
+
+
+# ---------------------------------------------------------------- in pairs
+
+
+class Gossiper(Peer):
+    """One with an order of its own through the data, and weights of its own."""
+
+    def __init__(self, name: str, contract: Contract, speed: float, all_speeds: float) -> None:
+        super().__init__(name, contract)
+        self.speed, self._all_speeds = speed, all_speeds
+        self._reader = BlockReader(dataset_of(contract.data), own_seed(contract.run.seed, name))
+        self._reader.lease((Blocks(0, 2**60),))
+        self.swapped_at = 0
+        """Its inner steps when it swapped last."""
+
+    def advance(self, now: float) -> None:
+        """Do the inner steps that there was time for."""
+        self.train(int(now * self.speed + 1e-9) - self.inner.steps)
+
+    def due(self) -> float:
+        """When it has done H inner steps since its last swap."""
+        return (self.swapped_at + self._contract.inner.steps) / self.speed
+
+    @property
+    def local(self) -> torch.Tensor:
+        return read_fragment(self.line.parameters, self.line.layout.fragments[0])
+
+    def take(self, after: FragmentState) -> None:
+        """Stand where a swap leads."""
+        self.line.state = OuterState(self.line.state.version + 1, (after,))
+        write_fragment(self.line.parameters, self.line.layout.fragments[0], after.anchor)
+        self.swapped_at = self.inner.steps
+
+    def _position(self) -> int:
+        """Tokens of the whole run when this step ends: all others go on, too."""
+        return int((self.inner.steps + 1) / self.speed * self._all_speeds) * self._contract.tokens_per_step
+
+
+class GossipRun:
+    """Peers that swap in pairs, in virtual time: whoever did H inner steps meets another one at random, as it stands.
+
+    A swap takes no time, and everybody knows how far all are. The loss is that of the final average.
+    """
+
+    def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
+        self._contract = contract
+        self.peers = [Gossiper(name, contract, speed, sum(speeds)) for name, speed in zip(names, speeds, strict=True)]
+        self._pairing = Pairing(contract.outer.lr, contract.outer.momentum)
+        self._draw = random.Random(contract.run.seed)
+        self._ends = contract.run.total_tokens / (sum(speeds) * contract.tokens_per_step)
+        self._swaps = 0
+
+    def train(self) -> Outcome:
+        """Until the run has its tokens; then on average, plainly, until all are alike."""
+        while (first := min(self.peers, key=Gossiper.due)).due() <= self._ends:
+            self._swap(first, first.due())
+        for peer in self.peers:
+            peer.advance(self._ends)
+        self._average()
+        tokens = sum(peer.inner.steps for peer in self.peers) * self._contract.tokens_per_step
+        sent_bytes = 2 * self._swaps * FP32_BYTES * count_parameters(self.peers[0].model)
+        loss = self.peers[0].heldout_loss()
+        return Outcome(loss, FP32_BYTES * 8, sent_bytes / tokens, tokens, 0.0, time=self._ends, versions=self._swaps)
+
+    def _swap(self, first: Gossiper, now: float) -> None:
+        pair = (first, self._draw.choice([peer for peer in self.peers if peer is not first]))
+        for peer in pair:
+            peer.advance(now)
+        mean = pair_mean(*(peer.local for peer in pair))
+        for peer in pair:
+            peer.take(self._pairing.step(peer.line.state.fragments[0], mean))
+        self._swaps += 1
+
+    def _average(self) -> None:
+        while max(spread(one.local, self.peers[0].local) for one in self.peers) > self._contract.gossip.tolerance:
+            pair = self._draw.sample(self.peers, 2)
+            mean = pair_mean(*(peer.local for peer in pair))
+            for peer in pair:
+                peer.take(settle(peer.line.state.fragments[0], mean))
+            self._swaps += 1

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diloco.config import Contract
+from diloco.pairing import spread
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCH = SCRIPTS / "bench-quality"
@@ -23,7 +25,7 @@ TOKENS = 3 * 4 * 2 * 4 * 32  # rounds, steps, peers, sequences, tokens of the qu
 sys.path.insert(0, str(SCRIPTS))
 from quality_bench import table  # noqa: E402
 from quality_rows import QUICK, Row, async_rows, contract_of, rows  # noqa: E402
-from quality_run import AsyncRun, Outcome, Run, train  # noqa: E402
+from quality_run import AsyncRun, GossipRun, Outcome, Run, train  # noqa: E402
 
 
 def contract(**sections: dict[str, Any]) -> Contract:
@@ -97,6 +99,26 @@ def test_sized_by_speed_all_are_ready_at_once() -> None:
     assert outcome.time == 4 * outcome.versions
 
 
+def test_gossiping_peers_meet_when_they_are_due_and_end_alike() -> None:
+    run = GossipRun(
+        contract(
+            run={"name": "quality", "total_tokens": 30 * 4 * 2 * 16},
+            membership={"policy": "gossip"},
+            inner={"steps": 4},
+            outer={"optimizer": "nesterov", "momentum": 0.5},
+        ),
+        ["p0", "p1", "p2"],
+        [1.0, 1.0, 0.5],
+    )
+    outcome = run.train()
+    assert [peer.inner.steps for peer in run.peers] == [48, 48, 24]
+    assert outcome.tokens == 30 * 4 * 2 * 16
+    assert outcome.time == 48
+    assert all(torch.equal(peer.local, peer.line.state.fragments[0].anchor) for peer in run.peers)
+    assert max(spread(peer.local, run.peers[0].local) for peer in run.peers) <= 0.005
+    assert outcome.loss < 1.1 * math.log(256)
+
+
 BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 1.82), "stream4-int4": (3, 4.3)}
 """At least and at most; zstd may save some."""
 
@@ -120,17 +142,20 @@ def test_quick(tmp_path: Path) -> None:
 
 def test_quick_async(tmp_path: Path) -> None:
     path = tmp_path / "async.json"
-    chosen = "sync*,*-scratch"
+    chosen = "sync*,*-scratch,gossip"
     done = start("--rows", chosen, "--seeds", "1", "--json", str(path), script=SCRIPTS / "bench-async")
     output, errors = done.communicate(timeout=100)
     assert done.returncode == 0, errors
     runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
     assert list(runs) == [
         "sync", "sync-sized", "plain-scratch", "delayed4-scratch", "share-scratch", "window-sized-scratch",
+        "gossip",
     ]  # fmt: skip
     assert all(f"`{name}`" in output and run["tokens"] >= TOKENS for name, run in runs.items())
     assert runs["plain-scratch"]["time"] < runs["sync"]["time"]
     assert runs["plain-scratch"]["versions"] > runs["sync"]["versions"]
+    assert runs["gossip"]["time"] < runs["sync"]["time"]
+    assert 0 < runs["gossip"]["loss"] < 1.1 * math.log(256)
 
 
 def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,44 @@ def test_a_loop_beside_a_faster_peer_syncs_more_often(monkeypatch: pytest.Monkey
         closed = [step for step in range(1, 41) if run.step(tokens=16)]
         assert run._peer.progress.pace > 0
     assert closed == [32, 34, 36, 38, 40]  # a whole round before anything is known, then H / 16
+
+
+@pytest.mark.slow
+def test_two_loops_gossip_and_end_alike() -> None:
+    tree = {
+        "run": {"name": "pairs", "total_tokens": 2000},
+        "membership": {"policy": "gossip", "start_peers": 2},
+        "model": {"kind": "external"},
+        "inner": {"steps": 3},
+        "outer": {"momentum": 0.5},
+        "codec": {"name": "fp32"},
+    }
+
+    def train(run: diloco.Run, model: torch.nn.Linear, target: float) -> None:
+        with run:
+            while not run.done:
+                with torch.no_grad():
+                    model.weight.add_((target - model.weight) * 0.2)
+                assert run.step(tokens=10) is None
+                time.sleep(0.002)
+            assert len(run.peers) == 2
+
+    models = [torch.nn.Linear(8, 8) for _ in range(2)]
+    founder = diloco.found(Contract.model_validate(tree), models[0])
+    joiner = diloco.join(founder.address, models[1])
+    threads = [
+        threading.Thread(target=train, args=(run, model, target))
+        for run, model, target in zip((founder, joiner), models, (1.0, 3.0), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert min(founder.version, joiner.version) >= 3
+    assert founder.tokens >= 2000
+    torch.testing.assert_close(models[0].weight, models[1].weight, rtol=0.01, atol=0.01)
+    assert 1.2 < models[0].weight.mean().item() < 2.8  # between what the two pull to
 
 
 @pytest.mark.slow

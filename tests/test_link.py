@@ -40,7 +40,7 @@ from diloco.exchange.link import (
 from diloco.exchange.memory_link import MemoryNetwork
 from diloco.exchange.pace import MEASURED_S, Uplink
 from diloco.hashing import content_hash
-from diloco.types import Closed, Commit, Leases, Member
+from diloco.types import Closed, Commit, Leases, Member, Progress
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
@@ -48,7 +48,8 @@ from tests.peers import KEYS, secure_channel
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, "view", 1, m.Gather(4, 1, "for a test"))
-HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1, 0)
+WORD = m.Acquaintance(ALICE, 3, Progress(tokens=5), 0.25, 1.5)
+HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1, 0, (WORD,))
 WELCOME = Welcome(
     b'{"run":{}}',
     "lineage",

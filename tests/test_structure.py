@@ -25,9 +25,9 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
-        diloco.launch diloco.witness diloco.library diloco.trainer diloco.sim diloco.operate diloco.export diloco.report
-        diloco.screen diloco.history diloco.audit diloco.replay""",
-    "peer": "diloco.peer diloco.journal",
+        diloco.launch diloco.witness diloco.library diloco.trainer diloco.gossip_trainer diloco.workbench diloco.sim
+        diloco.operate diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay""",
+    "peer": "diloco.peer diloco.gossip diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
     "edges": """
         diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
@@ -36,13 +36,14 @@ LAYERS = {
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
         diloco.memory diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
-        diloco.radial""",
+        diloco.radial diloco.pairing""",
     "protocol": """
         diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
         diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages
         diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
         diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
-        diloco.exchange.address diloco.exchange.pace diloco.chain diloco.data.leases diloco.data.order""",
+        diloco.exchange.acquaintances diloco.exchange.swaps diloco.exchange.address diloco.exchange.pace diloco.chain
+        diloco.data.leases diloco.data.order""",
     "values": """
         diloco.types diloco.weighing diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config
         diloco.models.presets""",

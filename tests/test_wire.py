@@ -38,6 +38,8 @@ offers = st.builds(m.Offer, whole, whole, whole, whole, st.booleans(), whole)
 progress = st.builds(Progress, text, whole, whole, whole, number, number, whole, signed)
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
 forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
+ages = st.floats(0, 1e9)
+acquaintances = st.lists(st.builds(m.Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
 bodies = st.one_of(
     st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress, whole, forks),
     st.builds(m.Ready, whole, whole, st.none() | offers, text, signed, maybe_commit, texts),
@@ -51,6 +53,8 @@ bodies = st.one_of(
     st.builds(m.Committed, commits),
     st.builds(m.Goodbye, whole, whole, text, texts, signed, maybe_commit),
     st.builds(m.Evict, text),
+    st.builds(m.Greeting, acquaintances, st.booleans()),
+    st.builds(m.Invite, whole, st.builds(m.Acquaintance, members, whole, progress, number, ages)),
 )
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), max_size=3).map(tuple)
 steps = st.lists(whole, max_size=3).map(tuple)

@@ -32,6 +32,12 @@ def block_at(position: int, blocks_per_epoch: int | None, seed: int) -> int:
     return block
 
 
+def own_seed(seed: int, peer: str) -> int:
+    """A seed of this peer's own, where nobody leases blocks to it: its order has nothing to do with the others'."""
+    digest = hashlib.blake2b(f"seed {seed} of {peer}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def _permute(cell: int, rows: int, columns: int, keys: tuple[int, ...]) -> int:
     """A permutation of the cells of a grid: each turn moves one coordinate by a hash of the other."""
     row, column = divmod(cell, columns)

@@ -12,18 +12,18 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
 
 from diloco import failpoints
 from diloco.average import is_mean_of, max_part_bytes, mean_digest
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
+from diloco.exchange.background import Background
 from diloco.exchange.link import (
     Kind,
     Link,
@@ -50,11 +50,8 @@ from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 TICKS_PER_HEARTBEAT = 10
-ASK_TRIES = 60
-"""Seconds for which the loop may be busy, at most."""
 STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1
 """How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
@@ -124,7 +121,7 @@ def _fitted(work: Work, receiver: str, part: Part) -> Part:
     return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
 
 
-class Exchange:
+class Exchange(Background):
     """One peer's side that faces the world. Also the `Service` that the link calls."""
 
     def __init__(
@@ -139,6 +136,7 @@ class Exchange:
         forks: tuple[m.Fork, ...] = (),
     ) -> None:
         """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
+        super().__init__(loop)
         self.terms = terms
         self.link = link
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
@@ -151,10 +149,8 @@ class Exchange:
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
         self.refused: m.Reply = m.Reply.OK
         """The latest refusal of one of our messages."""
-        self._loop = loop
         self._on_reason = on_reason
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
-        self._tasks: set[asyncio.Task[None]] = set()
         self._work: Work | None = None
         self._stepping: Stepping | None = None
         """Of the version being made: attempts of one version have the parts in common that did not change."""
@@ -176,7 +172,6 @@ class Exchange:
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
-        self._failure: BaseException | None = None
 
     # ------------------------------------------------------------ for the training side (any thread)
 
@@ -184,6 +179,21 @@ class Exchange:
     def name(self) -> str:
         """This peer's."""
         return self.machine.me.peer
+
+    @property
+    def me(self) -> Member:
+        """This life of this peer."""
+        return self.machine.me
+
+    @property
+    def version(self) -> int:
+        """Of the commit that it knows."""
+        return self.machine.version
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is outside the view, or most of the view cannot be reached."""
+        return not self.in_view or self.machine.alone
 
     @property
     def in_view(self) -> bool:
@@ -282,20 +292,6 @@ class Exchange:
         while monotonic_s() < deadline_s and not self._ask(self.machine.settled):
             time.sleep(0.05)
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer of the loop's thread. Tries are counted, and not seconds: this process may have been stopped."""
-
-        async def answer() -> T:
-            return question()
-
-        future = asyncio.run_coroutine_threadsafe(answer(), self._loop)
-        for _ in range(ASK_TRIES):
-            try:
-                return future.result(1.0)
-            except TimeoutError:
-                self._raise_failure()
-        raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
-
     def leave(self, timeout_s: float) -> None:
         """Say goodbye and give the vote away; to those who do not answer in time we have died."""
         with suppress(TimeoutError):
@@ -317,25 +313,6 @@ class Exchange:
 
     # ------------------------------------------------------------ the loop's thread from here on
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            logger.error("the exchange failed", exc_info=self._failure)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def _start(self, address: str) -> None:
         self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
         self._spawn(self._tick_for_ever())
@@ -344,11 +321,6 @@ class Exchange:
         while True:
             self._feed(m.Tick())
             await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
-
-    async def _stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _leave(self) -> None:
         effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
@@ -709,6 +681,8 @@ class Exchange:
         reply = self.machine.admits(header.run, header.contract, header.lineage, header.sender, monotonic_s())
         if reply is not m.Reply.OK:
             return reply
+        if header.kind not in (Kind.CONTRIBUTION, Kind.MEAN):
+            return m.Reply.MALFORMED  # it is of another policy
         key = (header.version, header.attempt)
         work = await self._reach(key, header.generation)
         if work is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from diloco.exchange.messages import Envelope, Fork, Reply
+from diloco.exchange.messages import Acquaintance, Envelope, Fork, Reply
 from diloco.types import Closed, Commit, Member
 
 CHUNK_BYTES = 1 << 20
@@ -40,6 +40,10 @@ class Kind(IntEnum):
 
     CONTRIBUTION = 1
     MEAN = 2
+    WEIGHTS = 3
+    """Of whoever leads a swap (policy `gossip`)."""
+    ANSWER = 4
+    """And of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,12 @@ class StreamHeader:
     sender: Member
     kind: Kind
     version: int
+    """The version being made; of a swap, its number."""
     attempt: int
     generation: int
     """Repairs that the receiver must know of before it takes these parts."""
+    known: tuple[Acquaintance, ...] = ()
+    """Of a swap: whom the sender knows, itself first."""
 
 
 @dataclass(frozen=True, slots=True)

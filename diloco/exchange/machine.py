@@ -45,6 +45,8 @@ class Machine(Parting):
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
         sender, body = envelope.sender, envelope.body
+        if isinstance(body, m.Greeting | m.Invite):
+            return m.Reply.MALFORMED  # it is of another policy
         by_operator = isinstance(body, m.Evict)
         if by_operator:
             reply = self._admission.same_training(envelope.run, envelope.contract)

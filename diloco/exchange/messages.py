@@ -194,8 +194,43 @@ class Evict:
     peer: str
 
 
+@dataclass(frozen=True, slots=True)
+class Acquaintance:
+    """What a peer told of itself, as others pass it on (policy `gossip`)."""
+
+    member: Member
+    beat: int
+    """Counts what it told of itself in this life: the later word holds."""
+    progress: Progress
+    """Its tokens are those of all its lives, as far as its weights come from them."""
+    spread: float = -1.0
+    """Between it and the other of its last swap (`diloco.pairing.spread`); negative: it had none yet."""
+    age_s: float = 0.0
+    """Since it said so, as far as those who passed it on can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """This is me, and these are the others I know."""
+
+    known: tuple[Acquaintance, ...]
+    """The sender first."""
+    answer: bool
+    """To a greeting: it wants none back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """Swap weights with me. The answer is OK when my stream of parts is awaited."""
+
+    number: int
+    """Counts the swaps that the sender led in this life, from 1."""
+    sender: Acquaintance
+
+
 Body = (
     Heartbeat | Ready | Gather | Begin | Stalled | Repair | Abort | Propose | Accept | Committed | Goodbye | Evict
+    | Greeting | Invite
 )  # fmt: skip
 
 
@@ -230,6 +265,7 @@ class Reply(IntEnum):
     REPLAYED = 9  # I have had this very message, or one so much later that I cannot tell
     BARRED = 10  # you sent what no honest peer sends, too often
     DAMAGED = 11  # your bytes were damaged on the way: say it again
+    BUSY = 12  # I swap weights with somebody else now
 
 
 # ---------------------------------------------------------------- events: what happens to a peer

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Protocol
 
 from diloco.exchange.dht import ANNOUNCE_EVERY_S, Directory
-from diloco.exchange.engine import Exchange
+from diloco.types import Member
 
 LOOK_AGAIN_S = 10.0
 """How often a peer looks for members when it is outside the view, or most of the view cannot be reached."""
 
 
+class Present(Protocol):
+    """Who is announced: an exchange."""
+
+    @property
+    def me(self) -> Member: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether it knows too few others."""
+        ...
+
+    def meet(self, members: Sequence[Member]) -> None: ...
+
+
 class Presence:
     """A daemon thread, since the directory's calls block."""
 
-    def __init__(self, directory: Directory, exchange: Exchange) -> None:
+    def __init__(self, directory: Directory, exchange: Present) -> None:
         self._directory = directory
         self._exchange = exchange
         self._ended = threading.Event()
@@ -23,9 +42,8 @@ class Presence:
 
     def _run(self) -> None:
         while True:
-            me = self._exchange.machine.me
-            self._directory.announce(me, max(self._exchange.machine.version, 0))
-            looking = not self._exchange.in_view or self._exchange.machine.alone
+            self._directory.announce(self._exchange.me, max(self._exchange.version, 0))
+            looking = self._exchange.alone
             if looking:
                 self._exchange.meet(list(self._directory.lookup().values()))
             if self._ended.wait(LOOK_AGAIN_S if looking else ANNOUNCE_EVERY_S):
@@ -35,4 +53,4 @@ class Presence:
         """Take the record back."""
         self._ended.set()
         self._thread.join(5.0)
-        self._directory.withdraw(self._exchange.machine.me.peer)
+        self._directory.withdraw(self._exchange.me.peer)

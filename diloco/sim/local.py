@@ -71,6 +71,11 @@ class Plan:
     speeds: tuple[float, ...]
     """By peer (`device.speed`)."""
 
+    @property
+    def gossips(self) -> bool:
+        """Whether each peer has a state of its own."""
+        return self.contract.membership.policy == "gossip"
+
 
 COMPARISONS = ("ddp", "average", "alone", "sync")
 
@@ -83,6 +88,8 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     if len(set(options.speeds)) > 1 and "ddp" in options.compare:
         raise UsageError("ddp has no peers of different speeds", "its time is the slowest's: leave out --compare ddp")
     plan = _plan(options)
+    if plan.gossips and "average" in options.compare:
+        raise UsageError("gossip averages in pairs as it is", "leave out --compare average")
     _prepare(plan.directory)
     (plan.directory / "contract.json").write_text(plan.contract.to_json())
     ends = _train_peers(plan, stop, out, live)
@@ -96,7 +103,7 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     write_plot(plan.directory)
     page = write_report(plan.directory)
     text = f"\n{summary_table(summary)}\nreport: {page}"
-    return Result(summary, text, 0 if summary["digests_agree"] else 1)
+    return Result(summary, text, 1 if summary["digests_agree"] is False else 0)
 
 
 # ---------------------------------------------------------------- preparing
@@ -253,15 +260,17 @@ def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
     first = ends[0]
     starts = [event for event in read_events(plan.directory / "events.jsonl") if event["kind"] == "start"]
     sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
+    digests = {event["state_digest"] for event in ends}
     return {
         "run": plan.contract.run.name,
         "peers": plan.peers,
         "speeds": plan.speeds,
         "versions": first["version"],
         "digest": first["state_digest"],
-        "digests_agree": len({event["state_digest"] for event in ends}) == 1 and len(ends) == plan.peers,
+        "digests_agree": None if plan.gossips else len(digests) == 1 and len(ends) == plan.peers,
+        "spread": max((event["spread"] for event in ends if event.get("spread") is not None), default=None),
         "val_loss": first["val_loss"],
-        "tokens": first["tokens"],
+        "tokens": max(event["tokens"] for event in ends),
         "wall_s": max(event["wall_s"] for event in ends),
         "wire_bytes_sent_per_peer": sum(sent) / len(sent) if sent else None,
         "discarded_tokens": sum(event["discarded_tokens"] for event in ends),

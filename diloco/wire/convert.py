@@ -95,46 +95,52 @@ def check_version(wire_version: int) -> None:
 
 
 def _heartbeat_to_wire(body: m.Heartbeat) -> control.Heartbeat:
-    progress = body.progress
     return control.Heartbeat(
         version=body.version,
         founded=body.founded,
         joining=body.joining,
-        progress=control.Progress(
-            phase=progress.phase,
-            version=progress.version,
-            inner_step=progress.inner_step,
-            tokens=progress.tokens,
-            tokens_per_s=progress.tokens_per_s,
-            loss=progress.loss,
-            wire_bytes_sent=progress.wire_bytes_sent,
-            first_counted_version=progress.first_counted_version,
-            pace=progress.pace,
-        ),
+        progress=_progress_to_wire(body.progress),
         committed_tokens=body.committed_tokens,
         forks=_forks_to_wire(body.forks),
     )
 
 
 def _heartbeat_from_wire(message: control.Heartbeat) -> m.Heartbeat:
-    progress = _present(message, "progress")
     return m.Heartbeat(
         version=_whole(message.version, "version", low=-1),
         founded=message.founded,
         joining=message.joining,
-        progress=Progress(
-            phase=_text(progress.phase, "phase"),
-            version=_whole(progress.version, "version"),
-            inner_step=_whole(progress.inner_step, "inner_step"),
-            tokens=_whole(progress.tokens, "tokens"),
-            tokens_per_s=_finite(progress.tokens_per_s, "tokens_per_s"),
-            loss=_finite(progress.loss, "loss"),
-            wire_bytes_sent=_whole(progress.wire_bytes_sent, "wire_bytes_sent"),
-            first_counted_version=_whole(progress.first_counted_version, "first_counted_version", low=-1),
-            pace=_finite(progress.pace, "pace"),
-        ),
+        progress=_progress_from_wire(_present(message, "progress")),
         committed_tokens=_whole(message.committed_tokens, "committed_tokens"),
         forks=_items(message.forks, _fork_from_wire, "forks"),
+    )
+
+
+def _progress_to_wire(progress: Progress) -> control.Progress:
+    return control.Progress(
+        phase=progress.phase,
+        version=progress.version,
+        inner_step=progress.inner_step,
+        tokens=progress.tokens,
+        tokens_per_s=progress.tokens_per_s,
+        loss=progress.loss,
+        wire_bytes_sent=progress.wire_bytes_sent,
+        first_counted_version=progress.first_counted_version,
+        pace=progress.pace,
+    )
+
+
+def _progress_from_wire(message: control.Progress) -> Progress:
+    return Progress(
+        phase=_text(message.phase, "phase"),
+        version=_whole(message.version, "version"),
+        inner_step=_whole(message.inner_step, "inner_step"),
+        tokens=_whole(message.tokens, "tokens"),
+        tokens_per_s=_finite(message.tokens_per_s, "tokens_per_s"),
+        loss=_finite(message.loss, "loss"),
+        wire_bytes_sent=_whole(message.wire_bytes_sent, "wire_bytes_sent"),
+        first_counted_version=_whole(message.first_counted_version, "first_counted_version", low=-1),
+        pace=_finite(message.pace, "pace"),
     )
 
 
@@ -359,6 +365,44 @@ def _evict_from_wire(message: control.Evict) -> m.Evict:
     return m.Evict(_text(message.peer, "peer"))
 
 
+def _acquaintance_to_wire(word: m.Acquaintance) -> control.Acquaintance:
+    return control.Acquaintance(
+        member=_member_to_wire(word.member),
+        beat=word.beat,
+        progress=_progress_to_wire(word.progress),
+        spread=word.spread,
+        age_s=word.age_s,
+    )
+
+
+def _acquaintance_from_wire(message: control.Acquaintance) -> m.Acquaintance:
+    if not message.age_s >= 0:
+        raise ValueError(f"age_s is {message.age_s}")
+    return m.Acquaintance(
+        member=_member_from_wire(_present(message, "member")),
+        beat=_whole(message.beat, "beat"),
+        progress=_progress_from_wire(_present(message, "progress")),
+        spread=_finite(message.spread, "spread"),
+        age_s=_finite(message.age_s, "age_s"),
+    )
+
+
+def _greeting_to_wire(body: m.Greeting) -> control.Greeting:
+    return control.Greeting(known=[_acquaintance_to_wire(word) for word in body.known], answer=body.answer)
+
+
+def _greeting_from_wire(message: control.Greeting) -> m.Greeting:
+    return m.Greeting(_items(message.known, _acquaintance_from_wire, "known"), message.answer)
+
+
+def _invite_to_wire(body: m.Invite) -> control.Invite:
+    return control.Invite(number=body.number, sender=_acquaintance_to_wire(body.sender))
+
+
+def _invite_from_wire(message: control.Invite) -> m.Invite:
+    return m.Invite(_whole(message.number, "number"), _acquaintance_from_wire(_present(message, "sender")))
+
+
 _BODIES: dict[type[Any], tuple[str, Callable[[Any], Message], Callable[[Any], m.Body]]] = {
     m.Heartbeat: ("heartbeat", _heartbeat_to_wire, _heartbeat_from_wire),
     m.Ready: ("ready", _ready_to_wire, _ready_from_wire),
@@ -372,6 +416,8 @@ _BODIES: dict[type[Any], tuple[str, Callable[[Any], Message], Callable[[Any], m.
     m.Committed: ("committed", _committed_to_wire, _committed_from_wire),
     m.Goodbye: ("goodbye", _goodbye_to_wire, _goodbye_from_wire),
     m.Evict: ("evict", _evict_to_wire, _evict_from_wire),
+    m.Greeting: ("greeting", _greeting_to_wire, _greeting_from_wire),
+    m.Invite: ("invite", _invite_to_wire, _invite_from_wire),
 }
 _BODY_FROM_WIRE = {field: from_wire for field, _, from_wire in _BODIES.values()}
 
@@ -403,6 +449,7 @@ def header_to_wire(header: StreamHeader) -> parts.StreamHeader:
         version=header.version,
         attempt=header.attempt,
         generation=header.generation,
+        known=[_acquaintance_to_wire(word) for word in header.known],
     )
 
 
@@ -417,6 +464,7 @@ def header_from_wire(message: parts.StreamHeader) -> StreamHeader:
         version=_whole(message.version, "version"),
         attempt=_whole(message.attempt, "attempt"),
         generation=_whole(message.generation, "generation"),
+        known=_items(message.known, _acquaintance_from_wire, "known"),
     )
 
 

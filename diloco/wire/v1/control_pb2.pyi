@@ -43,6 +43,7 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_REPLAYED: _Reply.ValueType  # 10
     REPLY_BARRED: _Reply.ValueType  # 11
     REPLY_DAMAGED: _Reply.ValueType  # 12
+    REPLY_BUSY: _Reply.ValueType  # 13
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper): ...
 
@@ -59,6 +60,7 @@ REPLY_OTHER_VIEW: Reply.ValueType  # 9
 REPLY_REPLAYED: Reply.ValueType  # 10
 REPLY_BARRED: Reply.ValueType  # 11
 REPLY_DAMAGED: Reply.ValueType  # 12
+REPLY_BUSY: Reply.ValueType  # 13
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final
@@ -116,6 +118,8 @@ class Envelope(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     EVICT_FIELD_NUMBER: _builtins.int
     REPAIR_FIELD_NUMBER: _builtins.int
+    GREETING_FIELD_NUMBER: _builtins.int
+    INVITE_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     """1; a peer refuses every other"""
     run: _builtins.str
@@ -153,6 +157,10 @@ class Envelope(_message.Message):
     def evict(self) -> Global___Evict: ...
     @_builtins.property
     def repair(self) -> Global___Repair: ...
+    @_builtins.property
+    def greeting(self) -> Global___Greeting: ...
+    @_builtins.property
+    def invite(self) -> Global___Invite: ...
     def __init__(
         self,
         *,
@@ -175,12 +183,14 @@ class Envelope(_message.Message):
         goodbye: Global___Goodbye | None = ...,
         evict: Global___Evict | None = ...,
         repair: Global___Repair | None = ...,
+        greeting: Global___Greeting | None = ...,
+        invite: Global___Invite | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "propose", b"propose", "ready", b"ready", "repair", b"repair", "sender", b"sender", "stalled", b"stalled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "greeting", b"greeting", "heartbeat", b"heartbeat", "invite", b"invite", "propose", b"propose", "ready", b"ready", "repair", b"repair", "sender", b"sender", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "repair", b"repair", "run", b"run", "sender", b"sender", "sequence", b"sequence", "stalled", b"stalled", "view", b"view", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "accept", b"accept", "begin", b"begin", "body", b"body", "committed", b"committed", "contract", b"contract", "evict", b"evict", "gather", b"gather", "goodbye", b"goodbye", "greeting", b"greeting", "heartbeat", b"heartbeat", "invite", b"invite", "lineage", b"lineage", "propose", b"propose", "ready", b"ready", "repair", b"repair", "run", b"run", "sender", b"sender", "sequence", b"sequence", "stalled", b"stalled", "view", b"view", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "ready", "gather", "begin", "stalled", "abort", "propose", "accept", "committed", "goodbye", "evict", "repair"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["heartbeat", "ready", "gather", "begin", "stalled", "abort", "propose", "accept", "committed", "goodbye", "evict", "repair", "greeting", "invite"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -812,3 +822,98 @@ class Evict(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Evict: _TypeAlias = Evict  # noqa: Y015
+
+@_typing.final
+class Acquaintance(_message.Message):
+    """Under the policy gossip there are no versions: the messages below and StreamHeader.known are all that peers say.
+
+    What a peer told of itself, as it is passed on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    beat: _builtins.int
+    """counts what it told of itself in this life"""
+    spread: _builtins.float
+    """between it and the other of its last swap; negative: none yet; finite"""
+    age_s: _builtins.float
+    """since it said so, as far as those who passed it on can tell; finite, not negative"""
+    @_builtins.property
+    def member(self) -> Global___Member: ...
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """tokens: of all its lives, as far as its weights come from them"""
+
+    def __init__(
+        self,
+        *,
+        member: Global___Member | None = ...,
+        beat: _builtins.int = ...,
+        progress: Global___Progress | None = ...,
+        spread: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "progress", b"progress"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "beat", b"beat", "member", b"member", "progress", b"progress", "spread", b"spread"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Acquaintance: _TypeAlias = Acquaintance  # noqa: Y015
+
+@_typing.final
+class Greeting(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KNOWN_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    answer: _builtins.bool
+    """to a greeting; it wants none back"""
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___Acquaintance]:
+        """the sender first"""
+
+    def __init__(
+        self,
+        *,
+        known: _abc.Iterable[Global___Acquaintance] | None = ...,
+        answer: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "known", b"known"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Greeting: _TypeAlias = Greeting  # noqa: Y015
+
+@_typing.final
+class Invite(_message.Message):
+    """Swap weights with me. OK: my stream of parts is awaited."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """counts the swaps that the sender led in this life, from 1"""
+    @_builtins.property
+    def sender(self) -> Global___Acquaintance: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        sender: Global___Acquaintance | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Invite: _TypeAlias = Invite  # noqa: Y015

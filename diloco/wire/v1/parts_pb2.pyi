@@ -33,6 +33,10 @@ class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Kind.ValueType],
     """for a part that the receiver owns"""
     KIND_MEAN: _Kind.ValueType  # 2
     """of a part that the sender owns"""
+    KIND_WEIGHTS: _Kind.ValueType  # 3
+    """local weights of whoever leads a swap (policy gossip)"""
+    KIND_ANSWER: _Kind.ValueType  # 4
+    """and of the other"""
 
 class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
 
@@ -41,6 +45,10 @@ KIND_CONTRIBUTION: Kind.ValueType  # 1
 """for a part that the receiver owns"""
 KIND_MEAN: Kind.ValueType  # 2
 """of a part that the sender owns"""
+KIND_WEIGHTS: Kind.ValueType  # 3
+"""local weights of whoever leads a swap (policy gossip)"""
+KIND_ANSWER: Kind.ValueType  # 4
+"""and of the other"""
 Global___Kind: _TypeAlias = Kind  # noqa: Y015
 
 @_typing.final
@@ -124,6 +132,7 @@ class StreamHeader(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     """1; a peer refuses every other"""
     run: _builtins.str
@@ -132,12 +141,16 @@ class StreamHeader(_message.Message):
     lineage: _builtins.str
     kind: Global___Kind.ValueType
     version: _builtins.int
-    """the version being made"""
+    """the version being made; of a swap, its number"""
     attempt: _builtins.int
     generation: _builtins.int
     """repairs that the receiver must know of before it takes these parts"""
     @_builtins.property
     def sender(self) -> _control_pb2.Member: ...
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Acquaintance]:
+        """of a swap: whom the sender knows, itself first"""
+
     def __init__(
         self,
         *,
@@ -150,10 +163,11 @@ class StreamHeader(_message.Message):
         version: _builtins.int = ...,
         attempt: _builtins.int = ...,
         generation: _builtins.int = ...,
+        known: _abc.Iterable[_control_pb2.Acquaintance] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "generation", b"generation", "kind", b"kind", "lineage", b"lineage", "run", b"run", "sender", b"sender", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "contract", b"contract", "generation", b"generation", "kind", b"kind", "known", b"known", "lineage", b"lineage", "run", b"run", "sender", b"sender", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,63 @@
+"""What lives on the exchange's loop, and is talked to from the training thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ASK_TRIES = 60
+"""Seconds for which the loop may be busy, at most."""
+
+
+class Background:
+    """Tasks on a loop of another thread. What fails there is raised here, at the next question."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """The answer of the loop's thread. Tries are counted, and not seconds: this process may have been stopped."""
+
+        async def answer() -> T:
+            return question()
+
+        future = asyncio.run_coroutine_threadsafe(answer(), self._loop)
+        for _ in range(ASK_TRIES):
+            try:
+                return future.result(1.0)
+            except TimeoutError:
+                self._raise_failure()
+        raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
+
+    def _call(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # ------------------------------------------------------------ the loop's thread from here on
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+            logger.error("the exchange failed", exc_info=self._failure)
+
+    async def _stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

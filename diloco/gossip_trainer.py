@@ -1,0 +1,182 @@
+"""`diloco peer` under gossip: our data, model and inner loop around `diloco.gossip`, on every rank of an island."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.checkpoint import Checkpoint
+from diloco.clock import monotonic_s
+from diloco.config import Contract, Site
+from diloco.data.order import own_seed
+from diloco.data.reader import BlockReader
+from diloco.errors import ConfigError, ResourceError
+from diloco.gossip import GossipPeer
+from diloco.island import Island
+from diloco.models import count_parameters
+from diloco.peer import Gate
+from diloco.telemetry import Events
+from diloco.trainer import REPORT_EVERY_S, Ending
+from diloco.types import Blocks
+from diloco.workbench import Workbench
+
+logger = logging.getLogger(__name__)
+
+ALL_BLOCKS = (Blocks(0, 2**60),)
+"""Nobody leases blocks where there are no versions: each peer goes through all of them, in an order of its own."""
+
+
+@dataclass
+class _Standing:
+    """What all ranks of an island go by."""
+
+    position: int = 0
+    finishing: bool = False
+    stop: bool = False
+    moved: bool = True
+
+
+class GossipTrainer:
+    """Inner loop, data and checkpoints of one peer."""
+
+    def __init__(
+        self,
+        name: str,
+        contract: Contract,
+        site: Site,
+        island: Island,
+        gate: Gate | None,
+        events: Events,
+        directory: Path,
+        stop: Callable[[], bool],
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
+        """`gate`: on rank 0 only. `stop`: asked after every inner step whether to leave."""
+        self.contract, self.site, self.island = contract, site, island
+        self.events, self.directory, self.stop = events, directory, stop
+        bench = self.bench = Workbench(contract, site, island)
+        if bench.dataset.blocks_per_epoch is None:
+            cause = "under gossip each peer reads in an order of its own, which a stream does not have"
+            raise ConfigError(cause, "pack the data first: `diloco data pack`")
+        data = bench.dataset.fingerprint
+        self.peer = GossipPeer(name, contract, site, bench.model, gate, events, checkpoint, data) if gate else None
+        self.reader = BlockReader(bench.dataset, own_seed(contract.run.seed, island.share(name)))
+        self.reader.lease(ALL_BLOCKS)
+        if checkpoint is not None:
+            bench.restore(checkpoint)
+            self.reader.load_state_dict(checkpoint.value("reader", dict))
+        self._standing = _Standing()
+        self._started_s = self._reported_s = monotonic_s()
+
+    # ------------------------------------------------------------ the life of a peer
+
+    def run(self) -> Ending:
+        """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
+        if self.peer is not None:
+            self.peer.open()
+            self._emit_start(self.peer)
+            self.peer.enter(lambda: not self.stop())
+        self._started_s = monotonic_s()
+        self._follow(moved=True)
+        while not (self._standing.finishing or self._standing.stop):
+            self._inner_step()
+            self._follow(self._between_steps())
+        return self._end()
+
+    def _follow(self, moved: bool) -> None:
+        """The other ranks of the island take over what rank 0 stands at."""
+        if self.peer is not None:
+            self._standing = _Standing(self.peer.position(), self.peer.finishing, self.stop(), moved)
+        if self.island.size > 1:
+            self._standing = _Standing(**json.loads(self.island.share(json.dumps(vars(self._standing)))))
+            if self._standing.moved:
+                self.island.broadcast(self.bench.model.parameters())
+
+    def _inner_step(self) -> None:
+        inner, tokens = self.contract.inner, self.contract.tokens_per_step
+        began_s = monotonic_s()
+        loss = self.bench.step(self.reader.next(inner.sequences_per_step), self._standing.position + tokens)
+        self.bench.linger(began_s)
+        if self.peer is not None:
+            self.peer.trained(tokens, monotonic_s() - began_s, loss)
+            self._report(self.peer, loss)
+
+    def _between_steps(self) -> bool:
+        """Swaps, and what hangs on them. Whether the weights have moved."""
+        peer = self.peer
+        if peer is None or not peer.between_steps():
+            return False
+        every = self.contract.eval.every_versions
+        if every and peer.version % every == 0 and peer.comes_first:
+            val_loss = self.bench.evaluate(peer.line)
+            self.events.emit("eval", version=peer.version, tokens=peer.position(), val_loss=val_loss)
+        every = self.site.storage.checkpoint_every
+        if every and peer.version % every == 0:
+            self._save_or_warn(peer)
+        return True
+
+    def _report(self, peer: GossipPeer, loss: float) -> None:
+        now = monotonic_s()
+        if now - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now
+            wire, step = peer.counter.sample(), self.bench.inner.steps
+            sent = wire.sent if wire else 0
+            peer.report(inner_step=step, tokens_per_s=peer.tokens_per_s, loss=loss, wire_bytes_sent=sent)
+            self.events.emit("progress", inner_step=step, tokens=peer.tokens, loss=loss)
+
+    def _emit_start(self, peer: GossipPeer) -> None:
+        self.events.emit(
+            "start",
+            run=self.contract.run.name,
+            contract_digest=self.contract.digest,
+            parameters=count_parameters(self.bench.model),
+            resumed_version=peer.version,
+            blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
+            total_tokens=self.contract.run.total_tokens,
+        )
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self) -> Ending:
+        peer = self.peer
+        if peer is None:
+            self.island.close()
+            return Ending("followed", 0, 0, "", "", None, 0)
+        done = self._standing.finishing
+        if done:
+            peer.average(lambda: not self.stop())
+        else:
+            peer.leave(lambda: True)
+        val_loss = self.bench.evaluate(peer.line)
+        digest, discarded = peer.line.state.digest, peer.discarded_tokens
+        reason, spread = "done" if done else "left", peer.spread if done else None
+        ending = Ending(reason, peer.version, peer.position(), digest, "", val_loss, discarded, spread)
+        wire, wall_s = peer.counter.sample(), monotonic_s() - self._started_s
+        self.events.emit("end", **vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s)
+        self.save(peer)
+        peer.close()
+        self.island.close()
+        return ending
+
+    # ------------------------------------------------------------ checkpoints
+
+    def save(self, peer: GossipPeer) -> Path:
+        """Write a checkpoint of this peer. Raises ResourceError."""
+        started_s = monotonic_s()
+        groups, meta = self.bench.to_save()
+        meta["reader"] = self.reader.state_dict()
+        path = peer.save(self.directory / "checkpoints", groups, meta, self.site.storage.keep)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        self.events.emit("checkpoint", version=peer.version, seconds=monotonic_s() - started_s, bytes=size)
+        return path
+
+    def _save_or_warn(self, peer: GossipPeer) -> None:
+        """A full disk must not end a run: the next swap tries again, and the last checkpoint is still there."""
+        try:
+            self.save(peer)
+        except ResourceError as error:
+            logger.warning("no checkpoint of swap %d: %s", peer.version, error)
+            self.events.emit("warning", text=f"no checkpoint: {error.cause}")

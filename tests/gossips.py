@@ -1,0 +1,188 @@
+"""Gossiping peers in one process, over real gRPC or the in-process twin of the link; nothing else is replaced.
+
+There is no directory.
+
+Nobody has a thread of its own: a test says who does an inner step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diloco.checkpoint import Checkpoint
+from diloco.config import Contract, Site
+from diloco.exchange.link import Welcome
+from diloco.exchange.memory_link import MemoryNetwork
+from diloco.exchange.runtime import Runtime
+from diloco.gossip import GossipPeer
+from diloco.telemetry import Event, Events
+from tests.local import NoDirectory
+from tests.peers import until
+
+ELEMENTS = 5000
+TOKENS = 10
+"""Of an inner step."""
+SITE = Site.model_validate(
+    {
+        "timeouts": {
+            "heartbeat_s": 0.2,
+            "suspect_s": 2.0,
+            "stall_s": 1.0,
+            "rpc_s": 1.0,
+            "join_s": 5.0,
+            "leave_s": 5.0,
+        }
+    }
+)
+
+
+def contract(**sections: dict[str, Any]) -> Contract:
+    tree: dict[str, Any] = {
+        "run": {"name": "gossip", "total_tokens": 10**9},
+        "membership": {"policy": "gossip"},
+        "model": {"kind": "external"},
+        "inner": {"steps": 1},
+        "outer": {"lr": 0.7, "momentum": 0.5},
+        "codec": {"name": "fp32", "zstd": False},
+        "sync": {"part_elements": 1024},
+        "gossip": {"final_s": 20.0},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Contract.model_validate(tree)
+
+
+class MemoryRuntime:
+    """`diloco.exchange.runtime.Runtime` on a network in memory."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self.loop, self.link = world.loop, world.network.link(1.0)
+        self._world, self._address = world, address
+
+    def serve(self, service: Any, listen: str) -> str:
+        self._world.ask(lambda: self._world.network.attach(self._address, service))
+        return self._address
+
+    def close(self) -> None:
+        self._world.ask(lambda: self._world.network.detach(self._address))
+
+
+class LocalGate:
+    """`diloco.peer.Gate` without a directory."""
+
+    def __init__(self, runtime: Any, welcome: Welcome | None) -> None:
+        self.site, self.runtime, self.welcome = SITE, runtime, welcome
+        self.directory = NoDirectory()
+
+    def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
+        """There is none."""
+
+
+class Gossiper:
+    """A peer whose model is one vector, which inner steps pull towards a target of its own."""
+
+    def __init__(self, name: str, world: World, through: Gossiper | None, checkpoint: Checkpoint | None = None) -> None:
+        self.name, self.world = name, world
+        self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
+        torch.nn.init.constant_(self.model.weight, 1.0)
+        self.target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(name[1:], 36) % 3)
+        self.seen: list[Event] = []
+        welcome = world.hello(through) if through is not None else None
+        self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0)
+        gate: Any = LocalGate(self.runtime, welcome)
+        events = Events(None, name, [self.seen.append])
+        self.peer = GossipPeer(name, world.contract, SITE, self.model, gate, events, checkpoint)
+        self.dead = False
+        self.peer.open()
+
+    def step(self) -> bool:
+        """An inner step, and what follows it. Whether the weights have moved by a swap."""
+        with torch.no_grad():
+            self.model.weight.add_((self.target - self.model.weight) * 0.1)
+        self.peer.trained(TOKENS, 0.001, 1.0)
+        return self.peer.between_steps()
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in list(self.seen) if event["kind"] == kind]
+
+    @property
+    def version(self) -> int:
+        return self.peer.version
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        return self.peer.line.state.fragments[0].anchor
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.model.weight.detach().flatten().clone()
+
+    def die(self) -> None:
+        """No goodbye: connections to it are refused from now on."""
+        self.dead = True
+        self.runtime.close()
+
+
+class World:
+    """Peers that know each other."""
+
+    def __init__(self, in_memory: bool, count: int = 2, **sections: dict[str, Any]) -> None:
+        self.in_memory = in_memory
+        self.contract = contract(**sections)
+        self.network = MemoryNetwork()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.peers: list[Gossiper] = []
+        for index in range(count):
+            self.add(f"p{index}")
+        until(lambda: self.all_know(count - 1), "all know each other", 20.0)
+        for peer in self.peers:
+            peer.peer.enter(lambda: True)
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        async def answer() -> Any:
+            return question()
+
+        return asyncio.run_coroutine_threadsafe(answer(), self.loop).result(10.0)
+
+    def hello(self, through: Gossiper) -> Welcome:
+        return through.peer.exchange._ask(through.peer.exchange.on_hello)
+
+    def add(self, name: str, checkpoint: Checkpoint | None = None) -> Gossiper:
+        alive = [peer for peer in self.peers if not peer.dead]
+        peer = Gossiper(name, self, alive[0] if alive else None, checkpoint)
+        self.peers.append(peer)
+        return peer
+
+    def all_know(self, others: int) -> bool:
+        for peer in self.peers[1:]:
+            peer.peer.exchange.greet(self.peers[0].peer.exchange.me)
+        return all(len(peer.peer.exchange.alive()) >= others for peer in self.peers)
+
+    def until(self, condition: Callable[[], Any], what: str, *trainers: Gossiper, deadline_s: float = 20.0) -> Any:
+        """Let these do inner steps, and all others serve, until the condition holds."""
+
+        def turn() -> Any:
+            for peer in self.peers:
+                if not peer.dead:
+                    if peer in trainers:
+                        peer.step()
+                    else:
+                        peer.peer.between_steps()
+            return condition()
+
+        return until(turn, what, deadline_s)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            if not peer.dead:
+                peer.peer.close()
+                peer.runtime.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)

@@ -1,0 +1,342 @@
+"""Gossip's pure parts: what a swap does to weights, whose turn it is, whom a peer knows, when it is over; refusals."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from diloco.compress import PayloadError
+from diloco.data.order import block_at, own_seed
+from diloco.exchange import acquaintances
+from diloco.exchange.acquaintances import Acquaintances
+from diloco.exchange.messages import Acquaintance, Reply
+from diloco.exchange.swaps import MOST_SERVED, Stage, Swap, Swaps
+from diloco.outer import TILE_ELEMENTS, FragmentState
+from diloco.pairing import Pairing, check_partner, pair_mean, settle, spread
+from diloco.schedule import Settling
+from diloco.types import Member, Phase, Progress
+from tests.gossips import contract
+
+NOLOCO = Pairing(0.7, 0.5)
+
+
+def start(values: Tensor) -> FragmentState:
+    return FragmentState(values, {"momentum": torch.zeros_like(values)}, 0)
+
+
+# ---------------------------------------------------------------- the maths
+
+
+def noloco(slow: np.ndarray, momentum: np.ndarray, fast: np.ndarray, of: int) -> tuple[np.ndarray, np.ndarray]:
+    """NoLoCo's update as it is published, in float64: row `of` of slow and fast weights of two peers."""
+    delta = fast - slow
+    momentum = 0.5 * momentum + 0.7 * delta.mean(axis=0) + 0.7 * (slow.mean(axis=0) - slow[of])
+    return slow[of] + momentum, momentum
+
+
+def test_a_few_swaps_are_those_of_the_paper() -> None:
+    generator = torch.Generator().manual_seed(1)
+    count = TILE_ELEMENTS + 1000
+    states = [start(torch.randn(count, generator=generator)) for _ in range(2)]
+    slow = np.stack([state.anchor.double().numpy() for state in states])
+    momenta = np.zeros_like(slow)
+    for _ in range(5):
+        fast = [state.anchor + 0.1 * torch.randn(count, generator=generator) for state in states]
+        exact = np.stack([local.double().numpy() for local in fast])
+        mean = pair_mean(*fast)
+        states = [NOLOCO.step(state, mean) for state in states]
+        both = [noloco(slow, momenta[of], exact, of) for of in range(2)]
+        slow, momenta = (np.stack(rows) for rows in zip(*both, strict=True))
+    for of, state in enumerate(states):
+        np.testing.assert_allclose(state.anchor.numpy(), slow[of], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(state.slots["momentum"].numpy(), momenta[of], rtol=1e-5, atol=1e-5)
+        assert state.steps == 5
+
+
+VECTORS = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=8)
+
+
+@given(VECTORS, st.integers(0, 2**32 - 1))
+def test_no_progress_is_lost_whoever_meets_whom(values: list[float], seed: int) -> None:
+    """Without momentum from before, the sum of what two gain is twice η of their mean progress."""
+    generator = torch.Generator().manual_seed(seed)
+    slow = [torch.tensor(values), torch.randn(len(values), generator=generator)]
+    fast = [one + torch.randn(len(values), generator=generator) for one in slow]
+    mean = pair_mean(*fast)
+    gained = sum(NOLOCO.step(start(one), mean).anchor.double() - one.double() for one in slow)
+    progress = sum(new.double() - old.double() for new, old in zip(fast, slow, strict=True))
+    assert torch.allclose(gained, 0.7 * progress, atol=1e-3)
+
+
+@given(st.integers(2, 7), st.integers(0, 2**32 - 1))
+def test_plain_averaging_keeps_the_mean_and_brings_all_together(count: int, seed: int) -> None:
+    generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)
+    weights = [torch.randn(50, generator=generator) for _ in range(count)]
+    mean = torch.stack(weights).double().mean(dim=0)
+    before = max(spread(one, other) for one in weights for other in weights)
+    for _ in range(40 * count):
+        a, b = draw.sample(range(count), 2)
+        met = pair_mean(weights[a], weights[b])
+        weights[a] = weights[b] = settle(start(weights[a]), met).anchor
+    assert torch.allclose(torch.stack(weights).double().mean(dim=0), mean, atol=1e-5)
+    assert max(spread(one, other) for one in weights for other in weights) < before / 1000
+
+
+@pytest.mark.parametrize(("momentum", "calm"), [(0.5, True), (0.9, False)])
+def test_many_peers_stay_together_if_the_contract_lets_them(momentum: float, calm: bool) -> None:
+    """The bound of the contract, by trying: 128 peers that meet at random and do nothing else."""
+    pairing = Pairing(0.7, momentum)
+    generator, draw = torch.Generator().manual_seed(1), random.Random(1)
+    states = [start(torch.randn(64, generator=generator)) for _ in range(128)]
+    apart = torch.stack([state.anchor for state in states]).var(dim=0).mean()
+    for _ in range(40):
+        order = draw.sample(range(128), 128)
+        for a, b in zip(order[::2], order[1::2], strict=True):
+            mean = pair_mean(states[a].anchor, states[b].anchor)
+            states[a], states[b] = pairing.step(states[a], mean), pairing.step(states[b], mean)
+    after = torch.stack([state.anchor for state in states]).var(dim=0).mean()
+    assert (after < apart / 1000) if calm else (after > apart * 10)
+
+
+def test_the_mean_does_not_overflow_and_inputs_stay() -> None:
+    largest = torch.full((3,), 3e38)
+    assert pair_mean(largest, largest).tolist() == largest.tolist()
+    state = start(torch.ones(3))
+    NOLOCO.step(state, torch.zeros(3))
+    assert state.anchor.tolist() == [1.0] * 3
+    assert state.slots["momentum"].tolist() == [0.0] * 3
+
+
+def test_spread() -> None:
+    assert spread(torch.ones(4), torch.ones(4)) == 0.0
+    assert spread(torch.zeros(4), torch.zeros(4)) == 0.0
+    assert spread(torch.ones(4), torch.full((4,), 3.0)) == pytest.approx(2 / math.sqrt(5))
+    assert math.isfinite(spread(torch.full((4,), 1e38), torch.full((4,), -1e38)))
+
+
+def test_absurd_weights_are_refused() -> None:
+    mine = torch.ones(10)
+    check_partner(mine, mine * 99, 100.0)
+    check_partner(mine, mine * 1e6, 0.0)
+    with pytest.raises(PayloadError, match="absurdly large"):
+        check_partner(mine, mine * 101, 100.0)
+    with pytest.raises(PayloadError, match="too large"):
+        check_partner(mine, torch.full((10,), 3e38), 0.0)
+
+
+# ---------------------------------------------------------------- one swap at a time
+
+A, B, C = (Member(name, 5, f"{name}:1") for name in "abc")
+
+
+def test_a_leaders_swap() -> None:
+    swaps = Swaps("a")
+    swap = swaps.lead(B)
+    assert swap is not None
+    assert swaps.lead(C) is None
+    assert swaps.awaited(B, swap.number, answer=True) is None  # it has not agreed
+    assert swaps.agreed(swap)
+    swaps.moved(swap, 10.0, 4.0)
+    assert swaps.overdue(13.9) is None
+    assert swaps.overdue(14.1) is swap
+    assert swaps.awaited(C, swap.number, answer=True) is None
+    assert swaps.awaited(B, swap.number + 1, answer=True) is None
+    assert swaps.awaited(B, swap.number, answer=False) is None
+    assert swaps.awaited(B, swap.number, answer=True) is swap
+    assert swaps.whole(swap)
+    assert not swaps.whole(swap)
+    assert swaps.overdue(math.inf) is None  # it is our own training that it waits for
+    assert swaps.end(swap)
+    assert swaps.lead(B) is not None
+
+
+def test_a_followers_swap_is_served_once() -> None:
+    swaps = Swaps("a")
+    assert swaps.invited(B, 3, 0.0, 4.0) is Reply.OK
+    assert swaps.invited(B, 3, 0.0, 4.0) is Reply.OK  # asked again
+    assert swaps.invited(C, 1, 0.0, 4.0) is Reply.BUSY
+    swap = swaps.awaited(B, 3, answer=False)
+    assert swap is not None
+    assert swaps.overdue(4.1) is swap
+    swaps.whole(swap)
+    swaps.served(swap)
+    swaps.end(swap)
+    assert swaps.has_served(B, 3)
+    assert swaps.awaited(B, 3, answer=False) is None
+    assert swaps.invited(B, 2, 5.0, 4.0) is Reply.STALE
+    assert swaps.invited(B, 4, 5.0, 4.0) is Reply.OK
+    assert swaps.invited(B, 5, 5.0, 4.0) is Reply.OK  # it gave up the other
+    assert swaps.current is not None
+    assert swaps.current.number == 5
+    assert swaps.invited(replace(B, incarnation=6), 1, 5.0, 4.0) is Reply.OK  # a new life counts anew
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_of_two_that_ask_each_other_one_leads(first: str) -> None:
+    swaps = {"a": Swaps("a"), "b": Swaps("b")}
+    members = {"a": A, "b": B}
+    other = {"a": "b", "b": "a"}
+    asked = {name: swaps[name].lead(members[other[name]]) for name in "ab"}
+    replies = {}
+    for name in (first, other[first]):  # whichever message comes first
+        swap = asked[name]
+        assert swap is not None
+        replies[name] = swaps[other[name]].invited(members[name], swap.number, 0.0, 4.0)
+    assert replies == {"a": Reply.OK, "b": Reply.BUSY}
+    assert asked["a"] is not None
+    assert swaps["a"].agreed(asked["a"])
+    assert asked["b"] is not None
+    assert not swaps["b"].agreed(asked["b"])  # it follows now
+    assert swaps["b"].current is not None
+    assert swaps["b"].current.stage is Stage.FOLLOWING
+
+
+def test_what_was_served_is_remembered_for_so_many() -> None:
+    swaps = Swaps("a")
+    for number in range(MOST_SERVED + 5):
+        swaps.served(Swap(1, Member(f"p{number}", 1, "x:1"), False, Stage.WHOLE))
+    assert len(swaps._served) == MOST_SERVED
+
+
+# ---------------------------------------------------------------- whom a peer knows
+
+
+def word(member: Member, beat: int, tokens: int = 0, age_s: float = 0.0, phase: str = Phase.TRAINING) -> Acquaintance:
+    return Acquaintance(member, beat, Progress(phase=phase, tokens=tokens), -1.0, age_s)
+
+
+def names(known: Acquaintances, now_s: float) -> set[str]:
+    return {entry.member.peer for entry in known.alive(now_s)}
+
+
+def test_the_later_word_holds_whoever_passes_it_on() -> None:
+    known = Acquaintances(A)
+    assert known.hear([word(B, 2, 20), word(A, 99, 10**9), word(C, 1, 5)], 100.0) == ["b", "c"]
+    assert known.tokens() == 25  # nobody tells us about ourselves
+    assert known.hear([word(B, 1, 10), word(B, 3, 30)], 100.0) == []
+    assert known.tokens() == 35
+    later = replace(B, incarnation=6, address="b:2")
+    known.hear([word(later, 1, 7)], 100.0)
+    assert known.tokens() == 12
+    assert known.admits(later)
+    assert not known.admits(B)
+    assert not known.admits(replace(A, incarnation=9))  # our name is ours
+
+
+def test_who_does_not_answer_is_met_again_when_it_says_something_new() -> None:
+    known = Acquaintances(A)
+    known.hear([word(B, 1)], 100.0)
+    known.lost("b", 101.0)
+    assert names(known, 101.0) == set()
+    known.hear([word(B, 2, age_s=5.0)], 102.0)  # said before that, and passed on
+    assert names(known, 102.0) == set()
+    known.hear([word(B, 3)], 103.0)
+    assert names(known, 103.0) == {"b"}
+    known.hear([word(B, 4, phase=Phase.LEAVING)], 104.0)
+    assert names(known, 104.0) == set()
+
+
+def test_the_dead_are_forgotten_but_for_their_tokens() -> None:
+    known = Acquaintances(A)
+    known.hear([word(B, 1, 20)], 0.0)
+    assert names(known, acquaintances.FORGET_S - 1) == {"b"}
+    assert names(known, acquaintances.FORGET_S + 1) == set()
+    assert known.tokens() == 20
+    known.swap_s = acquaintances.FORGET_S  # where a swap takes that long, word does, too
+    assert names(known, acquaintances.FORGET_S + 1) == {"b"}
+
+
+def test_what_is_told_says_how_old_it_is() -> None:
+    known, other = Acquaintances(A), Acquaintances(C)
+    known.hear([word(B, 1, 20, age_s=3.0)], 100.0)
+    me, b = known.tell(110.0)
+    assert (me.member, me.age_s, b.member, b.age_s) == (A, 0.0, B, 13.0)
+    other.hear([me, b], 0.0)
+    assert known.tell(110.0)[0].beat > me.beat
+    assert {entry.member.peer: round(age_s) for entry, age_s, _ in other.everybody(0.0)} == {"a": 0, "b": 13}
+
+
+def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acquaintances, "MOST_KNOWN", 10)
+    known = Acquaintances(A)
+    known.hear([word(B, 1)], 1000.0)
+    known.hear([word(Member(f"p{number}", 1, "x:1"), 1, age_s=float(number)) for number in range(50)], 1000.0)
+    assert len(known.alive(1000.0)) == 10
+    assert "b" in names(known, 1000.0)
+
+
+# ---------------------------------------------------------------- when it is over
+
+
+def test_the_final_average_ends_when_the_latest_three_were_close() -> None:
+    settling = Settling(tolerance=0.01, most_swaps=100)
+    assert settling.settled(0)
+    assert not settling.settled(5)
+    for peer, apart in (("b", 0.5), ("c", 0.001), ("d", 0.002), ("c", 0.003)):
+        settling.swapped(peer, apart)
+    assert settling.remaining(5) == 0.5
+    assert settling.remaining(2) == 0.003
+    settling.swapped("e", 0.004)
+    assert settling.settled(5)
+    settling.swapped("f", 0.1)  # one that came late
+    assert not settling.settled(5)
+
+
+def test_the_final_average_goes_round() -> None:
+    settling = Settling(tolerance=0.01, most_swaps=3)
+    assert settling.met_least(["b", "c"]) == ["b", "c"]
+    settling.swapped("b", 0.5)
+    assert settling.met_least(["b", "c"]) == ["c"]
+    settling.swapped("c", 0.5)
+    assert settling.met_least(["b", "c"]) == ["b"]
+    assert settling.met_least([]) == []
+    settling.swapped("b", 0.005)
+    assert settling.settled(2)  # that was the last one it may
+    assert settling.met_least(["b"]) == []
+    assert settling.met_least(["b", "c"]) == ["c"]
+
+
+# ---------------------------------------------------------------- data and contract
+
+
+def test_peers_read_in_orders_of_their_own() -> None:
+    orders = [[block_at(place, 1000, own_seed(7, peer)) for place in range(1000)] for peer in ("a", "b", "a")]
+    assert orders[0] == orders[2]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(1000))
+    assert sum(one == other for one, other in zip(orders[0], orders[1], strict=True)) < 20
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "complaint"),
+    [
+        ("codec", {"name": "int8"}, "codec.name to be fp32, fp16 or bf16"),
+        ("codec", {"groups": ({"match": ("*",), "name": "topk"},)}, "codec.name"),
+        ("codec", {"error_feedback": 0.9}, "codec.error_feedback"),
+        ("outer", {"optimizer": "sgd"}, "outer.optimizer to be 'nesterov'"),
+        ("outer", {"warmup_steps": 3}, "outer.warmup_steps to be 0"),
+        ("outer", {"weighting": "tokens"}, "outer.weighting"),
+        ("outer", {"averaging": "radial"}, "outer.averaging"),
+        ("outer", {"momentum": 0.9}, "must be below 2 .* = 0.38"),
+        ("sync", {"fragments": 2}, "sync.fragments to be 1"),
+        ("sync", {"overlap": 1}, "sync.overlap to be 0"),
+        ("inner", {"sized_by": "speed"}, "inner.sized_by"),
+        ("membership", {"stragglers": "cut"}, "membership.stragglers"),
+        ("membership", {"without_majority": "continue"}, "membership.without_majority"),
+        ("membership", {"sync_versions": 2}, "membership.sync_versions"),
+        ("data", {"source": "hf", "paths": ("x",)}, "data.source"),
+        ("gossip", {"tolerance": 0.0}, "tolerance"),
+    ],
+)
+def test_what_does_not_apply_is_refused(section: str, values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        contract(**{"inner": {"steps": 2}, section: {"steps": 2, **values} if section == "inner" else values})

@@ -1,0 +1,443 @@
+"""Swaps between real peers, over gRPC and inside the process: nobody waits, and nothing counts twice or is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.checkpoint import load
+from diloco.exchange.grpc_link import GrpcLink
+from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
+from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
+from diloco.exchange.swaps import Stage
+from diloco.pairing import Pairing, pair_mean, spread
+from diloco.screen import status_text
+from diloco.types import Member, Phase, Progress
+from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
+from tests.peers import KEYS, until
+
+PARTS = 5
+"""Of 1024 elements, the last one shorter."""
+
+
+@pytest.fixture(params=["grpc", "memory"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def world(*arguments: Any, **sections: dict[str, Any]) -> World:
+        worlds.append(World(request.param == "memory", *arguments, **sections))
+        return worlds[-1]
+
+    yield world
+    for one in worlds:
+        one.close()
+
+
+def progress(peer: Gossiper) -> torch.Tensor:
+    return peer.local - peer.anchor
+
+
+# ---------------------------------------------------------------- how it goes
+
+
+def test_a_swap_is_the_papers_on_both_sides(make: Callable[..., World]) -> None:
+    world = make(2)
+    a, b = world.peers
+    slow = [a.anchor.clone(), b.anchor.clone()]
+    fast: list[torch.Tensor] = []
+
+    def swapped() -> bool:
+        if a.version == b.version == 0:  # as long as nobody has read them for a swap
+            fast[:] = [a.local, b.local]
+        return a.version == b.version == 1
+
+    b.peer.trained(TOKENS, 0.001, 1.0)
+    a.step()
+    world.until(swapped, "both have swapped")
+    mean = pair_mean(*fast)
+    expected = [slow_one + 0.7 * (mean - slow_one) for slow_one in slow]
+    assert torch.allclose(a.anchor, expected[0], atol=1e-6)
+    assert torch.allclose(b.anchor, expected[1], atol=1e-6)
+    assert [peer.peer.line.trained.tokens for peer in (a, b)] == [0, 0]
+    assert torch.equal(a.local, a.anchor)  # nothing was trained since
+    events = [peer.events("swap")[0] for peer in (a, b)]
+    assert {event["leads"] for event in events} == {True, False}
+    assert events[0]["spread"] == pytest.approx(events[1]["spread"])
+    assert {event["tokens"] for event in events} == {2 * TOKENS}
+
+
+def test_what_is_trained_while_a_swap_is_on_its_way_is_kept(make: Callable[..., World]) -> None:
+    world = make(2)
+    a, b = world.peers
+    a.step()
+    world.until(lambda: a.peer._led is not None, "a has sent its weights")
+    sent = a.local
+    for _ in range(3):  # b does nothing meanwhile, so that there is no answer
+        a.step()
+    since = a.local - sent
+    assert a.version == 0
+    assert float(since.abs().max()) > 0
+    moved = until(lambda: b.peer.between_steps() or a.peer.between_steps() or a.version, "the answer is here", 10.0)
+    assert moved
+    until(lambda: a.peer.between_steps() or a.version, "a has applied it", 10.0)
+    assert torch.allclose(progress(a), since, atol=1e-6)
+    assert a.peer.line.trained.tokens == 3 * TOKENS
+
+
+def test_peers_that_pull_apart_stay_together_and_end_alike(make: Callable[..., World]) -> None:
+    world = make(3, run={"name": "gossip", "total_tokens": 3 * 40 * TOKENS}, inner={"steps": 2})
+    all_done = lambda: all(peer.peer.finishing for peer in world.peers)  # noqa: E731
+    world.until(all_done, "the run has its tokens", *world.peers)
+    assert sum(peer.peer.tokens for peer in world.peers) >= 3 * 40 * TOKENS
+    assert all(len(peer.events("swap")) > 5 for peer in world.peers)
+    wholes = torch.stack([peer.local for peer in world.peers]).mean(dim=0)
+    finish(world.peers)
+    assert all(peer.peer.spread is not None and peer.peer.spread <= 0.005 for peer in world.peers)
+    for one in world.peers:
+        assert torch.equal(one.local, one.anchor)
+        assert spread(one.anchor, world.peers[0].anchor) <= 0.01
+        assert torch.allclose(one.anchor, wholes, rtol=0.1)  # but for swaps that were under way, with their momentum
+
+
+def finish(peers: list[Gossiper]) -> None:
+    """All average, each on a thread of its own, as in real life."""
+
+    async def together() -> None:
+        await asyncio.gather(*(asyncio.to_thread(peer.peer.average, lambda: True) for peer in peers))
+
+    asyncio.run(asyncio.wait_for(together(), 40))
+
+
+def test_a_dozen_peers_each_on_its_own_hear_of_all_and_end_alike() -> None:
+    """Nobody knows all but by hearsay, and none waits for another before the final average."""
+    count = 12
+    run = {"name": "gossip", "total_tokens": count * 40 * TOKENS}
+    world = World(True, count, run=run, inner={"steps": 4})
+
+    def live(peer: Gossiper) -> None:
+        while not peer.peer.finishing:
+            peer.step()
+            time.sleep(0.005)
+        peer.peer.average(lambda: True)
+
+    async def together() -> None:
+        await asyncio.gather(*(asyncio.to_thread(live, peer) for peer in world.peers))
+
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            loop = asyncio.new_event_loop()
+            loop.set_default_executor(pool)
+            loop.run_until_complete(asyncio.wait_for(together(), 50))
+            loop.close()
+        trained = sum(peer.peer.tokens for peer in world.peers)
+        assert {peer.peer.position() for peer in world.peers} == {trained}
+        assert all(peer.peer.spread is not None and peer.peer.spread <= 0.005 for peer in world.peers)
+        assert max(spread(peer.anchor, world.peers[0].anchor) for peer in world.peers) <= 0.01
+        assert all(len({event["partner"] for event in peer.events("swap")}) > 3 for peer in world.peers)
+    finally:
+        world.close()
+
+
+def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Callable[..., World]) -> None:
+    world = make(2)
+    a, b = world.peers
+    world.until(lambda: min(a.version, b.version) >= 3, "some swaps", a, b)
+    c = world.add("p2")
+    assert torch.equal(c.anchor, a.anchor)
+    assert torch.equal(*(peer.peer.line.state.fragments[0].slots["momentum"] for peer in (a, c)))
+    assert c.version == 0
+    c.peer.enter(lambda: True)
+    partners = lambda: {event["partner"] for event in c.events("swap")}  # noqa: E731
+    world.until(lambda: partners() == {"p0", "p1"}, "p2 has met both", a, b, c)
+    status = json.loads(c.peer.exchange._ask(c.peer.exchange.on_status))
+    assert [entry["peer"] for entry in status["peers"]] == ["p2", "p0", "p1"]
+    assert status["spread"] == c.peer.spread
+    assert re.search(r"peer +version +spread", status_text(status))
+    assert c.peer.position() >= 6 * TOKENS
+
+
+def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) -> None:
+    world = make(2, inner={"steps": 100})
+    a, b = world.peers
+    a.step()
+
+    async def together() -> None:
+        leaving = asyncio.create_task(asyncio.to_thread(a.peer.leave, lambda: True))
+        while not leaving.done():
+            b.peer.between_steps()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(together(), 20))
+    until(lambda: b.peer.between_steps() or b.version == 1, "b has it", 5.0)
+    assert a.version == b.version == 1
+    assert a.peer.line.trained.tokens == 0
+    assert float((b.anchor - 1.0).abs().max()) > 0
+    assert b.peer.exchange.alive() == []  # nobody meets a any more
+    assert b.peer.position() == TOKENS
+
+
+def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
+    (a,) = make(1, inner={"steps": 2}).peers
+    slow = a.anchor.clone()
+    a.step()
+    assert a.version == 0
+    with torch.no_grad():
+        local = a.local + (a.target.flatten() - a.local) * 0.1
+    assert a.step()
+    assert torch.allclose(a.anchor, slow + 0.7 * (local - slow), atol=1e-6)
+    assert torch.equal(a.local, a.anchor)
+    (event,) = a.events("swap")
+    assert (event["partner"], event["spread"], event["inner_tokens"]) == ("p0", None, 2 * TOKENS)
+    a.step()
+    a.peer.average(lambda: True)  # what was trained since is in the end's anchor, too
+    assert torch.equal(a.local, a.anchor)
+    assert a.version == 2
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World]) -> None:
+    world = make(3)
+    a, b, c = world.peers
+    a.step()
+
+    def reserved() -> Gossiper | None:
+        a.peer.between_steps()
+        swaps = {peer: peer.peer.exchange._swaps.current for peer in (b, c)}
+        return next((peer for peer, swap in swaps.items() if swap is not None and swap.stage is Stage.WHOLE), None)
+
+    victim = until(reserved, "somebody has a's weights and has not served them", 10.0)
+    other = c if victim is b else b
+    before, trained = a.local, a.peer.line.trained.tokens
+    victim.die()
+    world.until(lambda: a.events("skip"), "a gives it up", deadline_s=15.0)
+    assert torch.equal(a.local, before)
+    assert (a.version, a.peer.line.trained.tokens) == (0, trained)
+    world.until(lambda: a.version == 1, "a swaps with the other")
+    assert a.events("swap")[0]["partner"] == other.name
+    assert a.peer.line.trained.tokens == 0
+
+
+def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
+    world = World(True, 2)
+    try:
+        a, b = world.peers
+        world.ask(lambda: world.network.freeze("p1:1"))
+        world.until(lambda: len(a.events("swap")) >= 2, "a goes on alone", a)
+        assert {event["partner"] for event in a.events("swap")} == {"p0"}
+        assert b.version == 0
+        world.ask(lambda: world.network.thaw("p1:1"))
+        b.peer.exchange.greet(a.peer.exchange.me)
+        world.until(lambda: b.version and a.events("swap")[-1]["partner"] == "p1", "they swap", a, b)
+    finally:
+        world.close()
+
+
+def test_a_leader_killed_in_the_middle_costs_nothing(make: Callable[..., World]) -> None:
+    world = make(3)
+    a, b, c = world.peers
+    a.step()
+    reserved = lambda: next((peer for peer in (b, c) if peer.peer.exchange.busy), None)  # noqa: E731
+    victim = until(reserved, "somebody waits for a's weights", 10.0)
+    a.die()
+    other = c if victim is b else b
+    world.until(lambda: not victim.peer.exchange.busy, "it gives up waiting", deadline_s=15.0)
+    assert victim.events("skip")
+    victim.step()
+    world.until(lambda: victim.version == 1, "it swaps with the other", victim)
+    assert victim.events("swap")[0]["partner"] == other.name
+
+
+def test_weights_that_are_not_finite_are_thrown_away_and_not_sent(make: Callable[..., World]) -> None:
+    world = make(2)
+    a, b = world.peers
+    with torch.no_grad():
+        a.model.weight[0] = float("nan")
+    a.peer.trained(TOKENS, 0.001, 1.0)
+    world.until(lambda: a.events("skip"), "a notices")
+    assert a.peer.discarded_tokens == TOKENS
+    assert torch.equal(a.local, a.anchor)
+    world.until(lambda: a.version and b.version, "they go on", a, b)
+    assert torch.isfinite(b.local).all()
+
+
+# ---------------------------------------------------------------- a hostile peer, over real gRPC
+
+
+class Stranger:
+    """A member of the run that says what it likes."""
+
+    def __init__(self, victim: Gossiper) -> None:
+        self.victim, exchange = victim, victim.peer.exchange
+        self.me = Member("stranger", 1, "127.0.0.1:1")
+        terms = exchange.terms
+        self.envelope = Envelope(terms.run, terms.contract, exchange.lineage, self.me, "", 1, Invite(1, self.word()))
+        self.header = StreamHeader(
+            terms.run, terms.contract, exchange.lineage, self.me, Kind.WEIGHTS, 1, 0, 0, (self.word(),)
+        )
+
+    def word(self, **changes: Any) -> Acquaintance:
+        return replace(Acquaintance(self.me, 1, Progress(phase=Phase.TRAINING)), **changes)
+
+    def _run(self, ask: Callable[[Link], Any]) -> Any:
+        async def asked() -> Any:
+            link = GrpcLink(2.0, KEYS)
+            try:
+                return await ask(link)
+            finally:
+                await link.close()
+
+        return asyncio.run(asyncio.wait_for(asked(), 10))
+
+    def say(self, **changes: Any) -> Reply:
+        envelope = replace(self.envelope, **changes)
+        reply: Reply = self._run(lambda link: link.deliver(self.victim.peer.address, envelope))
+        return reply
+
+    def stream(self, payloads: list[bytes], **changes: Any) -> Reply:
+        async def parts() -> AsyncIterator[Part]:
+            for index, payload in enumerate(payloads):
+                yield Part(index, payload)
+
+        header = replace(self.header, **changes)
+        reply: Reply = self._run(lambda link: link.send_parts(self.victim.peer.address, header, parts(), 2.0))
+        return reply
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    world = World(False, 1)
+    yield Stranger(world.peers[0])
+    world.close()
+
+
+def weights(value: float, parts: int = PARTS) -> list[bytes]:
+    whole = torch.full((ELEMENTS,), value).numpy().tobytes()
+    return [whole[start : start + 4096] for start in range(0, len(whole), 4096)][:parts]
+
+
+def test_what_does_not_belong_here_is_refused(stranger: Stranger) -> None:
+    assert stranger.say(run="other") is Reply.OTHER_RUN
+    assert stranger.say(contract="0" * 64) is Reply.OTHER_CONTRACT
+    assert stranger.say(lineage="other") is Reply.OTHER_LINEAGE
+    assert stranger.say(sender=replace(stranger.me, peer="p0")) is Reply.FENCED
+    assert stranger.say(body=Heartbeat(1, True, False, Progress())) is Reply.MALFORMED
+    assert stranger.say(body=Invite(1, stranger.word(member=Member("another", 1, "x:1")))) is Reply.MALFORMED
+    assert stranger.say(body=Greeting((), False)) is Reply.MALFORMED
+    assert stranger.say(body=Evict("nobody")) is Reply.OK
+    assert stranger.stream(weights(1.0)) is Reply.STALE  # nobody asked for it
+    assert stranger.stream(weights(1.0), contract="0" * 64) is Reply.OTHER_CONTRACT
+    assert stranger.stream(weights(1.0), kind=Kind.MEAN) is Reply.MALFORMED
+    assert stranger.stream(weights(1.0), known=()) is Reply.MALFORMED
+    with pytest.raises(LinkRefused, match="at most 4096"):
+        stranger.say(body=Greeting((stranger.word(),) * 4097, False))
+    with pytest.raises(LinkRefused, match="spread is nan"):
+        stranger.say(body=Greeting((stranger.word(spread=float("nan")),), False))
+    with pytest.raises(LinkRefused, match="age_s"):
+        stranger.say(body=Greeting((stranger.word(age_s=-1.0),), False))
+
+
+NOT_A_NUMBER = weights(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("payloads", "reason"),
+    [
+        (NOT_A_NUMBER, "not finite"),
+        ([b"short"], "payload of 5 bytes"),
+        ([*weights(1.0, 4), weights(1.0)[0]], "part 4 has 4096 bytes"),
+        ([*weights(1.0, 4), b"", b""], "payload of 0 bytes"),
+    ],
+)
+def test_bytes_that_no_honest_peer_sends_end_the_swap(stranger: Stranger, payloads: list[bytes], reason: str) -> None:
+    victim = stranger.victim
+    before = victim.local
+    assert stranger.say() is Reply.OK
+    assert victim.peer.exchange.busy
+    assert stranger.stream(payloads) is Reply.MALFORMED
+    until(lambda: victim.peer.between_steps() or victim.events("skip"), "the victim tells", 5.0)
+    assert reason in victim.events("skip")[0]["reason"]
+    assert not victim.peer.exchange.busy
+    assert torch.equal(victim.local, before)
+    assert victim.peer.exchange.alive() == []  # it is not met again
+
+
+def test_a_part_too_many_or_too_large_is_refused(stranger: Stranger) -> None:
+    assert stranger.say() is Reply.OK
+    with pytest.raises(LinkRefused, match="at most 4096 may be"):
+        stranger.stream([bytes(4097)])
+    number = replace(stranger.envelope.body, number=2)  # type: ignore[type-var]
+    assert stranger.say(body=number) is Reply.OK
+    assert stranger.stream([*weights(1.0), bytes(4096)], version=2) is Reply.OK  # it reads no more
+
+
+def test_absurd_weights_come_to_nothing_and_their_sender_is_barred(stranger: Stranger) -> None:
+    victim = stranger.victim
+    for number in range(1, 4):
+        assert stranger.say(body=Invite(number, stranger.word(beat=number))) is Reply.OK
+        assert stranger.stream(weights(1e4), version=number, known=(stranger.word(beat=number),)) is Reply.OK
+        until(lambda: victim.peer.between_steps() or not victim.peer.exchange.busy, "it is refused", 5.0)
+    assert "absurdly large" in victim.events("skip")[0]["reason"]
+    assert victim.version == 0
+    assert stranger.say(body=Invite(9, stranger.word(beat=9))) is Reply.BARRED
+
+
+def test_a_swap_that_is_sent_again_counts_once(stranger: Stranger) -> None:
+    victim = stranger.victim
+    assert stranger.say() is Reply.OK
+    assert stranger.stream(weights(2.0)) is Reply.OK
+    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
+    once = victim.anchor.clone()
+    expected = Pairing(0.7, 0.5).step(victim.peer.line.state.fragments[0], once).anchor
+    assert not torch.equal(once, expected)
+    assert torch.allclose(once, torch.full((ELEMENTS,), 1.35))  # 1 + 0.7 (1.5 - 1)
+    assert stranger.stream(weights(5.0)) is Reply.OK  # answered from memory
+    assert stranger.say() is Reply.OK
+    assert stranger.stream(weights(5.0)) is Reply.OK
+    victim.peer.between_steps()
+    assert victim.version == 1
+    assert torch.equal(victim.anchor, once)
+    assert stranger.say(body=Invite(2, stranger.word(beat=5))) is Reply.OK
+    assert stranger.stream(weights(1.0), version=1) is Reply.OK  # still from memory
+
+
+def test_who_asks_and_falls_silent_is_given_up(stranger: Stranger) -> None:
+    victim = stranger.victim
+    assert stranger.say() is Reply.OK
+    assert stranger.stream(weights(1.0, 2)) is Reply.OK  # the rest never comes
+    until(lambda: victim.peer.between_steps() or victim.events("skip"), "it is given up", 10.0)
+    assert "no weights from stranger in time" in victim.events("skip")[0]["reason"]
+    assert not victim.peer.exchange.busy
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path: Path) -> None:
+    world = make(2, inner={"steps": 3})
+    a, b = world.peers
+    world.until(lambda: min(a.version, b.version) >= 2, "some swaps", a, b)
+    while not a.peer.line.trained.tokens:
+        a.step()
+    a.peer.save(tmp_path, {}, {}, 1)
+    local, version, tokens = a.local, a.version, a.peer.tokens
+    a.die()
+    again = world.add("p0", load(tmp_path))
+    assert torch.equal(again.local, local)
+    assert torch.equal(again.anchor, a.anchor)
+    assert (again.version, again.peer.tokens) == (version, tokens)
+    assert again.peer.line.trained.tokens == a.peer.line.trained.tokens
+    again.peer.enter(lambda: True)
+    world.until(lambda: again.version > version, "it swaps again", again, b)
+    assert b.peer.exchange._ask(b.peer.exchange.acquaintances.tokens) >= tokens
