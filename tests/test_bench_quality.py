@@ -151,7 +151,8 @@ def test_quick_async(tmp_path: Path) -> None:
         "sync", "sync-sized", "plain-scratch", "delayed4-scratch", "share-scratch", "window-sized-scratch",
         "gossip",
     ]  # fmt: skip
-    assert all(f"`{name}`" in output and run["tokens"] >= TOKENS for name, run in runs.items())
+    some_steps = 2 * 4 * 32  # swaps end with the time, and one step of each peer may be under way
+    assert all(f"`{name}`" in output and run["tokens"] >= TOKENS - some_steps for name, run in runs.items())
     assert runs["plain-scratch"]["time"] < runs["sync"]["time"]
     assert runs["plain-scratch"]["versions"] > runs["sync"]["versions"]
     assert runs["gossip"]["time"] < runs["sync"]["time"]
