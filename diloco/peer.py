@@ -70,6 +70,10 @@ from diloco.weighing import Weighing
 logger = logging.getLogger(__name__)
 
 
+class RunOver(Exception):
+    """Nothing more is to be contributed."""
+
+
 class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 
@@ -323,6 +327,8 @@ class Peer:
             return ()
 
         outcome = self._surviving(offer)
+        if self.done:
+            return Skip("the run is over")
         return outcome if isinstance(outcome, Skip) else None
 
     def finish(self, on_closed: OnClosed, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
@@ -368,13 +374,18 @@ class Peer:
         return at_once and bool(outcome) and not counts_us and bool(line.trained.tokens) and not self.done
 
     def _ready(self, on_closed: OnClosed) -> None:
+        """Raises RunOver when the last version closed meanwhile: there is none to contribute to."""
         failpoints.hit("after-inner-steps")
         self.catch_up(on_closed)
+        if self.done:
+            raise RunOver
 
     def _surviving(self, work: Callable[[dict[str, float]], Sequence[Closed] | Skip]) -> Sequence[Closed] | Skip:
         """The outcome of a round, or of half of one, whatever happens to it."""
         try:
             outcome = work({})
+        except RunOver:
+            outcome = ()
         except Diverged as error:
             outcome = Skip(str(error))
             self._copy_again(str(error))
@@ -595,6 +606,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         backlog_versions=membership.backlog_versions,
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
         offences_allowed=membership.offences_allowed,
+        total_tokens=contract.run.total_tokens,
     )
 
 

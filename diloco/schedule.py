@@ -74,7 +74,7 @@ class Finish:
     """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
-    more, and steps that overlapped with the exchange are committed, too.
+    more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too.
     """
 
     total_tokens: int
@@ -86,7 +86,8 @@ class Finish:
     def of(contract: Contract) -> Finish:
         """The contract's."""
         fragments = contract.sync.fragments
-        return Finish(contract.run.total_tokens, fragments if contract.sync.overlap else fragments - 1)
+        under_way = contract.sync.overlap > 0 or contract.membership.policy != "sync"
+        return Finish(contract.run.total_tokens, fragments if under_way else fragments - 1)
 
     def passed(self, commit: Commit, copied: bool = False) -> None:
         """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""

@@ -301,11 +301,13 @@ class AsyncRun(Run):
         for place, peer in enumerate(self.peers):
             self._after(self._before(peer), Moment.OFFER, place)
         happens = {Moment.OFFER: self._offer, Moment.CLOSE: self._close_version, Moment.DONE: self._done}
-        while not self._finish.done:
+        while not self._finish.finishing:
             self._now, moment, place = heapq.heappop(self._to_come)
             happens[moment](place)
         for peer in self.peers:
             self._catch_up(peer)
+        while not self._finish.done:
+            self._round()
 
     def _offer(self, place: int) -> None:
         peer = self.peers[place]

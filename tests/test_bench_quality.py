@@ -83,10 +83,11 @@ def test_under_async_each_goes_at_its_own_pace() -> None:
 def test_a_version_counts_who_offers_while_another_has_steps_to_do() -> None:
     """Speeds 1 and 9/10, rounds of 4 steps of which the last overlaps. p0 offers at 4, 8 and 12 and has a unit of time
     each time; p1 at 4.4, 8.9 and 13.3."""
-    sections = {"membership": {"policy": "async"}, "inner": {"steps": 4}, "sync": {"overlap": 1}}
+    total = {"name": "quality", "total_tokens": 12 * 4 * 2 * 16}
+    sections = {"run": total, "membership": {"policy": "async"}, "inner": {"steps": 4}, "sync": {"overlap": 1}}
     run = AsyncRun(contract(**sections), ["p0", "p1"], [1.0, 0.9])
     outcome = run.train()
-    assert run.counted == [2, 2, 1]
+    assert run.counted[:4] == [2, 2, 1, 1]
     assert outcome.versions == len(run.counted)
     assert len({peer.line.state.digest for peer in run.peers}) == 1
 

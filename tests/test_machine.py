@@ -86,8 +86,10 @@ def test_a_witness_never_coordinates() -> None:
         (Policy(2, 3.0, 20.0), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
         (Policy(2, 3.0, 20.0), 99.0, {"a": 0.0}, None),
         (Policy(2, 3.0, 20.0), 1.0, {"a": 0.0, "b": 0.5, "c": 1.0}, ("a", "b", "c")),
-        (Policy(2, 3.0, 20.0, sync_versions=4).at(4), 4.0, {"a": 0.0, "b": 1.0}, None),
-        (Policy(2, 3.0, 20.0, sync_versions=4).at(5), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
+        (Policy(2, 3.0, 20.0, sync_versions=4).at(4, False), 4.0, {"a": 0.0, "b": 1.0}, None),
+        (Policy(2, 3.0, 20.0, sync_versions=4).at(5, False), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
+        (Policy(1, 0.0, 20.0, uses_slack=True).at(5, False), 4.0, {"a": 0.0, "b": 1.0}, ("a", "b")),
+        (Policy(1, 0.0, 20.0, uses_slack=True).at(5, True), 4.0, {"a": 0.0, "b": 1.0}, None),
     ],
     ids=[
         "one is late",
@@ -102,6 +104,8 @@ def test_a_witness_never_coordinates() -> None:
         "nobody is missing",
         "still sync",
         "no longer sync",
+        "the first closes it",
+        "the run is ending",
     ],
 )
 def test_who_contributes(

@@ -115,6 +115,12 @@ def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str,
     assert ending.done
 
 
+@pytest.mark.parametrize(("policy", "more"), [("sync", 0), ("quorum", 1), ("async", 1)])
+def test_a_final_version_counts_whom_the_others_did_not_wait_for(policy: str, more: int) -> None:
+    sections = {"membership": {"policy": policy}, "inner": {"steps": 4}, "sync": {"fragments": 1}}
+    assert Finish.of(contract(run={"name": "x", "total_tokens": 100}, **sections)).further_versions == more
+
+
 def test_who_copies_the_state_after_the_end_is_done() -> None:
     ending = Finish(100, 3)
     ending.passed(commit_of(9, tokens=120), copied=True)

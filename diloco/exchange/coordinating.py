@@ -9,7 +9,7 @@ from diloco.exchange import messages as m
 from diloco.exchange.committing import Committing
 from diloco.exchange.reduction import Reduction
 from diloco.exchange.tally import Tally
-from diloco.exchange.view import Decision, decide, in_turn, respan, spans
+from diloco.exchange.view import Decision, Policy, decide, in_turn, respan, spans
 from diloco.types import Commit, Member
 
 MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"
@@ -82,6 +82,13 @@ class Coordinating(Committing):
         tally.audience = begin.receivers
         self._tell(begin.receivers, begin)
 
+    @property
+    def _policy(self) -> Policy:
+        """That of the version being made."""
+        total = self.rules.total_tokens
+        ending = total is not None and self.commit is not None and self.commit.tokens >= total
+        return self.rules.policy.at(self.making, ending)
+
     def _decision(self, tally: Tally) -> Decision:
         if self._reachable_votes() < self.electorate.needed():
             return Decision(None, self._no_majority())
@@ -92,8 +99,8 @@ class Coordinating(Committing):
             if self._now - self._entered_at < self.timing.stall_s:
                 return Decision(None, "every contribution was refused: asking again soon")
             expected = living
-        policy, waits_from = self.rules.policy.at(self.making), tally.waits_from(self.sync_s)
-        return decide(policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
+        waits_from = tally.waits_from(self.sync_s)
+        return decide(self._policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
 
     # ------------------------------------------------------------ what goes wrong in a reduction
 
@@ -195,7 +202,7 @@ class Coordinating(Committing):
         Under `async` no longer than all who offered have inner steps to do.
         """
         stall_s = tally.majority_at_s + self.timing.stall_s
-        policy = self.rules.policy.at(self.making)
+        policy = self._policy
         if policy.quorum_peers is None or not policy.uses_slack:
             return stall_s
         return min((stall_s, *tally.waits_from(0.0).values()))

@@ -26,6 +26,8 @@ class Rules:
     """Without a majority for this long, go on as a lineage of our own; None: wait."""
     offences_allowed: int = 3
     """After so many contributions that no honest peer sends, a peer is put out of the run."""
+    total_tokens: int | None = None
+    """When so many are committed, only what is under way is still to come. None: never."""
 
     @property
     def means_kept(self) -> int:

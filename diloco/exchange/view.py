@@ -137,9 +137,10 @@ class Policy:
     sync_versions: int = 0
     """The first so many versions close as under `sync`."""
 
-    def at(self, version: int) -> Policy:
-        """The one that holds for a version."""
-        return replace(self, quorum_peers=None) if version <= self.sync_versions else self
+    def at(self, version: int, ending: bool) -> Policy:
+        """The one that holds for a version. The last ones, for which nobody trains any more, close as under `sync`, so
+        that nobody's progress is left over."""
+        return replace(self, quorum_peers=None) if ending or version <= self.sync_versions else self
 
 
 @dataclass(frozen=True, slots=True)
