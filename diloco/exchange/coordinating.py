@@ -99,7 +99,7 @@ class Coordinating(Committing):
             if self._now - self._entered_at < self.timing.stall_s:
                 return Decision(None, "every contribution was refused: asking again soon")
             expected = living
-        waits_from = tally.waits_from(self.sync_s)
+        waits_from = tally.waits_from(self.sync_s, reserve_s=self.timing.stall_s)
         return decide(self._policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
 
     # ------------------------------------------------------------ what goes wrong in a reduction
@@ -205,7 +205,7 @@ class Coordinating(Committing):
         policy = self._policy
         if policy.quorum_peers is None or not policy.uses_slack:
             return stall_s
-        return min((stall_s, *tally.waits_from(0.0).values()))
+        return min((stall_s, *tally.waits_from().values()))
 
     def _reconsider(self, tally: Tally, commit: Commit) -> None:
         """A proposal that nobody can accept, since its mean died with those who held it, must not stand for ever.

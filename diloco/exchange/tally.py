@@ -64,11 +64,14 @@ class Tally:
         offers = [self.ready[peer].offer for peer in peers]
         return [offer.send_bps if offer is not None else 0 for offer in offers]
 
-    def waits_from(self, sync_s: float) -> dict[str, float]:
-        """When an attempt of `sync_s` must begin, lest who offered run out of inner steps before it is over."""
+    def waits_from(self, sync_s: float = 0.0, reserve_s: float = 0.0) -> dict[str, float]:
+        """When an attempt of `sync_s` must begin, lest who offered run out of inner steps before it is over.
+
+        So much earlier as `reserve_s`, by half of the time at most: whoever freezes meanwhile is found out as late.
+        """
         offers = {peer: self.ready[peer].offer for peer in self.offered_at_s}
         return {
-            peer: self.offered_at_s[peer] + offer.slack_s - sync_s
+            peer: self.offered_at_s[peer] + offer.slack_s - sync_s - min(reserve_s, offer.slack_s / 2)
             for peer, offer in offers.items()
             if offer is not None
         }
