@@ -67,11 +67,11 @@ class Tally:
     def waits_from(self, sync_s: float = 0.0, reserve_s: float = 0.0) -> dict[str, float]:
         """When an attempt of `sync_s` must begin, lest who offered run out of inner steps before it is over.
 
-        So much earlier as `reserve_s`, by half of the time at most: whoever freezes meanwhile is found out as late.
+        And `reserve_s` earlier, as far as it leaves as much again: whoever freezes in it is found out so late.
         """
         offers = {peer: self.ready[peer].offer for peer in self.offered_at_s}
         return {
-            peer: self.offered_at_s[peer] + offer.slack_s - sync_s - min(reserve_s, offer.slack_s / 2)
+            peer: self.offered_at_s[peer] + offer.slack_s - sync_s - min(reserve_s, max(offer.slack_s - reserve_s, 0.0))
             for peer, offer in offers.items()
             if offer is not None
         }
