@@ -35,7 +35,7 @@ commits = st.builds(
 )  # fmt: skip
 maybe_commit = st.none() | commits
 offers = st.builds(m.Offer, whole, whole, whole, whole, st.booleans(), whole)
-progress = st.builds(Progress, text, whole, whole, whole, number, number, whole, signed)
+progress = st.builds(Progress, text, whole, whole, whole, number, number, number, whole, signed)
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
 forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
 ages = st.floats(0, 1e9)
