@@ -33,17 +33,36 @@ from diloco.types import Closed, Commit, Counted, Phase, Skip
 class Run(ABC):
     """This process's part in a run. Made by `found` or `join`; use it as a context manager."""
 
-    contract: Contract
+    _peer: Peer | GossipPeer
+
+    def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
+        directory = Path(site.storage.directory) if site.storage.directory else None
+        name = peer_name(site, None)
+        self.contract = contract
+        self._events = Events(directory / "events.jsonl" if directory else None, name)
+        self._gate = gate
+        self._make(name, site, model, directory)
+        self._stepped_s = monotonic_s()
+        """When the inner step that is being done began."""
+        try:
+            self._peer.open()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
+        """The peer, and what the kind of run needs beside it."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """This peer's name in the run."""
+        return self._peer.name
 
     @property
-    @abstractmethod
     def address(self) -> str:
         """What others give to `diloco.join` or `diloco peer --join`."""
+        return self._peer.ticket
 
     @property
     @abstractmethod
@@ -61,9 +80,9 @@ class Run(ABC):
         """Who is in the run now; under gossip, as far as this peer knows."""
 
     @property
-    @abstractmethod
     def digest(self) -> str:
         """Digest of anchor and outer state: equal on all peers at this version, but under gossip each has its own."""
+        return self._peer.line.state.digest
 
     @property
     @abstractmethod
@@ -99,9 +118,11 @@ class Run(ABC):
         Under gossip, when the run is done, this is the final average.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """Free everything without a goodbye: to the others this peer has died."""
+        self._peer.close()
+        self._gate.close()
+        self._events.close()
 
     def __enter__(self) -> Self:
         self.wait()
@@ -119,38 +140,20 @@ class Run(ABC):
 class AgreedRun(Run):
     """One in which all peers agree on each version."""
 
-    def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
-        name = peer_name(site, None)
-        directory = Path(site.storage.directory) if site.storage.directory else None
-        self.contract = contract
-        self._events = Events(directory / "events.jsonl" if directory else None, name)
-        self._peer = Peer(name, contract, site, model, gate, self._events, directory=directory)
-        self._cadence = Cadence.of(contract)
+    _peer: Peer
+
+    def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
+        self._peer = Peer(name, self.contract, site, model, self._gate, self._events, directory=directory)
+        self._cadence = Cadence.of(self.contract)
         self._watch = Stopwatch()
-        self._stepped_s = monotonic_s()
-        """When the inner step that is being done began."""
         self._steps = 0
         """Inner steps of this round."""
         self._begun = False
         """Whether this round's contribution is on its way."""
         self._before = self._cadence.before(0)
         self._leaving = False
-        self._gate = gate
-        try:
-            self._peer.open()
-        except BaseException:
-            self.close()
-            raise
 
     # ------------------------------------------------------------ what a caller may ask
-
-    @property
-    def name(self) -> str:
-        return self._peer.name
-
-    @property
-    def address(self) -> str:
-        return self._peer.ticket
 
     @property
     def version(self) -> int:
@@ -165,10 +168,6 @@ class AgreedRun(Run):
     def peers(self) -> tuple[str, ...]:
         commit = self._peer.line.commit
         return tuple(member.peer for member in commit.view) if commit else ()
-
-    @property
-    def digest(self) -> str:
-        return self._peer.line.state.digest
 
     @property
     def done(self) -> bool:
@@ -249,36 +248,14 @@ class AgreedRun(Run):
         self._peer.leave("left")
         self.close()
 
-    def close(self) -> None:
-        self._peer.close()
-        self._gate.close()
-        self._events.close()
-
 
 class GossipRun(Run):
     """One in which peers swap in pairs, and nobody waits."""
 
-    def __init__(self, contract: Contract, site: Site, model: nn.Module, gate: Gate) -> None:
-        name = peer_name(site, None)
-        directory = Path(site.storage.directory) if site.storage.directory else None
-        self.contract = contract
-        self._events = Events(directory / "events.jsonl" if directory else None, name)
-        self._peer = GossipPeer(name, contract, site, model, gate, self._events)
-        self._stepped_s = monotonic_s()
-        self._gate = gate
-        try:
-            self._peer.open()
-        except BaseException:
-            self.close()
-            raise
+    _peer: GossipPeer
 
-    @property
-    def name(self) -> str:
-        return self._peer.name
-
-    @property
-    def address(self) -> str:
-        return self._peer.ticket
+    def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
+        self._peer = GossipPeer(name, self.contract, site, model, self._gate, self._events)
 
     @property
     def version(self) -> int:
@@ -291,10 +268,6 @@ class GossipRun(Run):
     @property
     def peers(self) -> tuple[str, ...]:
         return (self.name, *(word.member.peer for word in self._peer.exchange.alive()))
-
-    @property
-    def digest(self) -> str:
-        return self._peer.line.state.digest
 
     @property
     def done(self) -> bool:
@@ -327,11 +300,6 @@ class GossipRun(Run):
         else:
             self._peer.leave(lambda: True)
         self.close()
-
-    def close(self) -> None:
-        self._peer.close()
-        self._gate.close()
-        self._events.close()
 
 
 def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | Site | None = None) -> Run:
