@@ -6,6 +6,10 @@ from diloco.exchange import messages as m
 from diloco.exchange.standing import Standing
 from diloco.types import Commit, Member
 
+SYNC_MEMORY = 8
+"""A version that took long is remembered for about so many: peers wait more for one begun too late than they lose by
+one begun early."""
+
 
 class Committing(Standing):
     """A voter's side: `Propose` to `Accept`, `Committed` to the next version."""
@@ -101,7 +105,8 @@ class Committing(Standing):
     def _close(self, commit: Commit) -> None:
         reduction = self._reduction
         if reduction is not None and reduction.begin.version == commit.version:
-            self.sync_s = self._now - reduction.began_at_s
+            took_s = self._now - reduction.began_at_s
+            self.sync_s = max(took_s, self.sync_s + (took_s - self.sync_s) / SYNC_MEMORY)
         self._adopt(commit)
         self._out.append(m.Close(commit))
 

@@ -29,7 +29,7 @@ class Standing:
         self.joining = not founder
         self.progress = Progress()
         self.sync_s = 0.0
-        """How long it took to make the last version, from `Begin` to the commit."""
+        """How long it takes to make a version, from `Begin` to the commit: the longest of late, forgotten slowly."""
         self.roster = Roster(me, timing.suspect_s, rules.offences_allowed)
         self.electorate = Electorate()
         self.commit: Commit | None = None
