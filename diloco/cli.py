@@ -268,16 +268,21 @@ def evict(
     print(f"{peer_name} is declared dead; told {', '.join(told)}")
 
 
-@app.command(epilog="Example:  diloco report runs/demo")
+@app.command(epilog="Examples:  diloco report runs/demo  ·  diloco report runs/async --table async.json")
 def report(
-    directory: Annotated[Path, typer.Argument(help="A simulate folder, or one peer's.")], as_json: AsJson = False
+    directory: Annotated[Path, typer.Argument(help="A simulate folder, or one peer's.")],
+    tables: Annotated[
+        list[Path] | None, typer.Option("--table", help="What a bench wrote with --json, to stand beside the run.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write report.html: one page that opens offline."""
-    from diloco.report import write_plot, write_report
+    from diloco.report import Table, write_plot, write_report
 
     if not (directory / "events.jsonl").is_file() and not any(directory.glob("*/events.jsonl")):
         raise UsageError(f"no events in {directory}", "give the --out folder of a simulation, or the --dir of a peer")
-    page, plot = write_report(directory), write_plot(directory)
+    page = write_report(directory, [Table.read(path) for path in tables or ()])
+    plot = write_plot(directory)
     print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
 
 

@@ -8,6 +8,7 @@ and no figure reads them as mathematics.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import threading
@@ -25,6 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
+from diloco.errors import UsageError
 from diloco.history import Curve, Point, Run, Version, outcomes, read_run
 from diloco.telemetry import (
     NOTHING,
@@ -93,10 +95,38 @@ AXES = (
 )
 
 
-def write_report(directory: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a bench measured, to stand in a report beside the run."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def read(path: Path) -> Table:
+        """From the `--json` file of a bench that writes one. Raises UsageError."""
+        fix = "give what `scripts/bench-async --json FILE` or `scripts/bench-quality --json FILE` wrote"
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))["table"]
+            table = Table(str(tree["title"]), _texts(tree["header"]), tuple(map(_texts, tree["rows"])))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}", fix) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} holds no table", fix) from error
+        if any(len(row) != len(table.header) for row in table.rows):
+            raise UsageError(f"{path}: a row of its table is not as long as the header", fix)
+        return table
+
+
+def _texts(cells: Sequence[object]) -> tuple[str, ...]:
+    return tuple(str(cell).replace("`", "") for cell in cells)
+
+
+def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
     """Write `report.html` into the directory of a simulation or of one peer; its path."""
     path = directory / "report.html"
-    path.write_text(_page(read_run(directory)), encoding="utf-8")
+    path.write_text(_page(read_run(directory), tables), encoding="utf-8")
     return path
 
 
@@ -293,7 +323,7 @@ def _svg(figure: Figure, name: str, title: str) -> Markup:
 # ---------------------------------------------------------------- the page
 
 
-def _page(run: Run) -> str:
+def _page(run: Run, tables: Sequence[Table]) -> str:
     folder = Path(__file__).parent
     jinja = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     jinja.filters |= {
@@ -312,6 +342,7 @@ def _page(run: Run) -> str:
         run=run,
         cards=list(_cards(run)),
         methods=outcomes(run.summary),
+        tables=tables,
         steps=steps,
         attempts=any(row.attempts for row in run.versions),
         fragments=any(row.fragment for row in run.versions),

@@ -35,11 +35,12 @@ def options_of(description: str, rows: Callable[[int], Mapping[str, Row]]) -> ar
     parser.add_argument("--steps", type=positive, help=f"H, a multiple of 4 ({USUAL.steps})")
     parser.add_argument("--batch", type=positive, help=f"sequences of an inner step of a peer ({USUAL.batch_size})")
     parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, one core each (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs there, too, as they end")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs there, too, and the table, for `diloco report --table`")
     parser.add_argument("--quick", action="store_true", help="tiny runs of a second, to try the bench itself")
     options = parser.parse_args()
     scale = QUICK if options.quick else USUAL
     asked = {"rounds": options.rounds, "steps": options.steps, "batch_size": options.batch}
+    options.title = description.splitlines()[0]
     options.scale = replace(scale, **{name: value for name, value in asked.items() if value})
     if options.scale.steps % 4:
         parser.error("--steps must be a multiple of 4: rounds are cut into four")
@@ -70,7 +71,8 @@ def bench(options: argparse.Namespace, header: Sequence[str], cells: Cells) -> i
         for name, seed, outcome in _outcomes(chosen, scale, options.seeds, options.jobs):
             results[name][seed] = outcome
             if options.json:
-                options.json.write_text(json.dumps(_as_json(results, scale), indent=1) + "\n")
+                tree = _as_json(results, scale) | {"table": _as_table(options.title, chosen, results, header, cells)}
+                options.json.write_text(json.dumps(tree, indent=1) + "\n")
     except KeyboardInterrupt:
         status = 130
     print(table(chosen, results, header, cells))
@@ -120,15 +122,25 @@ def _as_json(results: Results, scale: Scale) -> dict[str, object]:
     return {"scale": asdict(scale), "runs": runs}
 
 
+def _as_table(
+    title: str, chosen: Mapping[str, Row], results: Results, header: Sequence[str], cells: Cells
+) -> dict[str, object]:
+    """As `diloco report --table` reads it."""
+    return {"title": title, "header": header, "rows": _lines(chosen, results, cells)}
+
+
 # ---------------------------------------------------------------- the table
 
 
 def table(chosen: Mapping[str, Row], results: Results, header: Sequence[str], cells: Cells) -> str:
     """As Markdown; rows without a run are left out."""
-    lines = [tuple(header), ("---",) * len(header)]
-    lines += [cells(name, row, results) for name, row in chosen.items() if results[name]]
+    lines = [tuple(header), ("---",) * len(header), *_lines(chosen, results, cells)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(_line_of(line, widths) for line in lines)
+
+
+def _lines(chosen: Mapping[str, Row], results: Results, cells: Cells) -> list[tuple[str, ...]]:
+    return [cells(name, row, results) for name, row in chosen.items() if results[name]]
 
 
 def _line_of(cells: Sequence[str], widths: Sequence[int]) -> str:

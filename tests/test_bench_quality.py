@@ -17,6 +17,7 @@ import torch
 
 from diloco.config import Contract
 from diloco.pairing import spread
+from diloco.report import Table
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCH = SCRIPTS / "bench-quality"
@@ -152,6 +153,7 @@ def test_quick_async(tmp_path: Path) -> None:
         "sync", "sync-sized", "plain-scratch", "delayed4-scratch", "share-scratch", "window-sized-scratch",
         "gossip",
     ]  # fmt: skip
+    assert [row[0] for row in Table.read(path).rows] == list(runs)
     some_steps = 2 * 4 * 32  # swaps end with the time, and one step of each peer may be under way
     assert all(f"`{name}`" in output and run["tokens"] >= TOKENS - some_steps for name, run in runs.items())
     assert runs["plain-scratch"]["time"] < runs["sync"]["time"]

@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from diloco.errors import UsageError
 from diloco.history import Mark, PeerTime, Stay, outcomes, read_run
-from diloco.report import write_plot, write_report
+from diloco.report import Table, write_plot, write_report
 from tests.helpers_events import (
     DYING,
     LATE,
@@ -35,8 +36,40 @@ def page_of(directory: Path) -> ElementTree.Element:
     return ElementTree.fromstring(write_report(directory).read_text().removeprefix("<!doctype html>"))
 
 
+def write_table(path: Path, **fields: Any) -> Path:
+    path.write_text(json.dumps({"table": {"title": "An ablation", "header": ["row", "loss"], "rows": []} | fields}))
+    return path
+
+
 def text_of(page: ElementTree.Element) -> str:
     return re.sub(r"\s+", " ", " ".join(page.itertext()))
+
+
+# ---------------------------------------------------------------- tables of a bench
+
+
+def test_a_table_stands_in_the_report_as_text(tmp_path: Path) -> None:
+    rows = [["`async`", "2.19"], [HOSTILE[0], HOSTILE[3]]]
+    table = Table.read(write_table(tmp_path / "async.json", rows=rows))
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), version("a", 1, 1.0, loss=2.0)])
+    page = text_of(ElementTree.fromstring(write_report(tmp_path, [table]).read_text().removeprefix("<!doctype html>")))
+    assert "An ablation" in page
+    assert f"async 2.19 {HOSTILE[0]}" in page
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"table": {"title": "x"}}', '{"table": 3}'])
+def test_a_file_without_a_table_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="holds no table"):
+        Table.read(path)
+
+
+def test_a_crooked_or_missing_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not as long as the header"):
+        Table.read(write_table(tmp_path / "async.json", rows=[["one"]]))
+    with pytest.raises(UsageError, match="cannot read"):
+        Table.read(tmp_path / "nothing.json")
 
 
 # ---------------------------------------------------------------- history
