@@ -35,7 +35,8 @@ def options_of(description: str, rows: Callable[[int], Mapping[str, Row]]) -> ar
     parser.add_argument("--steps", type=positive, help=f"H, a multiple of 4 ({USUAL.steps})")
     parser.add_argument("--batch", type=positive, help=f"sequences of an inner step of a peer ({USUAL.batch_size})")
     parser.add_argument("--jobs", type=positive, default=1, help="runs at a time, one core each (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all runs there, too, and the table, for `diloco report --table`")
+    for_report = "write all runs there, too, as they end, and the table for `diloco report --table`"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=for_report)
     parser.add_argument("--quick", action="store_true", help="tiny runs of a second, to try the bench itself")
     options = parser.parse_args()
     scale = QUICK if options.quick else USUAL

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import hypothesis
+import pytest
 
 # Several peers share a machine's cores in many tests; one thread each keeps them from fighting. Read when torch loads,
 # and inherited by the processes that tests start.
@@ -13,3 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
 hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("diloco")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Tests that start processes run one after another, in one worker, while another takes all others."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group("slow"))
