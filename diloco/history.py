@@ -20,12 +20,14 @@ from typing import Any
 
 from diloco.config import load_contract
 from diloco.errors import DilocoError
-from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
+from diloco.telemetry import FLIGHT, GOODBYES, STEPS, Event, departures, read_events, readable_text
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
 """How the baselines are called, by their folder."""
 MOST_WAITS = 400
 """Drawn; of more, the longest."""
+MOST_FLIGHTS = 400
+"""Drawn; of more, none: they would be one dark stripe."""
 TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
 RUNNING = frozenset({"view", "progress", *TOLD})
@@ -134,6 +136,8 @@ class Run:
     stays: Sequence[Stay]
     waits: Sequence[Stay]
     """When a peer waited, as far as a picture shows it."""
+    flights: Sequence[Stay]
+    """From when a peer measured a contribution until it stood on the version that counts it; none if they are many."""
     times: Sequence[PeerTime]
     marks: Sequence[Mark]
     resumed_s: Sequence[float]
@@ -157,8 +161,8 @@ def read_run(directory: Path) -> Run:
     summary = _summary(directory, versions, curves, contract)
     timed = [event for event in events if event["kind"] in TOLD and event.get("seconds")]
     return Run(
-        name, versions, curves, attendance.stays, _waits(timed, clock), _times(timed), attendance.marks,
-        clock.resumed_s, contract, summary,
+        name, versions, curves, attendance.stays, _waits(timed, clock), _flights(timed, clock), _times(timed),
+        attendance.marks, clock.resumed_s, contract, summary,
     )  # fmt: skip
 
 
@@ -358,6 +362,17 @@ def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
         waits.append(Stay(event["peer"], max(stop_s - seconds.get("exchange", 0.0), 0.0), max(stop_s, 0.0)))
     longest = sorted(waits, key=lambda wait: wait.start_s - wait.stop_s)[:MOST_WAITS]
     return sorted(longest, key=lambda wait: wait.start_s)
+
+
+def _flights(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
+    flown = [
+        (event["peer"], clock(event["time"]), event["seconds"][FLIGHT]) for event in timed if FLIGHT in event["seconds"]
+    ]
+    return [
+        Stay(peer, max(stop_s - flight_s, 0.0), stop_s)
+        for peer, stop_s, flight_s in flown
+        if len(flown) <= MOST_FLIGHTS
+    ]
 
 
 def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:

@@ -191,6 +191,11 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
         if wait.peer in peers:
             left_s, color = wait.start_s, ink["step-exchange"]
             axes.barh(peers.index(wait.peer), wait.stop_s - left_s, left=left_s, height=0.5, color=color, lw=0)
+    for flight in run.flights:
+        if flight.peer in peers:
+            row, color = peers.index(flight.peer) + 0.36, ink["average"]
+            axes.plot((flight.start_s, flight.stop_s), (row, row), color=color, lw=1.5, solid_capstyle="butt")
+            axes.plot(flight.stop_s, row, "o", ms=3.5, mew=0, color=color)
     for mark in run.marks:
         if mark.peer in peers and mark.kind in MARKERS:
             color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7

@@ -20,6 +20,7 @@ from torch import Tensor
 from diloco import failpoints
 from diloco.align import aligned
 from diloco.average import unpack
+from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.compress.codec import magnitude
 from diloco.encoding import Encode, Pieces, encode_now
@@ -29,7 +30,7 @@ from diloco.memory import empty_as
 from diloco.merge import carry, carry_fragment, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
-from diloco.telemetry import timed
+from diloco.telemetry import FLIGHT, timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.weighing import Weighing
 
@@ -66,6 +67,8 @@ class Sent:
     """What was encoded, when the codec's error is fed back."""
     foreseen: FragmentState | None = None
     """What `eager` took ahead of the outer step."""
+    since_s: float = field(default_factory=monotonic_s)
+    """When it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +282,11 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
         raise Diverged(commit.version)
     _move_anchor(line, closed, mine, seconds)
     line.commit = commit
-    line.sent = None
-    if mine is not None:
+    if mine is not None and line.sent is not None:
+        seconds[FLIGHT] = monotonic_s() - line.sent.since_s
         line.trained.subtract(mine)
         line.since = commit.version
+    line.sent = None
     return mine
 
 

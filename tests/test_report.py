@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diloco.errors import UsageError
-from diloco.history import Mark, PeerTime, Stay, outcomes, read_run
+from diloco.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
 from diloco.report import Table, write_plot, write_report
 from tests.helpers_events import (
     DYING,
@@ -97,6 +97,19 @@ def test_who_computed_and_who_waited(tmp_path: Path) -> None:
     text = text_of(page_of(tmp_path))
     assert "a 1 300 22.2 % 66.7 % 11.1 %" in text
     assert "b 1 100 89.5 % 10.5 % 0.0 %" in text
+
+
+def test_when_a_contribution_was_on_its_way(tmp_path: Path) -> None:
+    seconds = {"inner": 4.0, "flight": 3.0}
+    told = [version("a", 0, 0.0), version("a", 1, 10.0, seconds=seconds), version("b", 1, 11.0, seconds={"inner": 4.0})]
+    write_events(tmp_path / "events.jsonl", told)
+    run = read_run(tmp_path)
+    assert run.flights == [Stay("a", 7.0, 10.0)]
+    assert sum(run.versions[-1].seconds.values()) == 4.0  # it is no step of the line
+    assert "sent, and counted at the dot" in text_of(page_of(tmp_path))
+    many = [version("a", number, float(number), seconds=seconds) for number in range(MOST_FLIGHTS + 1)]
+    write_events(tmp_path / "events.jsonl", many)
+    assert read_run(tmp_path).flights == []
 
 
 def test_bytes_are_those_of_a_peer_counted_all_along(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco.checkpoint import load
+from diloco.sim.local import states_agree
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 
 pytestmark = pytest.mark.slow
@@ -175,6 +176,22 @@ def test_under_torchrun_an_island_is_one_peer(tmp_path: Path) -> None:
         ends = [peer.events("end")[-1] for peer in peers]
         assert len({end["state_digest"] for end in ends}) == 1
         assert all(set(event["counted"]) == {"a", "b"} for event in a.events("version"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "states", "agree"),
+    [
+        ("done", [(4, "a"), (4, "a")], True),
+        ("done", [(4, "a"), (4, "b")], False),
+        ("done", [(4, "a"), (5, "b")], False),  # the last version belongs to all
+        ("left", [(4, "a"), (5, "b")], None),
+        ("left", [(4, "a"), (5, "b"), (5, "b")], True),
+        ("left", [(4, "a"), (5, "b"), (5, "c")], False),
+    ],
+)
+def test_peers_agree_where_they_can_be_compared(reason: str, states: list[tuple[int, str]], agree: bool | None) -> None:
+    ends = [{"reason": reason, "version": version, "state_digest": digest} for version, digest in states]
+    assert states_agree(ends, len(ends)) is agree
 
 
 def test_simulate_writes_a_summary_and_beats_ddp_in_bytes(tmp_path: Path) -> None:

@@ -253,6 +253,16 @@ class _Tail:
 # ---------------------------------------------------------------- results
 
 
+def states_agree(ends: Sequence[Event], peers: int) -> bool | None:
+    """Whether all hold one state. Of peers that were told to leave each may have stopped at another version: then
+    whether those at the same version do; None where no two are."""
+    states = [(event["version"], event["state_digest"]) for event in ends]
+    if len(ends) == peers and all(event["reason"] == "done" for event in ends):
+        return len(set(states)) == 1
+    versions = {version for version, _ in states}
+    return len(set(states)) == len(versions) if len(states) > len(versions) else None
+
+
 def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
     """What was reached; the first peer's figures where all have the same."""
     if not ends:
@@ -260,14 +270,13 @@ def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
     first = ends[0]
     starts = [event for event in read_events(plan.directory / "events.jsonl") if event["kind"] == "start"]
     sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
-    digests = {event["state_digest"] for event in ends}
     return {
         "run": plan.contract.run.name,
         "peers": plan.peers,
         "speeds": plan.speeds,
         "versions": first["version"],
         "digest": first["state_digest"],
-        "digests_agree": None if plan.gossips else len(digests) == 1 and len(ends) == plan.peers,
+        "digests_agree": None if plan.gossips else states_agree(ends, plan.peers),
         "spread": max((event["spread"] for event in ends if event.get("spread") is not None), default=None),
         "val_loss": first["val_loss"],
         "tokens": max(event["tokens"] for event in ends),
