@@ -20,7 +20,7 @@ from typing import Any
 
 from diloco.config import load_contract
 from diloco.errors import DilocoError
-from diloco.telemetry import FLIGHT, GOODBYES, STEPS, Event, departures, read_events, readable_text
+from diloco.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
 """How the baselines are called, by their folder."""
@@ -365,14 +365,9 @@ def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
 
 
 def _flights(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
-    flown = [
-        (event["peer"], clock(event["time"]), event["seconds"][FLIGHT]) for event in timed if FLIGHT in event["seconds"]
-    ]
-    return [
-        Stay(peer, max(stop_s - flight_s, 0.0), stop_s)
-        for peer, stop_s, flight_s in flown
-        if len(flown) <= MOST_FLIGHTS
-    ]
+    flown = [(event["peer"], clock(event["time"]), event["flight_s"]) for event in timed if event.get("flight_s")]
+    stays = [Stay(peer, max(stop_s - flight_s, 0.0), stop_s) for peer, stop_s, flight_s in flown]
+    return stays if len(stays) <= MOST_FLIGHTS else []
 
 
 def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:

@@ -30,7 +30,8 @@ Event = dict[str, Any]
 STEPS = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge", "other")
 """Keys of a version's `seconds`: the seven steps of the line in order, and what is left of the round."""
 FLIGHT = "flight"
-"""A key beside these: from when the contribution was measured until the version that counts it was applied."""
+"""Beside these while a version is applied, then an event's `flight_s`: since the contribution was measured that it
+counts."""
 
 
 # ---------------------------------------------------------------- events

@@ -21,7 +21,7 @@ from diloco.island import Island
 from diloco.models import count_parameters
 from diloco.peer import Gate, Peer
 from diloco.schedule import Cadence, Stopwatch
-from diloco.telemetry import Events
+from diloco.telemetry import FLIGHT, Events
 from diloco.types import Commit, Counted, Phase
 from diloco.workbench import Workbench
 
@@ -278,7 +278,7 @@ class Trainer:
     def _emit_version(
         self, peer: Peer, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]
     ) -> None:
-        wire = peer.counter.sample()
+        wire, flight_s = peer.counter.sample(), seconds.pop(FLIGHT, None)
         trained = front(before.leases.held.get(peer.name, ()), mine.blocks) if mine else ()
         self.events.emit(
             "version",
@@ -297,6 +297,7 @@ class Trainer:
             wire_bytes_sent=wire.sent if wire else None,
             wire_bytes_received=wire.received if wire else None,
             seconds={name: round(value, 6) for name, value in seconds.items()},
+            flight_s=flight_s,
             state_digest=peer.line.state.digest,
             lr=self.bench.inner.lr,
             repeats=self.reader.repeats,
