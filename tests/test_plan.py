@@ -227,11 +227,12 @@ def test_those_that_fit_come_first_and_the_fastest_before() -> None:
 def test_the_reason_is_what_costs_most() -> None:
     job = job_of(GPT3, batch=64)
     slow = replace(H100, nodes=8, fabric_bps=10e9)
+    assert all(one.choice.stage or one.choice.layout.dp_shard == 1 for one in rank(job, slow))  # no DDP twice
     choices = {
         "tensor parallel": (Layout(dp_shard=8, tp=8), replace(H100, nodes=8, gpu=Gpu(1e15, 989e12, 100e9))),
         "bubble": (Layout(pp=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
-        "gradients and weights": (Layout(dp_shard=64), replace(slow, gpu=Gpu(1e15, 989e12, 3600e9))),
-        "computing decides": (Layout(dp_shard=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
+        "gradients and weights": (Layout(dp_replicate=64), replace(slow, gpu=Gpu(1e15, 989e12, 3600e9))),
+        "computing decides": (Layout(dp_replicate=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
     }
     for reason, (layout, hardware) in choices.items():
         (one,) = rank(job, hardware, recompute="none", micro_batch=1, layout=layout)
@@ -375,6 +376,7 @@ def test_one_command_with_a_preset_works(tmp_path: Path) -> None:
     tree = json.loads((tmp_path / "plan.json").read_text())
     assert all(math.prod(one[name] for name in PLACED) == one["world"] == 8 for one in tree["layouts"])
     assert len(tree["memory"]) == 12
+    assert tree["model"]["name"] == "scaling-10b"
 
 
 def test_the_table_as_rows(tmp_path: Path) -> None:

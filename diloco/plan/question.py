@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from diloco.config import Contract, ModelSection, load_contract
 from diloco.errors import ConfigError, UsageError
@@ -183,11 +182,12 @@ def _model_of(options: Options, contract: Contract | None) -> Model:
         return model_of_size(parse_parameters(options.params), options.experts, options.active)
     assert options.model is not None
     section = contract.model if contract else ModelSection.model_validate(dict(PRESETS[options.model]))
+    name = contract.run.name if contract else options.model
     vocabulary = section.vocab_size or BYTE_VOCABULARY
     if contract and section.vocab_size is None and contract.data.tokenizer != "bytes":
         cause = f"{options.model} does not say how many tokens its tokenizer has"
         raise ConfigError(cause, f"say it: --set model.vocab_size={USUAL_VOCABULARY}")
-    return model_of_section(Path(options.model).stem, section, vocabulary, options.experts, options.active)
+    return model_of_section(name, section, vocabulary, options.experts, options.active)
 
 
 def _hardware_of(options: Options) -> Hardware:

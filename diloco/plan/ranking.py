@@ -71,7 +71,8 @@ def rank(
 def _choices(job: Job, layout: Layout, recompute: Recompute | None, micro_batch: int | None) -> Iterator[Choice]:
     shared = job.batch // layout.data_ranks
     sizes = [micro_batch] if micro_batch else [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
-    for stage in range(4) if layout.shard_ranks > 1 else range(1):
+    # Under DDP `dp_shard` is `dp_replicate` by another name, which is tried as such.
+    for stage in range(layout.dp_shard > 1, 4 if layout.shard_ranks > 1 else 1):
         for again in [recompute] if recompute else RECOMPUTE:
             yield from (Choice(layout, stage, again, size) for size in sizes if shared % size == 0)
 

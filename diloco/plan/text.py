@@ -67,8 +67,8 @@ def _memory(plan: Plan) -> list[str]:
         rows.append([name, *(_bytes(size) for size in sizes), *totals])
     usable = _bytes(USABLE * plan.hardware.gpu.memory_bytes)
     return [
-        f"each GPU with {plan.table_layout}, and all of it when no activations, attention's matrix, or whole layers "
-        f"are computed again; {usable} fit",
+        f"each GPU with {plan.table_layout}; in all when nothing, attention's matrix or whole layers are computed "
+        f"again; {usable} fit",
         *_table(rows),
     ]
 
@@ -298,7 +298,7 @@ def _duration(seconds: float) -> str:
     if seconds == 0:
         return "0"
     if seconds < 0.1:
-        return f"{1000 * seconds:.3g} ms"
+        return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
     for least, unit_s, unit in ((2 * DAY_S, DAY_S, "days"), (7200, 3600, "hours"), (120, 60, "min")):
         if seconds >= least:
             return f"{seconds / unit_s:,.0f} {unit}" if seconds >= 1000 * unit_s else f"{seconds / unit_s:.3g} {unit}"
