@@ -82,9 +82,12 @@ def _bandwidth_table(json_file: Path | None) -> None:
 def _show(text: str, tree: object, json_file: Path | None) -> None:
     print(text)
     if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(tree, indent=2) + "\n")
-        except OSError as error:
-            raise UsageError(
-                f"cannot write {json_file}: {error.strerror}", "name a file in a folder that exists"
-            ) from error
+        write_json(json_file, tree)
+
+
+def write_json(path: Path, tree: object) -> None:
+    """Raises UsageError."""
+    try:
+        path.write_text(json.dumps(tree, indent=2) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", "name a file in a folder that exists") from error

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
+from diloco.columns import aligned
 from diloco.plan.hardware import USABLE
 from diloco.plan.job import RECOMPUTE, STAGES
 from diloco.plan.published import UTILISATIONS, Cell
@@ -69,7 +70,7 @@ def _memory(plan: Plan) -> list[str]:
     return [
         f"each GPU with {plan.table_layout}; in all when nothing, attention's matrix or whole layers are computed "
         f"again; {usable} fit",
-        *_table(rows),
+        *aligned(rows),
     ]
 
 
@@ -86,8 +87,11 @@ def _layouts(plan: Plan) -> list[str]:
         )  # fmt: skip
     fitting = sum(one.fits for one in plan.ranked)
     if not fitting:
-        return ["no layout fits: more GPUs, a smaller --batch, or --recompute full; the nearest ones", *_table(rows, 1)]
-    return [f"{fitting} of {len(plan.ranked)} layouts fit, the fastest first", *_table(rows, 1)]
+        return [
+            "no layout fits: more GPUs, a smaller --batch, or --recompute full; the nearest ones",
+            *aligned(rows, 1),
+        ]
+    return [f"{fitting} of {len(plan.ranked)} layouts fit, the fastest first", *aligned(rows, 1)]
 
 
 def _collectives(best: Ranked) -> list[str]:
@@ -98,7 +102,7 @@ def _collectives(best: Ranked) -> list[str]:
     for one in best.step.collectives:
         times = [_duration(one.seconds), _duration(one.waited_s)]
         rows.append([one.name, one.dimension, one.link, f"{one.count:,}", _bytes(one.sent_bytes), *times])
-    return [f"each rank in a step with {best.choice.layout}: {_losses(best.step)}", *_table(rows, 1)]
+    return [f"each rank in a step with {best.choice.layout}: {_losses(best.step)}", *aligned(rows, 1)]
 
 
 def _losses(step: Step) -> str:
@@ -114,7 +118,7 @@ def _pipeline(plan: Plan) -> list[str]:
     for one in plan.pipeline:
         interleaved = f"{100 * one.interleaved:.1f} %" if one.interleaved is not None else "too few layers"
         rows.append([str(one.stages), str(one.micro_batches), f"{100 * one.bubble:.1f} %", interleaved])
-    return ["a pipeline's bubble, (P - 1) / (m + P - 1), where all other ranks are data parallel", *_table(rows)]
+    return ["a pipeline's bubble, (P - 1) / (m + P - 1), where all other ranks are data parallel", *aligned(rows)]
 
 
 def _wan(wan: Wan) -> list[str]:
@@ -146,7 +150,7 @@ def _wan(wan: Wan) -> list[str]:
     return [
         f"{wan.peers} such islands over {wan.link_bps / 1e9:g} Gbit/s{late}: bytes that each sends, seconds of one "
         "fragment on the link, share of time spent computing",
-        *_table(rows),
+        *aligned(rows),
     ]
 
 
@@ -154,7 +158,7 @@ def _host(host: dict[str, float], nodes: int) -> list[str]:
     rows = [[name, _bytes(size)] for name, size in host.items() if size]
     total = sum(host.values())
     shared = f", {_bytes(total / nodes)} on each of {nodes} nodes" if nodes > 1 else ""
-    return [f"host memory of the outer state: {_bytes(total)} at most{shared}", *_table(rows)]
+    return [f"host memory of the outer state: {_bytes(total)} at most{shared}", *aligned(rows)]
 
 
 # ---------------------------------------------------------------- the published table
@@ -171,7 +175,7 @@ def bandwidth_table_text(cells: Sequence[Cell]) -> str:
     near = sum(abs(cell.grid_steps_apart) <= 1 for cell in cells)
     head = "Gbit/s for a compute utilisation, two peers, H = 100: simulated (published in arXiv 2501.18512)"
     tail = f"{equal} of {len(cells)} cells are equal, {near} within one step of the grid (a factor of 1.207)"
-    return "\n".join([head, *_table(rows, 2), tail])
+    return "\n".join([head, *aligned(rows, 2), tail])
 
 
 def _method_first(cells: Sequence[Cell]) -> Any:
@@ -260,19 +264,6 @@ def _wan_json(wan: Wan) -> Iterator[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- numbers
-
-
-def _table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns aligned: the first `left` ones, and the last where a header is empty, to the left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index < left or not rows[0][index] else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        texts.append("  " + "  ".join(cells).rstrip())
-    return texts
 
 
 def _scaled(value: float, units: Sequence[str]) -> str:
