@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -53,8 +54,10 @@ def plan(
 
     By arithmetic, from data sheets and published formulas. Ranks the layouts that fit, and says what decides.
     """
-    from diloco.plan.question import Options, make_plan
-    from diloco.plan.text import plan_json, plan_text
+    from diloco.plan import question as ask
+    from diloco.plan.answer import make_plan
+    from diloco.plan.rows import plan_json
+    from diloco.plan.text import plan_text
 
     if bandwidth_table:
         if model or params:
@@ -62,21 +65,22 @@ def plan(
         _bandwidth_table(json_file)
         return
     made = make_plan(
-        Options(
-            model, params, overrides or (), experts, active, sequence, batch, tokens, precision, recompute, micro_batch,
-            virtual_stages, layout, gpu, memory, tflops, nvlink, infiniband, gpus_per_node, nodes, mfu, step_time, wan,
-            latency, peers, inner_steps,
+        ask.question(
+            ask.ModelOptions(model, params, overrides or (), experts, active),
+            ask.JobOptions(sequence, batch, tokens, precision, recompute, micro_batch, virtual_stages, layout),
+            ask.HardwareOptions(gpu, memory, tflops, nvlink, infiniband, gpus_per_node, nodes, mfu, step_time),
+            ask.WanOptions(wan, latency, peers, inner_steps),
         )
-    )  # fmt: skip
+    )
     _show(plan_text(made), plan_json(made), json_file)
 
 
 def _bandwidth_table(json_file: Path | None) -> None:
     from diloco.plan.published import bandwidth_table
-    from diloco.plan.text import bandwidth_table_json, bandwidth_table_text
+    from diloco.plan.text import bandwidth_table_text
 
     cells = list(bandwidth_table())
-    _show(bandwidth_table_text(cells), bandwidth_table_json(cells), json_file)
+    _show(bandwidth_table_text(cells), [asdict(cell) for cell in cells], json_file)
 
 
 def _show(text: str, tree: object, json_file: Path | None) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,19 @@ from diloco.config import CodecChoice, ModelSection, load_contract
 from diloco.errors import ConfigError, UsageError
 from diloco.models.presets import PRESETS
 from diloco.models.transformer import Transformer
+from diloco.plan.answer import Plan, make_plan
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, Choice, Job
 from diloco.plan.layout import PLACED, Layout, layouts, parse_layout, path_of, problem
 from diloco.plan.memory import host_memory, layer_activations, memory_of, zero_state
 from diloco.plan.model import Model, model_of_section, model_of_size
 from diloco.plan.published import GRID_GBIT_S, MODELS, PUBLISHED, UTILISATIONS, bandwidth_table, nearest_on_grid
-from diloco.plan.question import Options, Plan, make_plan
+from diloco.plan.question import HardwareOptions, JobOptions, ModelOptions, WanOptions, question
 from diloco.plan.ranking import rank
+from diloco.plan.rows import plan_json
 from diloco.plan.step import bubble_share, model_flops, ring_share, step_of
 from diloco.plan.syncing import Sync, codec_bits, methods, sync_of
-from diloco.plan.text import plan_json, plan_text
+from diloco.plan.text import plan_text
 from diloco.plan.timeline import BUCKETS, bandwidth_for, utilisation
 from tests.peers import run_cli
 
@@ -38,14 +40,25 @@ H100 = Hardware("h100", gpu_of("h100"), 8, 1, 400e9, 0.5)
 GPT3 = Model("gpt3", 175 * 10**9, 0, 96, 12288, 96, 96, 4 * 12288, 51200, True)
 
 
-def asked(model: str | None = "scaling-1.3b", **given: Any) -> Options:
-    usual: dict[str, Any] = {
-        "params": None, "overrides": (), "experts": 0, "active": 1, "sequence": None, "batch": None, "tokens": None,
-        "precision": None, "recompute": None, "micro_batch": None, "virtual_stages": 1, "layout": None, "gpu": "h100",
-        "memory_gb": None, "tflops": None, "nvlink": None, "infiniband": "400Gbit/s", "gpus_per_node": 8, "nodes": 1,
-        "mfu": 0.5, "step_time": None, "wan": "1Gbit/s", "latency": "0", "peers": None, "inner_steps": None,
-    }  # fmt: skip
-    return Options(model=model, **(usual | given))
+USUAL: dict[str, Any] = {
+    "params": None, "overrides": (), "experts": 0, "active": 1,
+    "sequence": None, "batch": None, "tokens": None, "precision": None, "recompute": None, "micro_batch": None,
+    "virtual_stages": 1, "layout": None,
+    "gpu": "h100", "memory_gb": None, "tflops": None, "nvlink": None, "infiniband": "400Gbit/s", "gpus_per_node": 8,
+    "nodes": 1, "mfu": 0.5, "step_time": None,
+    "wan": "1Gbit/s", "latency": "0", "peers": None, "inner_steps": None,
+}  # fmt: skip
+
+
+def planned(model: str | None = "scaling-1.3b", **given: Any) -> Plan:
+    """The plan for these options, as typed; all others as the command line has them."""
+    texts = USUAL | {"model": model} | given
+    assert set(texts) == set(USUAL) | {"model"}
+    groups = [
+        group(**{field.name: texts[field.name] for field in fields(group)})
+        for group in (ModelOptions, JobOptions, HardwareOptions, WanOptions)
+    ]
+    return make_plan(question(*groups))
 
 
 def job_of(model: Model, batch: int = 64, sequence_length: int = 2048, precision: str = "mixed") -> Job:
@@ -96,7 +109,7 @@ def test_zero_divides_what_the_paper_says() -> None:
 
 
 def test_70b_needs_1_12_tb() -> None:
-    plan = make_plan(asked(None, params="70B", nodes=16))
+    plan = planned(None, params="70B", nodes=16)
     tree = plan_json(plan)
     assert (tree["training"]["state_bytes"], tree["training"]["state_bytes_per_parameter"]) == (1.12e12, 16)
     ddp = next(row for row in tree["memory"] if row["stage"] == "DDP")
@@ -172,7 +185,7 @@ def test_the_link_follows_from_the_place_in_the_mesh() -> None:
 def test_flops_are_6nd_and_attention() -> None:
     job = job_of(GPT3)
     assert model_flops(job) == pytest.approx(job.tokens * (6 * 175e9 + 12 * 96 * 12288 * 2048))
-    tree = plan_json(make_plan(asked()))
+    tree = plan_json(planned())
     parameters = tree["model"]["parameters"]
     assert tree["training"]["tokens"] == tree["training"]["chinchilla_tokens"] == 20 * parameters
     assert tree["training"]["flops"] == pytest.approx(6 * parameters * 20 * parameters)
@@ -208,7 +221,7 @@ def test_all_layouts_that_can_be_are_tried() -> None:
 )
 def test_a_layout_that_cannot_be_is_explained(layout: str, cause: str, fix: str) -> None:
     with pytest.raises(UsageError) as caught:
-        make_plan(asked("scaling-90m", layout=layout, batch=12))
+        planned("scaling-90m", layout=layout, batch=12)
     assert cause in caught.value.cause
     assert fix in caught.value.fix
 
@@ -240,7 +253,7 @@ def test_the_reason_is_what_costs_most() -> None:
 
 
 def test_what_fits_nowhere_is_said() -> None:
-    plan = make_plan(asked(None, params="175B"))
+    plan = planned(None, params="175B")
     assert not any(one.fits for one in plan.ranked)
     assert "no layout fits" in plan_text(plan)
     assert "weights" in plan.ranked[0].why or "optimizer" in plan.ranked[0].why
@@ -296,7 +309,9 @@ def test_a_blocking_sync_costs_its_bytes() -> None:
 def test_bandwidth_that_is_needed_is_enough() -> None:
     for sync in methods():
         needed = bandwidth_for(0.95, sync, 1e9, 4, 0.1)
+        assert needed is not None
         assert utilisation(sync, 1e9, 4, 0.1, needed) >= 0.95 > utilisation(sync, 1e9, 4, 0.1, 0.98 * needed)
+    assert bandwidth_for(0.95, methods()[0], 1e9, 4, 0.1, latency_s=0.1) is None
 
 
 def test_bytes_of_a_sync_by_how_it_is_exchanged() -> None:
@@ -328,15 +343,14 @@ def test_a_contract_brings_its_own_sync() -> None:
     assert sync.exchange == "gathered"
     assert (sync.inner_steps, sync.fragments) == (contract.inner.steps, contract.sync.fragments)
     assert sync_of(load_contract(CONFIGS / "gossip.toml").value).exchange == "paired"
-    plan = make_plan(asked(str(CONFIGS / "diloco-150m.toml"), peers=4, gpus_per_node=1))
-    assert plan.wan is not None
-    own = plan.wan.rows[-1]
+    plan = planned(str(CONFIGS / "diloco-150m.toml"), peers=4, gpus_per_node=1)
+    own = plan.wan[-1]
     assert own.sync.method == "this contract"
-    assert own.sync_bytes == pytest.approx(1.5 * 4 * plan.job.model.parameters)
+    assert own.sync_bytes == pytest.approx(1.5 * 4 * plan.question.job.model.parameters)
     assert own.bytes_per_step == pytest.approx(own.sync_bytes / 500)
-    assert plan.job.tokens == 512 * 1024
-    assert plan.total_tokens == 369_098_752_000
-    assert own.days == pytest.approx(88_000 * plan.step_s / own.utilisation / 86_400 * 2)  # 4 of the 8 peers
+    assert plan.question.job.tokens == 512 * 1024
+    assert plan.question.total_tokens == 369_098_752_000
+    assert own.run_s == pytest.approx(88_000 * plan.step_s / own.utilisation * 2)  # 4 of the 8 peers
 
 
 def test_host_memory_is_what_the_readme_counts() -> None:
@@ -411,7 +425,7 @@ def test_the_table_as_rows(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_explained(given: dict[str, Any], cause: str) -> None:
     with pytest.raises(UsageError) as caught:
-        make_plan(asked(**given))
+        planned(**given)
     assert cause in caught.value.cause
     assert caught.value.fix
 
@@ -419,11 +433,11 @@ def test_what_makes_no_sense_is_explained(given: dict[str, Any], cause: str) -> 
 def test_a_contract_that_hides_its_size_wants_to_be_told() -> None:
     path = str(CONFIGS / "quick.toml")
     with pytest.raises(ConfigError, match="its sizes elsewhere"):
-        make_plan(asked(path, overrides=["model.kind=external"]))
-    plan: Plan = make_plan(asked(path, overrides=["model.kind=external"], params="7B", gpus_per_node=1))
-    assert plan.job.model.parameters == 7 * 10**9
+        planned(path, overrides=["model.kind=external"])
+    plan = planned(path, overrides=["model.kind=external"], params="7B", gpus_per_node=1)
+    assert plan.question.job.model.parameters == 7 * 10**9
     with pytest.raises(ConfigError, match="how many tokens"):
-        make_plan(asked(path, overrides=["data.tokenizer=there"]))
+        planned(path, overrides=["data.tokenizer=there"])
 
 
 def test_units() -> None:

@@ -11,6 +11,7 @@ Read in this order:
     syncing.py       what data parallelism, DiLoCo and its variants send over the WAN
     timeline.py      one link in simulated time: how much of it computing waits
     published.py     the published table of bandwidth for a utilisation, beside ours
-    question.py      from texts of the command line to a plan
-    text.py          a plan as aligned text
+    question.py      from texts of the command line to what is to be planned
+    answer.py        the plan
+    text.py rows.py  a plan as aligned text, and as rows for programs
 """

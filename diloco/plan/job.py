@@ -25,6 +25,11 @@ class Precision:
     optimizer: int
     compute: int
 
+    @property
+    def state(self) -> int:
+        """Bytes of weights, gradients and optimizer per parameter."""
+        return self.parameter + self.gradient + self.optimizer
+
 
 PRECISIONS: Mapping[str, Precision] = {
     "mixed": Precision(2, 2, 12, 2),  # 16-bit weights and gradients; fp32 weights and two moments in the optimizer

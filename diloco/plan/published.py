@@ -66,14 +66,16 @@ class Cell:
 
 
 def bandwidth_table() -> Iterator[Cell]:
-    """All 75 cells."""
+    """All 75 cells, by method, model and utilisation."""
     grid_bps = [gbit_s * 1e9 for gbit_s in GRID_GBIT_S]
-    for model, (parameters, step_s, fragments) in MODELS.items():
-        for sync in methods(fragments=fragments):
-            for wanted, published in zip(UTILISATIONS, PUBLISHED[sync.method][model], strict=True):
+    for method, by_model in PUBLISHED.items():
+        for model, row in by_model.items():
+            parameters, step_s, fragments = MODELS[model]
+            (sync,) = (one for one in methods(fragments=fragments) if one.method == method)
+            for wanted, published in zip(UTILISATIONS, row, strict=True):
                 index = nearest_bandwidth(wanted, sync, parameters, PEERS, step_s, grid_bps)
                 apart = index - nearest_on_grid(published)
-                yield Cell(sync.method, model, wanted, GRID_GBIT_S[index], published, apart)
+                yield Cell(method, model, wanted, GRID_GBIT_S[index], published, apart)
 
 
 def nearest_on_grid(gbit_s: float) -> int:

@@ -71,12 +71,16 @@ def _due_steps(sync: Sync, steps: int) -> Iterator[int]:
 # ---------------------------------------------------------------- the other way round
 
 
-def bandwidth_for(wanted: float, sync: Sync, parameters: float, peers: int, step_s: float) -> float:
-    """The least bits per second for a utilisation, to 1 %."""
+def bandwidth_for(
+    wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, latency_s: float = 0.0
+) -> float | None:
+    """The least bits per second for a utilisation, to 1 %; None where the latency alone is too much."""
     low, high = 0.0, 15.0  # as powers of ten
+    if utilisation(sync, parameters, peers, step_s, 10**high, latency_s) < wanted:
+        return None
     while high - low > math.log10(1.01):
         middle = (low + high) / 2
-        if utilisation(sync, parameters, peers, step_s, 10**middle) >= wanted:
+        if utilisation(sync, parameters, peers, step_s, 10**middle, latency_s) >= wanted:
             high = middle
         else:
             low = middle
