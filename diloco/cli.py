@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from diloco import cli_bench, cli_plan
 from diloco.errors import DilocoError, UsageError
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=Tr
 data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(cli_bench.bench_app, name="bench")
+app.command(epilog=cli_plan.EPILOG)(cli_plan.plan)
 
 ContractPath = Annotated[Path, typer.Argument(help="The run contract (configs/*.toml): what is trained.")]
 JOIN_HELP = "Join the run of the member at HOST:PORT[/DIGEST]; of several, with commas, the first that answers."

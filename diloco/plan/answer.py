@@ -1,0 +1,150 @@
+"""The plan that answers a question: tables of memory, pipelines, layouts and links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from diloco.errors import UsageError
+from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job, Recompute
+from diloco.plan.layout import Layout
+from diloco.plan.memory import Memory, host_memory, memory_of
+from diloco.plan.question import Question
+from diloco.plan.ranking import Ranked, rank
+from diloco.plan.step import bubble_share
+from diloco.plan.syncing import Sync
+from diloco.plan.timeline import bandwidth_for, utilisation
+
+WANTED_UTILISATION = 0.95
+LONGEST_PIPELINE = 64
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One ZeRO stage with one kind of recomputation."""
+
+    stage: str
+    recompute: Recompute
+    memory: Memory
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRow:
+    """A pipeline of so many stages, all other ranks data parallel, micro-batches of one sequence."""
+
+    stages: int
+    micro_batches: int
+    bubble: float
+    """Share of a step."""
+    interleaved: float | None
+    """The same with two pieces of the model on each rank; None where there are too few layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WanRow:
+    """One way to synchronise over the WAN."""
+
+    sync: Sync
+    sync_bytes: float
+    """That one peer sends when all parameters are synchronised once."""
+    bytes_per_step: float
+    transfer_s: float
+    """On the link, for one fragment."""
+    utilisation: float
+    needed_bps: float | None
+    """For `WANTED_UTILISATION`; None where no bandwidth is enough, for the latency."""
+    run_s: float
+    """Of the whole run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer."""
+
+    question: Question
+    step_s: float
+    """Of an inner step: as measured, or that of the first layout."""
+    table_layout: Layout
+    """That of `memory`."""
+    memory: tuple[MemoryRow, ...]
+    pipeline: tuple[PipelineRow, ...]
+    ranked: tuple[Ranked, ...]
+    wan: tuple[WanRow, ...]
+    """None of them when there is one peer."""
+    host: dict[str, float] | None
+    """Bytes by purpose, with a contract."""
+
+    @property
+    def alone_s(self) -> float:
+        """Of the whole run by this island alone."""
+        return self.question.total_tokens / self.question.job.tokens * self.step_s
+
+
+def make_plan(question: Question) -> Plan:
+    """Raises UsageError when no layout is possible; one that does not fit is ranked all the same."""
+    ranked = _ranked(question)
+    step_s = question.step_s or ranked[0].step.total_s
+    contract, job = question.contract, question.job
+    return Plan(
+        question,
+        step_s,
+        _table_layout(question),
+        tuple(_memory_rows(question)),
+        tuple(_pipeline_rows(job, question.hardware.world)),
+        tuple(ranked),
+        tuple(_wan_rows(question, step_s)) if question.peers > 1 else (),
+        host_memory(contract, job.model.parameters, question.syncs[-1].bits) if contract else None,
+    )
+
+
+def _ranked(question: Question) -> list[Ranked]:
+    job, hardware, micro_batch = question.job, question.hardware, question.micro_batch
+    ranked = rank(job, hardware, question.recompute, micro_batch, question.layout)
+    if not ranked:
+        micro = f" in micro-batches of {micro_batch}" if micro_batch else ""
+        cause = f"no layout of {hardware.world} ranks can share {job.batch} sequences per step{micro}"
+        raise UsageError(cause, f"make --batch a multiple of {hardware.world * (micro_batch or 1)}")
+    return ranked
+
+
+def _table_layout(question: Question) -> Layout:
+    """Of the memory by ZeRO stage: as asked for, with all its data ranks sharing; or all ranks data parallel."""
+    layout = question.layout or Layout(dp_shard=question.hardware.world)
+    return replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
+
+
+def _memory_rows(question: Question) -> Iterator[MemoryRow]:
+    layout, micro_batch = _table_layout(question), question.micro_batch or 1
+    for stage, name in enumerate(STAGES):
+        for recompute in RECOMPUTE:
+            memory = memory_of(question.job, Choice(layout, stage, recompute, micro_batch))
+            yield MemoryRow(name, recompute, memory, question.hardware.holds(memory.total))
+
+
+def _pipeline_rows(job: Job, world: int) -> Iterator[PipelineRow]:
+    """Of 2, 4, 8, ... stages."""
+    stages = 2
+    while stages <= min(job.model.layers, world, LONGEST_PIPELINE):
+        micro_batches = max(1, job.batch * stages // world)
+        interleaved = bubble_share(stages, micro_batches, 2) if 2 * stages <= job.model.layers else None
+        yield PipelineRow(stages, micro_batches, bubble_share(stages, micro_batches), interleaved)
+        stages *= 2
+
+
+def _wan_rows(question: Question, step_s: float) -> Iterator[WanRow]:
+    parameters, peers, latency_s = question.job.model.parameters, question.peers, question.latency_s
+    steps = question.total_tokens / (peers * question.job.tokens)
+    for sync in question.syncs:
+        sync_bytes = sync.sent_bits(parameters, peers) / 8
+        share = utilisation(sync, parameters, peers, step_s, question.link_bps, latency_s)
+        yield WanRow(
+            sync,
+            sync_bytes,
+            sync_bytes / sync.inner_steps,
+            8 * sync_bytes / sync.fragments / question.link_bps,
+            share,
+            bandwidth_for(WANTED_UTILISATION, sync, parameters, peers, step_s, latency_s),
+            steps * step_s / share,
+        )

@@ -1,0 +1,246 @@
+"""From texts of the command line to what is to be planned. Everything wrong with them is said here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from diloco.config import Contract, ModelSection, load_contract
+from diloco.errors import ConfigError, UsageError
+from diloco.models.presets import PRESETS
+from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
+from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
+from diloco.plan.layout import Layout, parse_layout, problem
+from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, model_of_section, model_of_size
+from diloco.plan.syncing import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
+from diloco.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
+
+USUAL_SEQUENCE = 2048
+USUAL_PEERS = 2
+OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "sgd": 0}
+"""fp32 moments of a contract's inner optimizer; of Muon those of the matrices, which are nearly all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """As typed, like the following ones; None: to be chosen."""
+
+    model: str | None
+    """A preset, or the path of a contract."""
+    params: str | None
+    overrides: Sequence[str]
+    experts: int
+    active: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """What an island trains in a step, and how."""
+
+    sequence: int | None
+    batch: int | None
+    tokens: str | None
+    precision: str | None
+    recompute: str | None
+    micro_batch: int | None
+    virtual_stages: int
+    layout: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareOptions:
+    """On what."""
+
+    gpu: str
+    memory_gb: float | None
+    tflops: float | None
+    nvlink: str | None
+    infiniband: str
+    gpus_per_node: int
+    nodes: int
+    mfu: float
+    step_time: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WanOptions:
+    """With whom."""
+
+    wan: str
+    latency: str
+    peers: int | None
+    inner_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be planned."""
+
+    contract: Contract | None
+    job: Job
+    hardware: Hardware
+    total_tokens: int
+    layout: Layout | None
+    """None: all that are possible; as for the next two."""
+    recompute: Recompute | None
+    micro_batch: int | None
+    step_s: float | None
+    """As measured; None: to be estimated."""
+    peers: int
+    link_bps: float
+    latency_s: float
+    syncs: tuple[Sync, ...]
+    """Methods to compare; a contract's own is the last one."""
+
+
+def question(model: ModelOptions, job: JobOptions, hardware: HardwareOptions, wan: WanOptions) -> Question:
+    """Raises UsageError and ConfigError."""
+    contract = _contract_of(model)
+    shape = _model_of(model, contract)
+    island = _hardware_of(hardware)
+    peers = wan.peers or (contract.membership.start_peers if contract else USUAL_PEERS)
+    task = _job_of(job, contract, shape, island, peers)
+    return Question(
+        contract,
+        task,
+        island,
+        _total_tokens(job, contract, shape),
+        _layout_of(job, task, island),
+        _recompute_of(job),
+        job.micro_batch,
+        _step_s(hardware),
+        peers,
+        parse_bps(wan.wan),
+        parse_seconds(wan.latency),
+        _syncs(wan, contract, shape),
+    )
+
+
+# ---------------------------------------------------------------- the model
+
+
+def _contract_of(options: ModelOptions) -> Contract | None:
+    name = options.model
+    if options.overrides and not (name or "").endswith(".toml"):
+        raise UsageError("--set changes a contract, and there is none", "name one, or leave --set out")
+    if name is None:
+        if options.params is None:
+            raise UsageError("no model to plan for", "name a preset or a contract, or say how large: --params 7B")
+        return None
+    if name in PRESETS:
+        if options.params:
+            raise UsageError(f"{name} has its own size, and --params gives another", "leave one of the two out")
+        return None
+    if not name.endswith(".toml"):
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        fix = f"did you mean {close[0]}? " if close else ""
+        fix += "`diloco config presets` lists them; a contract ends in .toml, and --params 7B gives a size"
+        raise UsageError(f"unknown preset {name!r}", fix)
+    return load_contract(name, options.overrides).value
+
+
+def _model_of(options: ModelOptions, contract: Contract | None) -> Model:
+    if options.params is not None:
+        return model_of_size(parse_parameters(options.params), options.experts, options.active)
+    assert options.model is not None
+    section = contract.model if contract else ModelSection.model_validate(dict(PRESETS[options.model]))
+    name = contract.run.name if contract else options.model
+    vocabulary = section.vocab_size or BYTE_VOCABULARY
+    if contract and section.vocab_size is None and contract.data.tokenizer != "bytes":
+        cause = f"{options.model} does not say how many tokens its tokenizer has"
+        raise ConfigError(cause, f"say it: --set model.vocab_size={USUAL_VOCABULARY}")
+    return model_of_section(name, section, vocabulary, options.experts, options.active)
+
+
+# ---------------------------------------------------------------- the island
+
+
+def _hardware_of(options: HardwareOptions) -> Hardware:
+    if not 0 < options.mfu <= 1:
+        raise UsageError(f"--mfu is {options.mfu:g}", "give the share of the peak that computing reaches, such as 0.5")
+    known = gpu_of(options.gpu) if None in (options.memory_gb, options.tflops, options.nvlink) else Gpu(0, 0, 0)
+    gpu = Gpu(
+        known.memory_bytes if options.memory_gb is None else options.memory_gb * 1e9,
+        known.flops if options.tflops is None else options.tflops * 1e12,
+        known.local_bps if options.nvlink is None else parse_bps(options.nvlink),
+    )
+    if gpu.memory_bytes <= 0 or gpu.flops <= 0:
+        raise UsageError("a GPU without memory or speed", "give --memory in GB and --tflops above 0")
+    fabric_bps = parse_bps(options.infiniband)
+    return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, fabric_bps, options.mfu)
+
+
+def _step_s(options: HardwareOptions) -> float | None:
+    if options.step_time is None:
+        return None
+    step_s = parse_seconds(options.step_time)
+    if step_s == 0:
+        raise UsageError("an inner step takes no time", "give --step-time as measured, such as 0.8s")
+    return step_s
+
+
+# ---------------------------------------------------------------- what it trains
+
+
+def _job_of(options: JobOptions, contract: Contract | None, model: Model, hardware: Hardware, peers: int) -> Job:
+    sequence = options.sequence or (contract.data.sequence_length if contract else USUAL_SEQUENCE)
+    if options.batch:
+        batch = options.batch
+    elif contract:
+        batch = contract.inner.sequences_per_step
+    else:  # by the scaling laws of DiLoCo, and such that all ranks get as many
+        suggested = suggest(model.parameters, peers, sequence_length=sequence).sequences_per_peer
+        batch = max(1, round(suggested / hardware.world)) * hardware.world
+    if options.virtual_stages > model.layers:
+        cause = f"{options.virtual_stages} pieces on each rank of a pipeline, of {model.layers} layers"
+        raise UsageError(cause, "give fewer --virtual-stages")
+    return Job(model, _precision_of(options, contract), sequence, batch, options.virtual_stages)
+
+
+def _precision_of(options: JobOptions, contract: Contract | None) -> Precision:
+    if options.precision is not None:
+        if options.precision not in PRECISIONS:
+            raise UsageError(f"unknown precision {options.precision!r}", f"use {', '.join(PRECISIONS)}")
+        return PRECISIONS[options.precision]
+    if contract is None:
+        return PRECISIONS["mixed"]
+    known = PRECISIONS["autocast" if contract.inner.precision == "bf16" else "fp32"]
+    return replace(known, optimizer=OPTIMIZER_BYTES[contract.inner.optimizer])
+
+
+def _total_tokens(options: JobOptions, contract: Contract | None, model: Model) -> int:
+    if options.tokens:
+        return parse_parameters(options.tokens)
+    return contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * model.parameters
+
+
+def _layout_of(options: JobOptions, job: Job, hardware: Hardware) -> Layout | None:
+    if options.layout is None:
+        return None
+    layout = parse_layout(options.layout)
+    wrong = problem(layout, job.model, hardware, job.batch, job.sequence_length)
+    if wrong:
+        raise UsageError(*wrong)
+    return layout
+
+
+def _recompute_of(options: JobOptions) -> Recompute | None:
+    if options.recompute is None:
+        return None
+    for known in RECOMPUTE:
+        if options.recompute == known:
+            return known
+    raise UsageError(f"unknown recomputation {options.recompute!r}", f"use {', '.join(RECOMPUTE)}")
+
+
+# ---------------------------------------------------------------- between islands
+
+
+def _syncs(options: WanOptions, contract: Contract | None, model: Model) -> tuple[Sync, ...]:
+    if contract and options.inner_steps:
+        cause = "--inner-steps is for a model without a contract"
+        raise UsageError(cause, f"use --set inner.steps={options.inner_steps}")
+    inner_steps = contract.inner.steps if contract else options.inner_steps or PUBLISHED_STEPS
+    known = methods(inner_steps, usual_fragments(model.layers, inner_steps))
+    return (*known, sync_of(contract)) if contract else known

@@ -1,0 +1,102 @@
+"""One link in simulated time: how much of it computing waits.
+
+After the simulation in Streaming DiLoCo (arXiv 2501.18512). An inner step is a third forward pass and two thirds
+backward pass. What is due after a step becomes ready bit by bit during its backward pass, in `BUCKETS` equal buckets,
+and goes over one link, first in, first out. It must be there at the end of the step `overlap` steps later, or computing
+waits. Reductions cost nothing beside their bytes, and computing takes as long as ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from diloco.plan.syncing import Sync
+
+BUCKETS = 128
+FORWARD = 1 / 3
+SIMULATED_STEPS = 2000
+SIMULATED_SYNCS = 20
+"""At least so many syncs of each parameter."""
+
+
+def utilisation(
+    sync: Sync, parameters: float, peers: int, step_s: float, link_bps: float, latency_s: float = 0.0
+) -> float:
+    """Share of the time that goes into computing, 0 to 1: compute / (compute + waits).
+
+    `link_bps`: bits per second that a peer can send (and receive as well); `latency_s`: one way, of which a reduction
+    takes two.
+    """
+    steps = max(SIMULATED_STEPS, SIMULATED_SYNCS * sync.inner_steps)
+    sending_s = sync.sent_bits(parameters, peers) / sync.fragments / link_bps
+    trips_s = latency_s * (2 if sync.exchange == "reduced" else 1) if peers > 1 else 0.0
+    waited_s = 0.0
+    free_at = 0.0
+    under_way: deque[tuple[int, float]] = deque()  # (step at whose end it must be there, when it is)
+    for step in _due_steps(sync, steps):
+        while under_way and under_way[0][0] < step:
+            waited_s += _wait(*under_way.popleft(), step_s, waited_s)
+        start = (step - 1) * step_s + waited_s
+        free_at = _sent_by(start, step_s, sending_s, free_at)
+        under_way.append((step + sync.overlap, free_at + trips_s))
+    for deadline, arrival in under_way:
+        waited_s += _wait(deadline, arrival, step_s, waited_s) if deadline <= steps else 0.0
+    return steps * step_s / (steps * step_s + waited_s)
+
+
+def _wait(deadline: int, arrival: float, step_s: float, waited_s: float) -> float:
+    return max(0.0, arrival - (deadline * step_s + waited_s))
+
+
+def _sent_by(start: float, step_s: float, sending_s: float, free_at: float) -> float:
+    """When the last of the step's buckets is over the link: exactly what going through them one by one gives.
+
+    All buckets are equal and become ready at equal distances, so that either the link is never idle after it was
+    free, or not since the first bucket, or the last one goes out as soon as it is ready.
+    """
+    first_ready = start + step_s * (FORWARD + (1 - FORWARD) / BUCKETS)
+    last_ready = start + step_s
+    return max(free_at + sending_s, first_ready + sending_s, last_ready + sending_s / BUCKETS)
+
+
+def _due_steps(sync: Sync, steps: int) -> Iterator[int]:
+    """Steps, counted from 1, after which a fragment is due, once for each fragment: p H / P, and every H after it."""
+    offsets = [fragment * sync.inner_steps // sync.fragments for fragment in range(1, sync.fragments + 1)]
+    for begin in range(0, steps, sync.inner_steps):
+        yield from (begin + offset for offset in offsets if begin + offset <= steps)
+
+
+# ---------------------------------------------------------------- the other way round
+
+
+def bandwidth_for(
+    wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, latency_s: float = 0.0
+) -> float | None:
+    """The least bits per second for a utilisation, to 1 %; None where the latency alone is too much."""
+    low, high = 0.0, 15.0  # as powers of ten
+    if utilisation(sync, parameters, peers, step_s, 10**high, latency_s) < wanted:
+        return None
+    while high - low > math.log10(1.01):
+        middle = (low + high) / 2
+        if utilisation(sync, parameters, peers, step_s, 10**middle, latency_s) >= wanted:
+            high = middle
+        else:
+            low = middle
+    return 10**high
+
+
+def nearest_bandwidth(
+    wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, grid_bps: Sequence[float]
+) -> int:
+    """Index of that bandwidth of a rising grid whose utilisation is nearest to the wanted one."""
+    low, high = 0, len(grid_bps) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if utilisation(sync, parameters, peers, step_s, grid_bps[middle]) >= wanted:
+            high = middle
+        else:
+            low = middle
+    reached = [utilisation(sync, parameters, peers, step_s, grid_bps[index]) for index in (low, high)]
+    return low if abs(reached[0] - wanted) <= abs(reached[1] - wanted) else high
