@@ -54,7 +54,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
         island.close()
         return None
     if restarted():
-        options = _come_back(options, site, given)
+        options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
     gate = Gate(site)
     try:
@@ -93,7 +93,7 @@ def _given(options: PeerOptions) -> Contract | None:
     return load_contract(options.contract, options.contract_overrides).value if options.contract else None
 
 
-def _come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
+def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
     """An island that lost a rank goes on from its last checkpoint, if it has one, with the members that this names.
 
     It joins them also where it founded the run: to found it anew would fork it.
