@@ -140,6 +140,9 @@ def test_a_pipeline_keeps_the_activations_of_all_layers() -> None:
     expected = 96 * layer_activations(job, Layout(), "selective", 1)
     assert [memory.activations for memory in sizes] == pytest.approx([expected] * 3)
     assert sizes[2].state.total < 0.3 * sizes[0].state.total
+    interleaved = memory_of(replace(job, virtual_stages=3), Choice(Layout(pp=4), 0, "selective", 1))
+    assert interleaved.activations == pytest.approx(expected * (1 + 3 / 12))  # arXiv 2205.05198: 1 + (p - 1) / (p m)
+    assert (job.pieces(4), replace(job, virtual_stages=3).pieces(96)) == (1, 1)
 
 
 # ---------------------------------------------------------------- time

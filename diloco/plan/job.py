@@ -50,6 +50,10 @@ class Job:
     virtual_stages: int = 1
     """Pieces of the model on each rank of a pipeline (interleaved 1F1B); 1: one consecutive stage."""
 
+    def pieces(self, stages: int) -> int:
+        """`virtual_stages` of a pipeline with so many stages, as far as there are layers."""
+        return max(1, min(self.virtual_stages, self.model.layers // stages))
+
     @property
     def tokens(self) -> int:
         """Of one inner step."""

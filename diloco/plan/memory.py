@@ -109,7 +109,7 @@ def _stage_memory(job: Job, choice: Choice, is_first: bool) -> Memory:
 def _in_flight(job: Job, choice: Choice) -> float:
     """Micro-batches whose activations the first stage keeps: as many as there are stages under 1F1B,
     1 + (p - 1) / (p v) times as many when interleaved."""
-    stages, pieces = choice.layout.pp, job.virtual_stages
+    stages, pieces = choice.layout.pp, job.pieces(choice.layout.pp)
     in_flight = min(stages, choice.micro_batches(job))
     return in_flight * (1 + (stages - 1) / (stages * pieces)) if pieces > 1 else in_flight
 

@@ -76,7 +76,7 @@ def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
     stages = choice.layout.pp
     uneven = math.ceil(job.model.layers / stages) * stages / job.model.layers - 1
     busy_s = compute_s + again_s
-    bubble = bubble_share(stages, choice.micro_batches(job), job.virtual_stages)
+    bubble = bubble_share(stages, choice.micro_batches(job), job.pieces(stages))
     bubble_s = busy_s * (1 + uneven) * bubble / (1 - bubble)
     collectives = tuple(_collectives(job, choice, hardware, busy_s))
     return Step(compute_s, again_s, bubble_s, busy_s * uneven, collectives)
@@ -120,7 +120,7 @@ def _collectives(job: Job, choice: Choice, hardware: Hardware, busy_s: float) ->
         sent = 4 * calls * model.active * activation / layout.tp * (layout.ep - 1) / layout.ep
         yield _own("all-to-all", "ep", path, 4 * calls, sent)
     if layout.pp > 1:
-        path, count = path_of(layout, ("pp",), hardware), 2 * micro_batches * job.virtual_stages
+        path, count = path_of(layout, ("pp",), hardware), 2 * micro_batches * job.pieces(layout.pp)
         yield _own("send and receive", "pp", path, count, count * activation / layout.tp)
     yield from _data_parallel(job, choice, hardware, busy_s)
 
