@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from diloco.config import InnerSection
 from diloco.errors import StateError
+from diloco.models.moe import routers
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
 
 Forward = Callable[[Tensor], Tensor]
@@ -49,8 +50,12 @@ def _ramp(position: float, start: float, stop: float) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once.
+
+    A router's bias is not the optimizer's: its gradient is a load error (`diloco.models.moe`).
+    """
+    balancing = {id(router.bias) for router in routers(model)}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in balancing]
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -92,6 +97,7 @@ class InnerLoop:
         """Learning rate of the last step."""
         self._forward: Forward = torch.compile(model) if compile else model
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self._routers = routers(model)
 
     def step(self, block: Tensor, tokens: int, reduce: Reduce | None = None) -> float:
         """One inner step on `block`, int64 (batch_size x accumulation, L + 1). Returns the mean loss in nats per token.
@@ -114,9 +120,11 @@ class InnerLoop:
         for index, micro_batch in enumerate(micro_batches):
             with self._gradient_sync(last=index == len(micro_batches) - 1):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
-                    loss = next_token_loss(self._forward, micro_batch) * (len(micro_batch) / len(block))
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                    loss = next_token_loss(self._forward, micro_batch)
+                share = len(micro_batch) / len(block)
+                objective = sum((router.take_loss() for router in self._routers), start=loss) * share
+                objective.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach() * share
         return total
 
     def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -133,11 +141,17 @@ class InnerLoop:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * group.get(LR_RATIO, 1.0)
             self.optimizer.step()
+            for router in self._routers:
+                router.rebalance()
         else:
             # One bad batch would turn every parameter into NaN, and the next pseudo-gradient would poison the anchor
             # of all peers.
             self.nonfinite_steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+    def expert_imbalance(self) -> list[float]:
+        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model."""
+        return [round(router.imbalance(), 3) for router in self._routers]
 
     def state_dict(self) -> State:
         """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers."""

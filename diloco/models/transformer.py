@@ -11,6 +11,7 @@ needs no care, and the parameters are all there is to exchange.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from diloco.config import ModelSection
 NORM_EPS = 1e-5
 INIT_STD = 0.02
 FFN_MULTIPLE = 32
+WRITE_RESIDUAL = ("attn.out.weight", "ffn.down.weight", "experts.down", "shared.down.weight")
+"""How the names of the matrices end that write to the residual stream."""
 
 
 def ffn_width(section: ModelSection) -> int:
@@ -91,15 +94,19 @@ class SwiGLU(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """Attention, then SwiGLU, each with a norm before it and a residual around it."""
+FeedForward = Callable[[ModelSection], nn.Module]
+"""Makes a block's second half, (B, T, D) -> (B, T, D): `SwiGLU`, or `diloco.models.moe.MixtureOfExperts`."""
 
-    def __init__(self, section: ModelSection) -> None:
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each with a norm before it and a residual around it."""
+
+    def __init__(self, section: ModelSection, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(section.dim, NORM_EPS)
         self.attn = Attention(section)
         self.ffn_norm = nn.RMSNorm(section.dim, NORM_EPS)
-        self.ffn = SwiGLU(section)
+        self.ffn = feed_forward(section)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin)
@@ -109,12 +116,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state."""
 
-    def __init__(self, section: ModelSection, vocab_size: int) -> None:
+    def __init__(self, section: ModelSection, vocab_size: int, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
         self.head_dim = section.dim // section.heads
         self.rope_theta = section.rope_theta
         self.embed = nn.Embedding(vocab_size, section.dim)
-        self.blocks = nn.ModuleList(Block(section) for _ in range(section.layers))
+        self.blocks = nn.ModuleList(Block(section, feed_forward) for _ in range(section.layers))
         self.norm = nn.RMSNorm(section.dim, NORM_EPS)
         self.head = None if section.tied else nn.Linear(section.dim, vocab_size, bias=False)
         self.reset_parameters()
@@ -126,10 +133,12 @@ class Transformer(nn.Module):
         """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim < 2:
                 nn.init.ones_(parameter)
             else:
-                writes_residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+                writes_residual = name.endswith(WRITE_RESIDUAL)
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
