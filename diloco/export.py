@@ -107,7 +107,7 @@ def _exported(parameters: Mapping[str, Tensor], section: ModelSection) -> dict[s
     """Views of parameters by their names in an export."""
     match section.kind:
         case "transformer":
-            return to_llama(parameters, section)
+            return to_llama(parameters)
         case "hf":
             return {name.removeprefix("lm."): tensor for name, tensor in parameters.items()}
         case "external":

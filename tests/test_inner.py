@@ -265,8 +265,8 @@ def test_state_is_flat_copied_and_named_by_parameter() -> None:
     assert inner.state_dict() == {"steps": 0, "nonfinite_steps": 0}
     inner.step(text_block(4), 1)
     state = inner.state_dict()
-    average = state["blocks.0.attn.qkv.weight/exp_avg"]
-    assert average.shape == inner.model.blocks[0].attn.qkv.weight.shape
+    average = state["blocks.0.attn.q.weight/exp_avg"]
+    assert average.shape == inner.model.blocks[0].attn.q.weight.shape
     assert len(state) == 2 + 3 * len(list(inner.model.parameters()))
     kept = average.clone()
     inner.step(text_block(4), 2)
@@ -288,12 +288,12 @@ def test_state_of_something_else_is_refused_before_anything_changes() -> None:
     inner = loop()
     inner.step(text_block(4), 1)
     state = inner.state_dict()
-    name = "blocks.0.attn.qkv.weight/exp_avg"
+    name = "blocks.0.attn.q.weight/exp_avg"
     wrong = [
         {key: value for key, value in state.items() if key != "steps"},
         {key: value for key, value in state.items() if key != name},
         {**state, name: torch.zeros(3)},
-        {**state, "blocks.9.attn.qkv.weight/exp_avg": torch.zeros(3)},
+        {**state, "blocks.9.attn.q.weight/exp_avg": torch.zeros(3)},
     ]
     for broken in wrong:
         with pytest.raises(StateError):

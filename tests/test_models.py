@@ -62,7 +62,8 @@ def naive_attention(attention: Attention, x: torch.Tensor, theta: float) -> torc
     """One head and one query at a time, in fp64, rotating by complex numbers."""
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_dim
     x = x.double()
-    rows = attention.qkv.weight.double().split(width)  # one matrix per head: H queries, K keys, K values
+    matrices = (attention.q.weight, attention.k.weight, attention.v.weight)
+    rows = torch.cat(matrices).double().split(width)  # one matrix per head: H queries, K keys, K values
     frequencies = theta ** -(torch.arange(0, width, 2).double() / width)
 
     def turned(vector: torch.Tensor, position: int, norm: torch.nn.Module) -> torch.Tensor:
@@ -100,17 +101,16 @@ def test_attention_is_the_naive_one(kv_heads: int, qk_norm: bool) -> None:
 def test_grouped_attention_equals_repeated_kv_heads() -> None:
     grouped = randomised(Attention(ModelSection(dim=32, heads=4, kv_heads=2)))
     full = Attention(ModelSection(dim=32, heads=4))
-    q, k, v = (part.view(-1, 8, 32) for part in grouped.qkv.weight.split((32, 16, 16)))
-    repeated = torch.cat((q, k.repeat_interleave(2, 0), v.repeat_interleave(2, 0))).flatten(0, 1)
-    full.load_state_dict({**grouped.state_dict(), "qkv.weight": repeated})
+    heads = {name: getattr(grouped, name).weight.view(-1, 8, 32).repeat_interleave(2, 0) for name in "kv"}
+    repeated = {f"{name}.weight": weight.flatten(0, 1) for name, weight in heads.items()}
+    full.load_state_dict({**grouped.state_dict(), **repeated})
     x, table = torch.randn(1, 12, 32), rotary_table(12, 8, 1e4, CPU)
     torch.testing.assert_close(grouped(x, *table), full(x, *table))
 
 
 def test_swiglu_by_hand() -> None:
     ffn = SwiGLU(SMALL)
-    width = ffn_width(SMALL)
-    gate, up = ffn.gate_up.weight[:width], ffn.gate_up.weight[width:]
+    gate, up = ffn.gate.weight, ffn.up.weight
     x = torch.randn(5, 32)
     hidden = (x @ gate.T) * torch.sigmoid(x @ gate.T) * (x @ up.T)
     torch.testing.assert_close(ffn(x), hidden @ ffn.down.weight.T)
@@ -157,7 +157,7 @@ def test_a_tied_head_is_the_embedding() -> None:
 def test_initial_weights_and_loss() -> None:
     model = build_model(ModelSection(layers=8, dim=128, heads=4), 256, seed=0)
     block = model.blocks[3]
-    for weight in (model.embed.weight, block.attn.qkv.weight, block.ffn.gate_up.weight):
+    for weight in (model.embed.weight, block.attn.q.weight, block.attn.k.weight, block.ffn.gate.weight):
         assert weight.std().item() == pytest.approx(INIT_STD, rel=0.03)
     for weight in (block.attn.out.weight, block.ffn.down.weight):
         assert weight.std().item() == pytest.approx(INIT_STD / 4, rel=0.03)  # sqrt(2 x 8 layers) = 4
@@ -232,7 +232,7 @@ def test_exported_weights_give_the_same_logits(qk_norm: bool, tied: bool, tmp_pa
     config = transformers.AutoConfig.from_pretrained(str(tmp_path), local_files_only=True)
     twin = transformers.AutoModelForCausalLM.from_config(config).eval()
     assert type(twin).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
-    missing, unexpected = twin.load_state_dict(to_llama(model.state_dict(), section), strict=False)
+    missing, unexpected = twin.load_state_dict(to_llama(model.state_dict()), strict=False)
     assert unexpected == []
     assert missing == (["lm_head.weight"] if tied else [])
     twin.tie_weights()
@@ -244,7 +244,7 @@ def test_exported_weights_give_the_same_logits(qk_norm: bool, tied: bool, tmp_pa
 
 def test_export_of_an_unknown_name_fails() -> None:
     with pytest.raises(KeyError):
-        to_llama({"blocks.0.mystery.weight": torch.zeros(1)}, SMALL)
+        to_llama({"blocks.0.mystery.weight": torch.zeros(1)})
 
 
 def hf_folder(root: Path, **changes: object) -> ModelSection:

@@ -50,7 +50,7 @@ def names_of_muon(model: nn.Module) -> set[str]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_matrices_of_blocks_are_muon_s(tied: bool) -> None:
-    matrices = ("attn.qkv", "attn.out", "ffn.gate_up", "ffn.down")
+    matrices = ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.gate", "ffn.up", "ffn.down")
     assert names_of_muon(tiny(tied)) == {f"blocks.{block}.{name}.weight" for block in (0, 1) for name in matrices}
 
 
@@ -78,7 +78,7 @@ def test_every_parameter_is_in_one_group() -> None:
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
     decays = [(len(group["params"]), group["weight_decay"]) for group in inner.optimizer.param_groups]
     norms = sum(parameter.ndim < 2 for parameter in model.parameters())
-    assert decays == [(8, 0.1), (2, 0.1), (norms, 0.0)]  # Muon's, embedding and head, norms
+    assert decays == [(14, 0.1), (2, 0.1), (norms, 0.0)]  # Muon's, embedding and head, norms
 
 
 # ---------------------------------------------------------------- steps

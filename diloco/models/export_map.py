@@ -1,8 +1,8 @@
 """Our transformer as Hugging Face knows it: the same function under other names.
 
 Without QK-norm it is a `LlamaForCausalLM`, with it a `Qwen3ForCausalLM` (per-head RMSNorm of queries and keys before
-the rotation). Rotary convention, norm epsilon and SwiGLU are the same, so only names and the two fused matrices
-differ. Nothing here needs `transformers`.
+the rotation). Rotary convention, norm epsilon and SwiGLU are the same, so only names differ. Nothing here needs
+`transformers`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diloco.config import ModelSection
@@ -19,10 +18,15 @@ from diloco.models.transformer import INIT_STD, NORM_EPS, ffn_width
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 IN_BLOCK = {
     "attn_norm.weight": "input_layernorm.weight",
+    "attn.q.weight": "self_attn.q_proj.weight",
+    "attn.k.weight": "self_attn.k_proj.weight",
+    "attn.v.weight": "self_attn.v_proj.weight",
     "attn.out.weight": "self_attn.o_proj.weight",
     "attn.q_norm.weight": "self_attn.q_norm.weight",
     "attn.k_norm.weight": "self_attn.k_norm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.gate.weight": "mlp.gate_proj.weight",
+    "ffn.up.weight": "mlp.up_proj.weight",
     "ffn.down.weight": "mlp.down_proj.weight",
 }
 
@@ -57,28 +61,16 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
     }
 
 
-def to_llama(state: Mapping[str, Tensor], section: ModelSection) -> dict[str, Tensor]:
-    """`Transformer.state_dict()` under Hugging Face's names; tensors are views of the given ones.
+def to_llama(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`Transformer.state_dict()` under Hugging Face's names; the tensors are the given ones.
 
     A tied head has no entry: `tie_word_embeddings` says it. Raises KeyError for a name that is not the transformer's.
     """
-    renamed = {}
-    for name, tensor in state.items():
-        if name in TOP:
-            renamed[TOP[name]] = tensor
-        else:
-            _, layer, rest = name.split(".", 2)
-            renamed.update({f"model.layers.{layer}.{key}": part for key, part in _in_block(rest, tensor, section)})
-    return renamed
+    return {_renamed(name): tensor for name, tensor in state.items()}
 
 
-def _in_block(name: str, tensor: Tensor, section: ModelSection) -> list[tuple[str, Tensor]]:
-    """Hugging Face's names and tensors for one of a block's, the fused matrices cut apart."""
-    if name == "attn.qkv.weight":
-        kv_rows = (section.kv_heads or section.heads) * (section.dim // section.heads)
-        parts = torch.split(tensor, [section.dim, kv_rows, kv_rows])
-        return [(f"self_attn.{part}_proj.weight", rows) for part, rows in zip("qkv", parts, strict=True)]
-    if name == "ffn.gate_up.weight":
-        gate, up = tensor.chunk(2)
-        return [("mlp.gate_proj.weight", gate), ("mlp.up_proj.weight", up)]
-    return [(IN_BLOCK[name], tensor)]
+def _renamed(name: str) -> str:
+    if name in TOP:
+        return TOP[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{IN_BLOCK[rest]}"

@@ -61,15 +61,18 @@ class Attention(nn.Module):
         self.heads = section.heads
         self.kv_heads = section.kv_heads or section.heads
         self.head_dim = section.dim // section.heads
-        self.qkv = nn.Linear(section.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        # Three matrices and not one: tensor parallelism gives each rank the same heads of all three.
+        self.q = nn.Linear(section.dim, self.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(section.dim, self.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(section.dim, self.kv_heads * self.head_dim, bias=False)
         self.out = nn.Linear(section.dim, section.dim, bias=False)
         # QK-norm keeps the attention logits bounded (arXiv 2302.05442, section 2).
         self.q_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, E)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
+        # (B, T, H or K, E), of which a rank under tensor parallelism has some heads.
+        q, k, v = (matrix(x).unflatten(-1, (-1, self.head_dim)) for matrix in (self.q, self.k, self.v))
         # Norm and rotation in fp32 also under autocast: bf16 keeps only 8 bits of an angle.
         q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
@@ -80,17 +83,17 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202), gate and up in one matrix."""
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
         width = ffn_width(section)
-        self.gate_up = nn.Linear(section.dim, 2 * width, bias=False)
+        self.gate = nn.Linear(section.dim, width, bias=False)
+        self.up = nn.Linear(section.dim, width, bias=False)
         self.down = nn.Linear(width, section.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
