@@ -120,10 +120,11 @@ class InnerLoop:
         for index, micro_batch in enumerate(micro_batches):
             with self._gradient_sync(last=index == len(micro_batches) - 1):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
-                    loss = next_token_loss(self._forward, micro_batch)
+                    loss = objective = next_token_loss(self._forward, micro_batch)
                 share = len(micro_batch) / len(block)
-                objective = sum((router.take_loss() for router in self._routers), start=loss) * share
-                objective.backward()  # type: ignore[no-untyped-call]
+                for router in self._routers:
+                    objective = objective + router.take_loss()
+                torch.autograd.backward(objective * share)
             total += loss.detach() * share
         return total
 

@@ -299,6 +299,7 @@ class Trainer:
             seconds={name: round(value, 6) for name, value in seconds.items()},
             state_digest=peer.line.state.digest,
             lr=self.bench.inner.lr,
+            expert_imbalance=self.bench.inner.expert_imbalance(),
             repeats=self.reader.repeats,
         )
 

@@ -6,11 +6,11 @@ which Hugging Face has as `Glm4MoeForCausalLM` together with our attention, so e
 
 Two ways to keep the experts equally busy (`model.balance`):
 
-- `bias`: an expert that has too few tokens gets a larger bias in the choice, and nothing else (no auxiliary loss). The
-  bias is a *parameter*, although no optimizer moves it: DiLoCo agrees on parameters and on nothing else, so peers average
-  it together with the router it belongs to, joiners and checkpoints get it, exports have it. What is kept as its
-  gradient is the load error. The sums over micro-batches and over the ranks of an island are then those of every
-  gradient, and the sign is taken of the load of the whole batch.
+- `bias`: an expert with too few tokens gets a larger bias in the choice, and no auxiliary loss is needed. The bias is a
+  *parameter*, although no optimizer moves it: DiLoCo agrees on parameters and on nothing else, so peers average it
+  together with the router it belongs to, joiners and checkpoints get it, exports have it. What is kept as its gradient
+  is the load error. The sums over micro-batches and over the ranks of an island are then those of every gradient, and
+  the sign is taken of the load of the whole batch.
 - `loss`: the auxiliary loss of Switch (arXiv 2101.03961, equations 4 to 6) moves the router's weights.
 
 Shapes in comments: N tokens, D model width, E experts, K experts of one token, F width of one expert, R = N K rows.
@@ -60,7 +60,10 @@ class Router(nn.Module):
         self._loss: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, D) -> weights (N, K), fp32, of sum 1, and the experts they are for (N, K), int64."""
+        """x (N, D) -> weights (N, K), fp32, and the experts they are for (N, K), int64.
+
+        The weights of several experts sum to 1. That of a single one is its score: at 1 the router would learn nothing.
+        """
         with torch.autocast(x.device.type, enabled=False):  # bf16 scores would tie, and flip between two ranks
             scores = F.linear(x.float(), self.weight.float()).sigmoid()
         ranked = scores if self.bias is None else scores + self.bias
@@ -68,7 +71,9 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         if self.training:
             self._balance(scores, chosen)
-        return weights / weights.sum(dim=1, keepdim=True), chosen
+        if self.experts_per_token > 1:
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        return weights, chosen
 
     def _balance(self, scores: Tensor, chosen: Tensor) -> None:
         experts = len(self.weight)
@@ -92,7 +97,7 @@ class Router(nn.Module):
     def rebalance(self) -> None:
         """Move the bias by `balance_rate` against the sign of the load error that its gradient holds."""
         if self.bias is not None and self.bias.grad is not None:
-            self.bias -= self.rate * self.bias.grad.sign()
+            self.bias.sub_(self.bias.grad.sign(), alpha=self.rate)
 
     def imbalance(self) -> float:
         """The largest load over the mean one, less one: 0 is even (MaxVio of arXiv 2408.15664, section 4.1)."""
@@ -127,7 +132,7 @@ def run_experts(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Ten
         hidden = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, up.mT, offs=ends)
         return F.grouped_mm(hidden, down.mT, offs=ends)
     # `unbind` and not an index: the gradient of each index would be as large as the stack.
-    stacks = zip(rows.split(loads.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    stacks = zip(torch.split(rows, loads.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in stacks])
 
 
@@ -148,5 +153,7 @@ class MixtureOfExperts(nn.Module):
         loads = torch.bincount(chosen.flatten(), minlength=len(self.router.weight))
         rows = self.experts(tokens[order // chosen.shape[1]], loads)
         mixed = (rows[order.argsort()].unflatten(0, chosen.shape) * weights[..., None]).sum(dim=1)  # fp32, (N, D)
-        out = mixed.view_as(x)
-        return out if self.shared is None else out + self.shared(x)
+        out: Tensor = mixed.view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out
