@@ -516,6 +516,46 @@ class DeviceSection(Section):
     """For drills: sleep after each inner step, so that all of them take 1 / `speed` times as long."""
 
 
+MeshSize = Annotated[int, Field(ge=-1)]
+"""Ranks along one dimension of the mesh; -1: all that the other dimensions leave."""
+
+
+class MeshSection(Section):
+    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `tp` is their number.
+
+    What peers exchange does not depend on it, so islands of different meshes train one model together.
+    """
+
+    dp_replicate: MeshSize = 1
+    """Copies of the model, each of which trains on rows of its own."""
+    dp_shard: MeshSize = -1
+    """Ranks that share one copy, as `shard` says, and train on rows of their own."""
+    tp: MeshSize = 1
+    """Tensor parallel: ranks that share each matrix and train on the same rows. Consecutive, so inside one node."""
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    """What is divided over `dp_shard`: nothing (DDP: then those ranks are copies, too); the optimizer's state and the
+    master weights (ZeRO-1); gradients as well (ZeRO-2); parameters as well, gathered block by block when they are
+    needed (ZeRO-3, FSDP). The further down, the less memory and the more traffic."""
+    sequence_parallel: bool = True
+    """For `tp` > 1: norms and residuals are divided along the sequence, too."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        for name, size in sizes.items():
+            if size == 0:
+                raise ValueError(f"{name} is 0: give the number of ranks, or -1 for all that are left")
+        left = [name for name, size in sizes.items() if size == -1]
+        if len(left) > 1:
+            raise ValueError(f"{' and '.join(left)} are both -1: at most one can be what the others leave")
+        if self.shard == "none" and self.dp_shard > 1:
+            raise ValueError(
+                f"dp_shard is {self.dp_shard}, but shard 'none' divides nothing: set shard to 'parameters', or "
+                f"dp_replicate in place of dp_shard"
+            )
+        return self
+
+
 class NetworkSection(Section):
     listen: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] = "127.0.0.1:0"
     """Host and port to listen on; port 0 takes a free one."""
@@ -574,6 +614,7 @@ class Site(Section):
 
     peer: PeerSection = PeerSection()
     device: DeviceSection = DeviceSection()
+    mesh: MeshSection = MeshSection()
     network: NetworkSection = NetworkSection()
     storage: StorageSection = StorageSection()
     data: SiteDataSection = SiteDataSection()

@@ -1,0 +1,103 @@
+"""The mesh of an island: sizes that come out even, who sits where, and errors that name the number to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco.config import Contract, MeshSection, load_site
+from diloco.errors import ConfigError
+from diloco.island.mesh import Mesh, check, sizes_of
+
+CONTRACT = Contract.model_validate(
+    {
+        "run": {"name": "mesh", "total_tokens": 1},
+        "model": {"dim": 96, "heads": 6, "kv_heads": 2, "ffn_dim": 64},
+        "inner": {"batch_size": 4},
+        "data": {"sequence_length": 64},
+    }
+)
+
+
+def section(**keys: Any) -> MeshSection:
+    return MeshSection.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "expected"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({}, 4, (4, 1, 1)),  # nothing is divided: copies
+        ({"shard": "parameters"}, 4, (1, 4, 1)),
+        ({"shard": "parameters", "tp": 2}, 8, (1, 4, 2)),
+        ({"shard": "optimizer", "dp_replicate": 2}, 4, (2, 2, 1)),
+        ({"shard": "gradients", "dp_replicate": -1, "dp_shard": 2}, 6, (3, 2, 1)),
+        ({"tp": -1, "dp_shard": 1}, 4, (1, 1, 4)),
+        ({"tp": 2}, 4, (2, 1, 2)),
+    ],
+)
+def test_what_is_left_goes_to_one_dimension(keys: dict[str, Any], ranks: int, expected: tuple[int, ...]) -> None:
+    assert tuple(sizes_of(section(**keys), ranks).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "cause", "fix"),
+    [
+        ({"tp": 3}, 4, "dp_replicate (1) x tp (3) is 3, which does not divide the island's 4 ranks", "multiple of 3"),
+        ({"dp_shard": 2, "shard": "parameters"}, 4, "is 2 ranks, but the island has 4", "start 2 ranks"),
+    ],
+)
+def test_sizes_that_do_not_come_out_are_refused(keys: dict[str, Any], ranks: int, cause: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        sizes_of(section(**keys), ranks)
+    assert cause in raised.value.cause
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [
+        ("mesh.tp=0", "tp is 0"),
+        ("mesh.tp=-1", "dp_shard and tp are both -1"),
+        ("mesh.dp_shard=2", "shard 'none' divides nothing"),
+    ],
+)
+def test_a_mesh_that_makes_no_sense_is_refused_when_it_is_read(override: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match="mesh") as raised:
+        load_site(None, [override])
+    assert cause in raised.value.cause
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "per_node", "cause", "fix"),
+    [
+        ({}, 8, 8, "inner.batch_size (4) does not divide by 8", "mesh.tp"),
+        ({"tp": 4}, 4, 4, "mesh.tp (4) does not divide model.heads (6)", "one of 1, 2"),
+        ({"tp": 3}, 3, 3, "mesh.tp (3) does not divide model.kv_heads (2)", "one of 1, 2"),
+        ({"tp": 2}, 4, 1, "does not divide the 1 ranks of a node", "lower mesh.tp"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_so_is_refused(
+    keys: dict[str, Any], ranks: int, per_node: int, cause: str, fix: str
+) -> None:
+    mesh = section(**keys)
+    with pytest.raises(ConfigError) as raised:
+        check(sizes_of(mesh, ranks), mesh, CONTRACT, per_node)
+    assert cause in raised.value.cause
+    assert fix in raised.value.fix
+
+
+def test_another_model_than_ours_is_not_divided() -> None:
+    model = CONTRACT.model.model_copy(update={"kind": "hf", "hf_config": "there"})
+    mesh = section(shard="parameters")
+    with pytest.raises(ConfigError, match="'hf' cannot be divided"):
+        check(sizes_of(mesh, 2), mesh, CONTRACT.model_copy(update={"model": model}), 2)
+
+
+def test_ranks_of_one_tensor_parallel_group_are_neighbours_and_share_their_rows() -> None:
+    sizes = {"dp_replicate": 2, "dp_shard": 3, "tp": 4}
+    meshes = [Mesh(sizes, rank) for rank in range(24)]
+    assert [mesh.place("tp") for mesh in meshes[:5]] == [0, 1, 2, 3, 0]
+    assert [mesh.place("dp_replicate", "dp_shard") for mesh in meshes] == [rank // 4 for rank in range(24)]
+    assert meshes[0].size("dp_replicate", "dp_shard") == 6
