@@ -77,12 +77,15 @@ def peer(
     The founder prints the line that others run to join. The first Ctrl-C (or SIGTERM) leaves in good order: the work
     done is counted if a version closes soon, or handed back. The second ends at once.
     """
-    from diloco.launch import PeerOptions, run_peer
+    from diloco.launch import PeerOptions, run_peer, start_ranks
 
     site_overrides, contract_overrides = _split_overrides(overrides or [])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
+    code = start_ranks(options, sys.argv[1:])
+    if code is not None:
+        raise typer.Exit(code)
     ending = run_peer(options, _signals(), _print_json_event if json_lines else _PeerLines())
-    if not json_lines:
+    if ending is not None and not json_lines:
         loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
         lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
         print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")

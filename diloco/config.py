@@ -504,10 +504,16 @@ class PeerSection(Section):
 
 class DeviceSection(Section):
     kind: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: PositiveInt = 1
+    """Processes that `diloco peer` starts on this machine, for instance one per GPU; `[mesh]` says how they share the
+    work. Under torchrun or srun it takes the ranks it is given."""
     threads: PositiveInt | None = None
     """CPU threads for torch; torch's own default when not given."""
     compile: bool = False
-    """`torch.compile` the model (needs a compiler)."""
+    """`torch.compile` the model, or its blocks where ranks share it (needs a compiler)."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """Compute activations again in the backward pass in place of keeping them. `full`: all of a block's but its input;
+    `selective`: all but the results of matrix products and attention."""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0
@@ -538,6 +544,8 @@ class MeshSection(Section):
     needed (ZeRO-3, FSDP). The further down, the less memory and the more traffic."""
     sequence_parallel: bool = True
     """For `tp` > 1: norms and residuals are divided along the sequence, too."""
+    offload: bool = False
+    """With `shard`: each rank's share of weights, gradients and optimizer state is in host memory (GPUs only)."""
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -548,6 +556,8 @@ class MeshSection(Section):
         left = [name for name, size in sizes.items() if size == -1]
         if len(left) > 1:
             raise ValueError(f"{' and '.join(left)} are both -1: at most one can be what the others leave")
+        if self.offload and self.shard == "none":
+            raise ValueError("offload moves shares to the host, and shard 'none' makes none: set shard to 'parameters'")
         if self.shard == "none" and self.dp_shard > 1:
             raise ValueError(
                 f"dp_shard is {self.dp_shard}, but shard 'none' divides nothing: set shard to 'parameters', or "

@@ -139,6 +139,28 @@ class Layout:
         return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
 
 
+class Weights:
+    """A model's parameters as a round reads and writes them.
+
+    Here they are the model's own. Where several ranks hold the model, `diloco.island.bridge` moves what is needed.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        """By name, in model order, whole."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Weights:
+        """The trainable parameters of a model that this process has all of."""
+        return Weights(named_parameters(model))
+
+    def fetch(self, fragment: Fragment) -> None:
+        """Before a fragment's `parameters` are read: the model's own are always current."""
+
+    def flush(self, fragment: Fragment) -> None:
+        """After a fragment's `parameters` were written: the model's own need nothing more."""
+
+
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
     return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

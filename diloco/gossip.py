@@ -1,6 +1,6 @@
 """One peer's life under gossip: weights of its own, swapped with one other peer at a time; nobody waits for anybody.
 
-    peer = GossipPeer(name, contract, site, model, gate, events)
+    peer = GossipPeer(name, contract, site, Weights.of(model), gate, events)
     peer.open(); peer.enter(patience)       # copy somebody's state, hear who is there
     peer.trained(tokens, seconds, loss)     # after each inner step
     peer.between_steps()                    # and then: whatever swap there is to begin, to serve or to end
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.checkpoint import Checkpoint, JsonValue
 from diloco.clock import monotonic_s, new_incarnation
@@ -37,7 +37,7 @@ from diloco.exchange.runtime import reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.exchange.swapping import Agreed, Failed, GossipTerms, Here, Swapping
 from diloco.exchange.swaps import Swap
-from diloco.fragments import named_parameters, read_fragment
+from diloco.fragments import Weights, read_fragment
 from diloco.memory import empty_as
 from diloco.merge import carry_fragment
 from diloco.outer import OuterState
@@ -75,7 +75,7 @@ class GossipPeer:
         name: str,
         contract: Contract,
         site: Site,
-        model: nn.Module,
+        weights: Weights,
         gate: Gate,
         events: Events,
         checkpoint: Checkpoint | None = None,
@@ -85,7 +85,7 @@ class GossipPeer:
         self.contract, self.site, self.gate, self.events = contract, site, gate, events
         self.counter = SocketCounter()
         compiled_codecs(site.device.compile_codecs)
-        self.line = open_line(name, contract, named_parameters(model))
+        self.line = open_line(name, contract, weights)
         self.tokens = 0
         """Trained by this peer, in all its lives that these weights come from."""
         self.discarded_tokens = 0
@@ -287,6 +287,7 @@ class GossipPeer:
 
     def _count(self) -> Counted | None:
         """Our local weights. What is not finite must not reach others: then the progress is thrown away."""
+        self.line.fetch(self._fragment)
         local = read_fragment(self.line.parameters, self._fragment, empty_as(self.line.state.fragments[0].anchor))
         if math.isfinite(magnitude(local)):
             return Counted(local, self._steps, self.line.trained.tokens)
@@ -332,7 +333,9 @@ class GossipPeer:
         with timed(seconds, "outer"):
             after = self._pairing.step(before, mean) if self.settling is None else settle(before, mean)
         with timed(seconds, "merge"):
+            self.line.fetch(self._fragment)
             carry_fragment(self.line.parameters, self._fragment, mine.local, after.anchor)
+            self.line.flush(self._fragment)
         self.line.state = OuterState(self.version + 1, (after,))
         self._steps -= mine.steps
         self.line.trained.tokens -= mine.tokens

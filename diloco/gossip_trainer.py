@@ -1,11 +1,9 @@
-"""`diloco peer` under gossip: our data, model and inner loop around `diloco.gossip`, on every rank of an island."""
+"""`diloco peer` under gossip: our data, model and inner loop around `diloco.gossip`, on rank 0 of an island."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint
@@ -29,16 +27,6 @@ ALL_BLOCKS = (Blocks(0, 2**60),)
 """Nobody leases blocks where there are no versions: each peer goes through all of them, in an order of its own."""
 
 
-@dataclass
-class _Standing:
-    """What all ranks of an island go by."""
-
-    position: int = 0
-    finishing: bool = False
-    stop: bool = False
-    moved: bool = True
-
-
 class GossipTrainer:
     """Inner loop, data and checkpoints of one peer."""
 
@@ -48,13 +36,13 @@ class GossipTrainer:
         contract: Contract,
         site: Site,
         island: Island,
-        gate: Gate | None,
+        gate: Gate,
         events: Events,
         directory: Path,
         stop: Callable[[], bool],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """`gate`: on rank 0 only. `stop`: asked after every inner step whether to leave."""
+        """`stop`: asked after every inner step whether to leave."""
         self.contract, self.site, self.island = contract, site, island
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
@@ -62,53 +50,40 @@ class GossipTrainer:
             cause = "under gossip each peer reads in an order of its own, which a stream does not have"
             raise ConfigError(cause, "pack the data first: `diloco data pack`")
         data = bench.dataset.fingerprint
-        self.peer = GossipPeer(name, contract, site, bench.model, gate, events, checkpoint, data) if gate else None
-        self.reader = BlockReader(bench.dataset, own_seed(contract.run.seed, island.share(name)))
+        self.peer = GossipPeer(name, contract, site, bench.weights, gate, events, checkpoint, data)
+        self.reader = BlockReader(bench.dataset, own_seed(contract.run.seed, name))
         self.reader.lease(ALL_BLOCKS)
         if checkpoint is not None:
             bench.restore(checkpoint)
             self.reader.load_state_dict(checkpoint.value("reader", dict))
-        self._standing = _Standing()
         self._started_s = self._reported_s = monotonic_s()
 
     # ------------------------------------------------------------ the life of a peer
 
     def run(self) -> Ending:
         """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
-        if self.peer is not None:
-            self.peer.open()
-            self._emit_start(self.peer)
-            self.peer.enter(lambda: not self.stop())
+        self.peer.open()
+        self._emit_start(self.peer)
+        self.peer.enter(lambda: self.bench.idle() and not self.stop())
         self._started_s = monotonic_s()
-        self._follow(moved=True)
-        while not (self._standing.finishing or self._standing.stop):
+        while not (self.peer.finishing or self.stop()):
             self._inner_step()
-            self._follow(self._between_steps())
+            self._between_steps()
         return self._end()
-
-    def _follow(self, moved: bool) -> None:
-        """The other ranks of the island take over what rank 0 stands at."""
-        if self.peer is not None:
-            self._standing = _Standing(self.peer.position(), self.peer.finishing, self.stop(), moved)
-        if self.island.size > 1:
-            self._standing = _Standing(**json.loads(self.island.share(json.dumps(vars(self._standing)))))
-            if self._standing.moved:
-                self.island.broadcast(self.bench.model.parameters())
 
     def _inner_step(self) -> None:
         inner, tokens = self.contract.inner, self.contract.tokens_per_step
         began_s = monotonic_s()
-        loss = self.bench.step(self.reader.next(inner.sequences_per_step), self._standing.position + tokens)
+        loss = self.bench.step(self.reader.next(inner.sequences_per_step), self.peer.position() + tokens)
         self.bench.linger(began_s)
-        if self.peer is not None:
-            self.peer.trained(tokens, monotonic_s() - began_s, loss)
-            self._report(self.peer, loss)
+        self.peer.trained(tokens, monotonic_s() - began_s, loss)
+        self._report(self.peer, loss)
 
-    def _between_steps(self) -> bool:
-        """Swaps, and what hangs on them. Whether the weights have moved."""
+    def _between_steps(self) -> None:
+        """Swaps, and what hangs on them."""
         peer = self.peer
-        if peer is None or not peer.between_steps():
-            return False
+        if not peer.between_steps():
+            return
         every = self.contract.eval.every_versions
         if every and peer.version % every == 0 and peer.comes_first:
             val_loss = self.bench.evaluate(peer.line)
@@ -116,7 +91,6 @@ class GossipTrainer:
         every = self.site.storage.checkpoint_every
         if every and peer.version % every == 0:
             self._save_or_warn(peer)
-        return True
 
     def _report(self, peer: GossipPeer, loss: float) -> None:
         now = monotonic_s()
@@ -142,12 +116,9 @@ class GossipTrainer:
 
     def _end(self) -> Ending:
         peer = self.peer
-        if peer is None:
-            self.island.close()
-            return Ending("followed", 0, 0, "", "", None, 0)
-        done = self._standing.finishing
+        done = peer.finishing
         if done:
-            peer.average(lambda: not self.stop())
+            peer.average(lambda: self.bench.idle() and not self.stop())
         else:
             peer.leave(lambda: True)
         val_loss = self.bench.evaluate(peer.line)

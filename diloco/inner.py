@@ -10,7 +10,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from diloco.config import InnerSection
 from diloco.errors import StateError
+from diloco.fragments import named_parameters
 from diloco.models.moe import routers
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
 
@@ -69,6 +70,51 @@ def next_token_loss(model: Forward, block: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), block[:, 1:].flatten())
 
 
+class Ranks(Protocol):
+    """What inner steps ask of whoever spreads the model over ranks (`diloco.island.parallel`)."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """What to call: the model itself, or what wraps it."""
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; the gradient must be complete after the `last` of a step."""
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss, or the norm of the gradient, of which this rank may hold a part."""
+
+    def settle(self) -> None:
+        """After forward passes without backward passes."""
+
+    def collect(self, value: Tensor) -> Tensor:
+        """A copy on the host of a tensor laid out like a parameter, whole; on other ranks than 0 it may be empty."""
+
+    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+        """Rank 0's `value`, whole, as a new tensor laid out like `like`."""
+
+
+class Alone:
+    """One process that has the whole model."""
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.forward = forward
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value
+
+    def settle(self) -> None:
+        pass
+
+    def collect(self, value: Tensor) -> Tensor:
+        return value.detach().to("cpu", copy=True)
+
+    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+        return value.to(like.device, copy=True)
+
+
 class InnerLoop:
     """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
 
@@ -80,12 +126,14 @@ class InnerLoop:
         device: torch.device,
         *,
         compile: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`model` is moved to `device`. It may be wrapped in DistributedDataParallel; state names are the inner one's.
+        """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
 
         `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
         """
-        self.model = model.to(device)
+        self.model = model if ranks else model.to(device)
+        self._ranks = ranks or Alone(self.model)
         self.section = section
         self.total_tokens = total_tokens
         self.device = device
@@ -95,7 +143,8 @@ class InnerLoop:
         """Steps without an update because the gradient was infinite or NaN."""
         self.lr = 0.0
         """Learning rate of the last step."""
-        self._forward: Forward = torch.compile(model) if compile else model
+        forward = self._ranks.forward
+        self._forward: Forward = torch.compile(forward) if compile else forward
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self._routers = routers(model)
 
@@ -118,9 +167,9 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         micro_batches = torch.split(block, self.section.batch_size)
         for index, micro_batch in enumerate(micro_batches):
-            with self._gradient_sync(last=index == len(micro_batches) - 1):
+            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
-                    loss = objective = next_token_loss(self._forward, micro_batch)
+                    loss = objective = self._ranks.whole(next_token_loss(self._forward, micro_batch))
                 share = len(micro_batch) / len(block)
                 for router in self._routers:
                     objective = objective + router.take_loss()
@@ -128,14 +177,10 @@ class InnerLoop:
             total += loss.detach() * share
         return total
 
-    def _gradient_sync(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """DistributedDataParallel averages gradients in every backward pass unless told that more are to come."""
-        no_sync = getattr(self.model, "no_sync", None)
-        return contextlib.nullcontext() if last or no_sync is None else no_sync()
-
     def _update(self) -> None:
         """Clip by the global norm and let the optimizer move the parameters."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = self._ranks.whole(torch.nn.utils.get_total_norm(gradients))
         if math.isfinite(norm.item()):
             if self.section.clip:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.section.clip, norm)
@@ -155,32 +200,42 @@ class InnerLoop:
         return [round(router.imbalance(), 3) for router in self._routers]
 
     def state_dict(self) -> State:
-        """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers."""
+        """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers.
+
+        Tensors are whole, whatever the ranks hold of them; all ranks call it together, and it is rank 0's to use.
+        """
         state: State = {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
         for name, parameter in self._named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{name}/{key}"] = value.detach().to("cpu", copy=True)
+                state[f"{name}/{key}"] = self._ranks.collect(value)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor | int | float]) -> None:
-        """Take back what `state_dict` gave. Raises StateError when it belongs to another model or optimizer."""
-        steps, nonfinite_steps = state.get("steps"), state.get("nonfinite_steps")
-        if not (isinstance(steps, int) and isinstance(nonfinite_steps, int)):
-            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        """Take back what `state_dict` gave, on all ranks together: tensors are rank 0's, others give their shapes.
+
+        Raises StateError when it belongs to another model or optimizer.
+        """
+        self.check_state(state)
+        self.steps, self.nonfinite_steps = int(state["steps"]), int(state["nonfinite_steps"])
         named = dict(self._named_parameters())
-        _check_state(tensors, named, _state_keys(self.optimizer))
-        self.steps, self.nonfinite_steps = steps, nonfinite_steps
         self.optimizer.state.clear()
-        for name, value in tensors.items():
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
             parameter_name, _, key = name.rpartition("/")
             parameter = named[parameter_name]
-            self.optimizer.state[parameter][key] = value.to(parameter.device, copy=True)
+            like = parameter.detach() if value.ndim else torch.empty((), device=parameter.device)
+            self.optimizer.state[parameter][key] = self._ranks.spread(value, like)
 
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        prefix = "module." if wrapped else ""
-        return [(name.removeprefix(prefix), p) for name, p in self.model.named_parameters() if p.requires_grad]
+    def check_state(self, state: Mapping[str, Tensor | int | float]) -> None:
+        """Raise StateError unless `load_state_dict` can take this."""
+        if not all(isinstance(state.get(name), int) for name in ("steps", "nonfinite_steps")):
+            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        _check_state(tensors, dict(self._named_parameters()), _state_keys(self.optimizer))
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(named_parameters(self.model).items())
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
@@ -199,7 +254,7 @@ def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optim
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, set[str]]:
+def _state_keys(optimizer: torch.optim.Optimizer) -> dict[Tensor, set[str]]:
     """What the optimizer remembers of each parameter once that has moved, told from the settings of its group."""
     return {p: _group_keys(group) for group in optimizer.param_groups for p in group["params"]}
 
@@ -210,9 +265,7 @@ def _group_keys(group: Mapping[str, Any]) -> set[str]:
     return {"momentum_buffer"} if "ns_steps" in group else set()
 
 
-def _check_state(
-    tensors: Mapping[str, Tensor], named: Mapping[str, nn.Parameter], keys: Mapping[nn.Parameter, set[str]]
-) -> None:
+def _check_state(tensors: Mapping[str, Tensor], named: Mapping[str, Tensor], keys: Mapping[Tensor, set[str]]) -> None:
     """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
     got: dict[str, set[str]] = {}
     for entry, value in tensors.items():
@@ -234,18 +287,24 @@ def _check_state(
             )
 
 
-def evaluate(model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device) -> float:
+def evaluate(
+    model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: Ranks | None = None
+) -> float:
     """Mean loss in nats per token over `blocks`, int64 (n, L + 1), in fp32, `batch_size` sequences at a time.
 
-    Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored.
+    Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
+    `ranks` that a model is spread over evaluate the same blocks together.
     """
+    ranks = ranks or Alone(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), ranks.micro_batch(last=True):
             batches = torch.split(blocks, batch_size)
-            total = math.fsum(next_token_loss(model, rows.to(device)).item() * len(rows) for rows in batches)
+            losses = (ranks.whole(next_token_loss(ranks.forward, rows.to(device))).item() for rows in batches)
+            total = math.fsum(loss * len(rows) for loss, rows in zip(losses, batches, strict=True))
     finally:
+        ranks.settle()
         for module, training in modes:
             module.training = training
     return total / len(blocks)

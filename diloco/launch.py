@@ -10,14 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.checkpoint import Checkpoint, load
+from diloco.checkpoint import Checkpoint, latest, load
 from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
 from diloco.errors import ConfigError, ResourceError, UsageError
 from diloco.gossip_trainer import GossipTrainer
-from diloco.island import Island
+from diloco.island import Island, given_ranks
+from diloco.island.elastic import end_with_launcher, restarted, run_ranks
+from diloco.island.mesh import check, sizes_of
 from diloco.peer import Gate
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
+from diloco.types import Commit
+from diloco.workbench import Bench
 
 
 @dataclass(frozen=True)
@@ -35,24 +39,70 @@ class PeerOptions:
     directory: Path | None = None
 
 
-def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> Ending:
-    """Live the life of a peer. Raises DilocoError; everything that can be wrong beforehand is found beforehand."""
+def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> Ending | None:
+    """Live the life of a peer; None on the ranks of an island that only follow.
+
+    Raises DilocoError; everything that can be wrong beforehand is found beforehand.
+    """
+    end_with_launcher()
     _check(options)
     site = open_site(options)
-    contract = load_contract(options.contract, options.contract_overrides).value if options.contract else None
-    checkpoint = load(_checkpoints(options.resume)) if options.resume else None
+    given = load_contract(options.contract, options.contract_overrides).value if options.contract else None
     island = Island.here(device_of(site))
-    gate = Gate(site) if island.leads else None
+    if not island.leads:
+        Bench.follow(contract_from_json(island.share()), site, island)
+        island.close()
+        return None
+    checkpoint = load(_checkpoints(options.resume)) if options.resume else None
+    gate = Gate(site)
     try:
-        contract = _contract(options, island, gate, contract, checkpoint)
+        contract = _contract(options, gate, given, checkpoint)
         name = peer_name(site, checkpoint)
-        directory = open_directory(options, site, contract, name, checkpoint, island.leads)
-        events = Events(directory / "events.jsonl" if island.leads else None, name, [event_card(directory), listener])
+        directory = open_directory(options, site, contract, name, checkpoint)
+        if restarted():
+            checkpoint = _come_back(gate, contract, name, directory) or checkpoint
+        island.share(contract.to_json())
+        events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
         kind = GossipTrainer if contract.membership.policy == "gossip" else Trainer
         return kind(name, contract, site, island, gate, events, directory, stop, checkpoint).run()
     finally:
-        if gate is not None:
-            gate.close()
+        gate.close()
+
+
+def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
+    """Start the ranks of an island that the site asks for, each with these arguments. Returns their exit code.
+
+    None: there is nothing to start, this process is the peer or a rank of one. Raises DilocoError for what can be
+    wrong beforehand.
+    """
+    _check(options)
+    site = open_site(options)
+    ranks = site.device.ranks
+    if ranks == 1 or given_ranks() is not None:
+        return None
+    sizes = sizes_of(site.mesh, ranks)
+    if options.contract:
+        check(sizes, site, load_contract(options.contract, options.contract_overrides).value, ranks)
+    named = () if options.resume else ("--name", peer_name(site, None))  # the same whenever they are started again
+    return run_ranks(ranks, [*arguments, *named], site.timeouts.leave_s)
+
+
+def _come_back(gate: Gate, contract: Contract, name: str, directory: Path) -> Checkpoint | None:
+    """An island that lost a rank goes on from its last checkpoint, and with the members that this names.
+
+    Raises UnreachableError when none of them answers: to found the run anew would fork it.
+    """
+    if latest(directory / "checkpoints") is None:
+        return None
+    checkpoint = load(directory / "checkpoints")
+    if contract_from_json(checkpoint.value("contract", str)).digest != contract.digest:
+        return None
+    text = checkpoint.meta.get("commit")
+    view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
+    others = [f"{member.address}/{contract.digest[:12]}" for member in view if member.peer != name]
+    if gate.welcome is None and others:
+        gate.knock(",".join(others))
+    return checkpoint
 
 
 def _check(options: PeerOptions) -> None:
@@ -80,18 +130,15 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _contract(
-    options: PeerOptions, island: Island, gate: Gate | None, given: Contract | None, checkpoint: Checkpoint | None
-) -> Contract:
-    """The same on every rank: rank 0 knows it from the file, the checkpoint, or the member it joins."""
-    text = ""
-    if gate is not None and options.join:
-        text = gate.knock(options.join).to_json()
+def _contract(options: PeerOptions, gate: Gate, given: Contract | None, checkpoint: Checkpoint | None) -> Contract:
+    """From the file, the checkpoint, or the member it joins."""
+    if options.join:
+        contract = gate.knock(options.join)
     elif given is not None:
-        text = given.to_json()
-    elif checkpoint is not None:
-        text = checkpoint.value("contract", str)
-    contract = contract_from_json(island.share(text))
+        contract = given
+    else:
+        assert checkpoint is not None
+        contract = contract_from_json(checkpoint.value("contract", str))
     kept = contract_from_json(checkpoint.value("contract", str)) if checkpoint else contract
     if kept.digest != contract.digest:
         cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"
@@ -112,9 +159,8 @@ def open_directory(
     contract: Contract,
     name: str,
     checkpoint: Checkpoint | None = None,
-    leads: bool = True,
 ) -> Path:
-    """Where this peer writes. A checkpoint's peer goes on in its old folder; whoever `leads` its island makes it."""
+    """Where this peer writes. A checkpoint's peer goes on in its old folder."""
     if options.directory is not None:
         directory = options.directory
     elif site.storage.directory is not None:
@@ -123,11 +169,10 @@ def open_directory(
         directory = checkpoint.path.parent.parent
     else:
         directory = Path("runs") / contract.run.name / name
-    if leads:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --dir") from error
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --dir") from error
     return directory
 
 

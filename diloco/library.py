@@ -22,6 +22,7 @@ from torch import nn
 
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
+from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
 from diloco.launch import peer_name
 from diloco.peer import Gate, Peer
@@ -143,7 +144,7 @@ class AgreedRun(Run):
     _peer: Peer
 
     def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
-        self._peer = Peer(name, self.contract, site, model, self._gate, self._events, directory=directory)
+        self._peer = Peer(name, self.contract, site, Weights.of(model), self._gate, self._events, directory=directory)
         self._cadence = Cadence.of(self.contract)
         self._watch = Stopwatch()
         self._steps = 0
@@ -255,7 +256,7 @@ class GossipRun(Run):
     _peer: GossipPeer
 
     def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
-        self._peer = GossipPeer(name, self.contract, site, model, self._gate, self._events)
+        self._peer = GossipPeer(name, self.contract, site, Weights.of(model), self._gate, self._events)
 
     @property
     def version(self) -> int:

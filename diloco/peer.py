@@ -2,7 +2,7 @@
 
     gate = Gate(site)                       # thread, link, directory process
     contract = gate.knock(address)          # a joiner only: who is there, and what do they train
-    peer = Peer(name, contract, site, model, gate, events)
+    peer = Peer(name, contract, site, Weights.of(model), gate, events)
     peer.enter(patience)                    # state is here, and the view includes us
     peer.round(inner_steps, ...)            # as often as wanted: see diloco/round.py
     peer.leave()
@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco import failpoints
 from diloco.checkpoint import Checkpoint, JsonValue, outer_state
@@ -46,7 +46,7 @@ from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.exchange.view import Policy
-from diloco.fragments import Layout, named_parameters, read_fragment
+from diloco.fragments import Layout, Weights, read_fragment
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.outer import OuterState, open_outer
@@ -136,7 +136,7 @@ class Peer:
         name: str,
         contract: Contract,
         site: Site,
-        model: nn.Module,
+        weights: Weights,
         gate: Gate,
         events: Events,
         checkpoint: Checkpoint | None = None,
@@ -152,8 +152,7 @@ class Peer:
         self.counter = SocketCounter()
         self._encoder = Encoder()
         compiled_codecs(site.device.compile_codecs)
-        self.parameters = named_parameters(model)
-        self.line = open_line(name, contract, self.parameters, self._encoder)
+        self.line = open_line(name, contract, weights, self._encoder)
         self.ending = Finish.of(contract)
         if checkpoint is not None:
             commit = restore_line(self.line, checkpoint)
@@ -509,8 +508,9 @@ compiled_codecs = cache(use_compiled)
 """Once per process: threads may be encoding later."""
 
 
-def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], encode: Encode = encode_now) -> Line:
+def open_line(name: str, contract: Contract, weights: Weights, encode: Encode = encode_now) -> Line:
     """What the rounds of a peer work on, before the first version. Raises ConfigError."""
+    parameters = weights.parameters
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     layout = Layout.agreed(shapes, contract)
     optimizer = open_outer(contract.outer)
@@ -523,6 +523,8 @@ def open_line(name: str, contract: Contract, parameters: Mapping[str, Tensor], e
         optimizer,
         Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor))),
+        fetch=weights.fetch,
+        flush=weights.flush,
         merge=contract.sync.merge,
         mix_alpha=contract.sync.mix_alpha,
         feedback=contract.codec.error_feedback,
@@ -553,6 +555,9 @@ def save_line(
 ) -> Path:
     """Write a checkpoint: what a line stands at, and what else is given. Raises ResourceError."""
     outer = {"outer": dict(line.state.buffers())}
+    if line.trained.tokens:
+        for fragment in line.layout.fragments:
+            line.fetch(fragment)
     local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
     residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
     own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
@@ -577,6 +582,8 @@ def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
     adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
     for name, tensor in checkpoint.groups.get("local", {}).items():
         line.parameters[name].data.copy_(tensor)
+    for fragment in line.layout.fragments:
+        line.flush(fragment)
     line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
     line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
     for name, tensor in checkpoint.groups.get("own", {}).items():

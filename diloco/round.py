@@ -104,6 +104,10 @@ class Line:
     trained: Trained = field(default_factory=Trained)
     sent: Sent | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
+    fetch: Callable[[Fragment], None] = lambda _: None
+    """Called before a fragment's `parameters` are read (`Weights.fetch`)."""
+    flush: Callable[[Fragment], None] = lambda _: None
+    """Called after they were written (`Weights.flush`)."""
     merge: str = "carry"
     mix_alpha: float = 0.5
     """`SyncSection.merge` and `mix_alpha`."""
@@ -198,6 +202,7 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
     fragment = line.due
     anchor = line.state.fragments[fragment.index].anchor
     with timed(seconds, "pseudo_gradient"):
+        line.fetch(fragment)
         local = read_fragment(line.parameters, fragment, empty_as(anchor))
         if not magnitude(anchor) + magnitude(local) <= LARGEST:
             raise PayloadError("the pseudo-gradient is not finite")
@@ -235,15 +240,20 @@ def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) ->
     own = line.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
     foreseen = foresee(replace(own, steps=before.steps), gradient, 1.0 / line.trainers, line.optimizer)
     write_fragment(line.parameters, fragment, before.anchor + foreseen.anchor)
+    line.flush(fragment)
     local = read_fragment(line.parameters, fragment)  # as rounded to the parameters' dtype
     return replace(sent, local=local, unsent=local + gradient, foreseen=foreseen)
 
 
 def withdraw(line: Line) -> None:
     """What was sent comes to nothing, and nobody holds it: it is progress again."""
-    for name, weights in weights_to_keep(line).items():
-        if weights is not line.parameters[name]:
-            line.parameters[name].data.copy_(weights)
+    if line.sent is not None and line.sent.foreseen is not None:
+        fragment = line.layout.fragments[line.sent.contribution.fragment]
+        line.fetch(fragment)
+        kept = weights_to_keep(line)
+        for entry in fragment.entries:
+            line.parameters[entry.name].data.copy_(kept[entry.name])
+        line.flush(fragment)
     line.sent = None
 
 
@@ -251,7 +261,7 @@ def weights_to_keep(line: Line) -> dict[str, Tensor]:
     """The local weights by name, as anchor plus all progress that is not committed: without what `eager` foresees.
 
     A checkpoint holds these, for a contribution that is on its way is progress after a restart. Not copies, but where
-    they differ from the parameters.
+    they differ from the parameters, which the caller has fetched.
     """
     weights, sent = dict(line.parameters), line.sent
     if sent is not None and sent.foreseen is not None:
@@ -315,14 +325,16 @@ def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: T
         base = base.clone()
         for start, stop in omitted:
             base[start:stop] = sent.unsent[start:stop]
-    if not (counted and line.merge == "mix"):
+    line.fetch(fragment)
+    if counted and line.merge == "mix":
+        local = read_fragment(line.parameters, fragment)
+        mixed = mix(local, new, line.mix_alpha)
+        for start, stop in omitted:
+            mixed[start:stop] = carry(local[start:stop], base[start:stop], new[start:stop])
+        write_fragment(line.parameters, fragment, mixed)
+    else:
         carry_fragment(line.parameters, fragment, base, new)
-        return
-    local = read_fragment(line.parameters, fragment)
-    mixed = mix(local, new, line.mix_alpha)
-    for start, stop in omitted:
-        mixed[start:stop] = carry(local[start:stop], base[start:stop], new[start:stop])
-    write_fragment(line.parameters, fragment, mixed)
+    line.flush(fragment)
 
 
 def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
@@ -354,8 +366,10 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
         base = line.state.fragments[fragment.index].anchor
         if sent is not None and sent.contribution.fragment == fragment.index:
             base, discarded = sent.local, sent.contribution.tokens
+        line.fetch(fragment)
         local = carry(read_fragment(line.parameters, fragment), base, state.fragments[fragment.index].anchor)
         write_fragment(line.parameters, fragment, local)
+        line.flush(fragment)
     line.state, line.commit, line.sent = state, commit, None
     line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
     if not line.trained.tokens:
@@ -370,6 +384,7 @@ def drop_progress(line: Line) -> int:
     """Go back to the anchor. Returns the tokens that are discarded by that; their data blocks stay used."""
     for fragment in line.layout.fragments:
         write_fragment(line.parameters, fragment, line.state.fragments[fragment.index].anchor)
+        line.flush(fragment)
     discarded, line.trained.tokens, line.sent = line.trained.tokens, 0, None
     return discarded
 

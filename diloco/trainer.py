@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -58,16 +56,8 @@ def device_of(site: Site) -> torch.device:
     return torch.device("cuda" if available and site.device.kind != "cpu" else "cpu")
 
 
-class _Phase(NamedTuple):
-    """How far the run is, for all ranks of an island."""
-
-    finishing: bool = False
-    """Nothing is trained any more, only committed."""
-    done: bool = False
-
-
 class Trainer:
-    """Inner loop, data and checkpoints of one peer; on every rank of its island."""
+    """Inner loop, data and checkpoints of one peer, on rank 0 of its island, which the other ranks follow."""
 
     def __init__(
         self,
@@ -75,18 +65,18 @@ class Trainer:
         contract: Contract,
         site: Site,
         island: Island,
-        gate: Gate | None,
+        gate: Gate,
         events: Events,
         directory: Path,
         stop: Callable[[], bool],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """`gate`: on rank 0 only. `stop`: asked before every inner step whether to leave."""
+        """`stop`: asked before every inner step whether to leave."""
         self.contract, self.site, self.island = contract, site, island
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
         data = bench.dataset.fingerprint
-        self.peer = Peer(name, contract, site, bench.model, gate, events, checkpoint, data, directory) if gate else None
+        self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory)
         self.reader = BlockReader(bench.dataset, contract.run.seed)
         self._resumed_version = -1
         if checkpoint is not None:
@@ -94,8 +84,9 @@ class Trainer:
         self._commit: Commit | None = None
         self._trained = checkpoint.value("tokens", int) if checkpoint else 0
         self._cadence = Cadence.of(contract)
+        self._finishing = False
+        """Nothing is trained any more, only committed."""
         self._watch = Stopwatch()
-        self._phase = _Phase()
         self._losses: list[float] = []
         self._tokens_here = 0
         self._started_s = self._reported_s = monotonic_s()
@@ -104,25 +95,18 @@ class Trainer:
 
     def run(self) -> Ending:
         """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
-        if self.peer is not None:
-            self.peer.open()
-            self._emit_start(self.peer)
-            self.peer.enter(lambda: not self.stop(), self._on_closed)
-            self._take_over(self.peer)
-        self._follow()
-        while not self._ended():
+        self.peer.open()
+        self._emit_start()
+        self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
+        self._take_over()
+        while not (self.peer.done or self.stop()):
             self._round()
-            self._follow()
         return self._end()
 
     def _round(self) -> None:
         self._losses = []
         self._size()
-        if self.peer is None:
-            self._first_steps()
-            self._overlapped_steps()
-            return
-        self._take_over(self.peer)
+        self._take_over()
         leave_s = self.site.timeouts.leave_s
         deadline_s = self.contract.membership.round_deadline_s
         asked_s: list[float] = []
@@ -130,31 +114,9 @@ class Trainer:
         def patience() -> bool:
             asked_s.append(monotonic_s())
             limit_s = min(leave_s, deadline_s) if self.stop() else deadline_s
-            return asked_s[-1] - asked_s[0] < limit_s
+            return self.bench.idle() and asked_s[-1] - asked_s[0] < limit_s
 
         self.peer.round(self._first_steps, self._on_closed, patience, self.stop, self._overlapped_steps)
-
-    def _ended(self) -> bool:
-        return self._phase.done or json.loads(self.island.share(json.dumps(self.stop())))
-
-    def _follow(self) -> None:
-        """The other ranks of the island take over what rank 0 stands at."""
-        if self.peer is not None:
-            self._phase = _Phase(self.peer.ending.finishing, self.peer.done)
-        if self.island.size == 1:
-            return
-        standing = {
-            "phase": self._phase,
-            "commit": self._commit.to_bytes().decode() if self._commit else "",
-            "trained": self._trained,
-            "reader": self.reader.state_dict(),
-        }
-        standing = json.loads(self.island.share(json.dumps(standing)))
-        self._commit = Commit.from_bytes(standing["commit"].encode()) if standing["commit"] else None
-        self._trained = standing["trained"]
-        self._phase = _Phase(*standing["phase"])
-        self.reader.load_state_dict(standing["reader"])
-        self.island.broadcast(self.bench.model.parameters())
 
     # ------------------------------------------------------------ inner steps
 
@@ -163,15 +125,13 @@ class Trainer:
         self._inner_steps(self._cadence.before(self._trained))
 
     def _overlapped_steps(self) -> None:
-        """Those while it is on its way. `eager` has moved rank 0's weights meanwhile."""
-        if self.contract.sync.merge == "eager" and self.island.size > 1:
-            self.island.broadcast(self.bench.model.parameters())
+        """Those while it is on its way."""
         self._inner_steps(self._cadence.overlap)
 
     def _inner_steps(self, count: int) -> None:
         inner = self.contract.inner
-        for _ in range(0 if self._phase.finishing else count):
-            if self._asked_to_stop() or self._cut_short():
+        for _ in range(0 if self._finishing else count):
+            if self.stop() or self._cut_short():
                 return
             began_s = monotonic_s()
             fresh = min(inner.sequences_per_step, self.reader.remaining)  # blocks read again are nobody's to count
@@ -181,39 +141,30 @@ class Trainer:
             self._tokens_here += self.contract.tokens_per_step
             self.bench.linger(began_s)
             self._watch.step(self.contract.tokens_per_step, monotonic_s() - began_s)
-            if self.peer is not None:
-                self.peer.journal.trained(self.contract.tokens_per_step, fresh)
-                self._report(self.peer)
+            self.peer.journal.trained(self.contract.tokens_per_step, fresh)
+            self._report()
 
     def _size(self) -> None:
-        """As many steps this time as our speed and the exchange ask for, the same on every rank."""
+        """As many steps this time as our speed and the exchange ask for."""
+        self._finishing = self.peer.ending.finishing
         pace = self._watch.round()
-        if self.peer is not None:
-            self.peer.report(pace=pace)
+        self.peer.report(pace=pace)
         if self.contract.rounds_vary:
-            speeds = self.peer.exchange.speeds() if self.peer is not None else ()
-            measured = json.loads(self.island.share(json.dumps((pace, *speeds))))
-            self._cadence = Cadence.fitted(self.contract, *measured)
-            if self.peer is not None:
-                self.peer.hide(self._cadence)
+            self._cadence = Cadence.fitted(self.contract, pace, *self.peer.exchange.speeds())
+            self.peer.hide(self._cadence)
 
     def _cut_short(self) -> bool:
         """Whether to end the inner steps early, because most others wait (`membership.stragglers`)."""
-        if self.contract.membership.stragglers == "wait":
-            return False
-        awaited = self.peer is not None and bool(self._losses) and self.peer.exchange.awaited()
-        return bool(self.island.share("cut" if awaited else ""))
-
-    def _asked_to_stop(self) -> bool:
-        return bool(json.loads(self.island.share(json.dumps(self.stop()))))
+        waits = self.contract.membership.stragglers == "wait"
+        return not waits and bool(self._losses) and self.peer.exchange.awaited()
 
     def _position(self) -> int:
         """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
         commit = self._commit
         return (commit.tokens if commit else 0) + self._trained * max(len(commit.view) if commit else 1, 1)
 
-    def _report(self, peer: Peer) -> None:
-        now = monotonic_s()
+    def _report(self) -> None:
+        peer, now = self.peer, monotonic_s()
         if now - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now
             wire = peer.counter.sample()
@@ -232,13 +183,12 @@ class Trainer:
     def _on_closed(
         self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]
     ) -> None:
-        assert self.peer is not None
         self._commit = commit
-        self._lease(self.peer, commit, before, mine)
+        self._lease(commit, before, mine)
         if before is None or commit.version == before.version:
             self._started_s = monotonic_s()
             return
-        self._emit_version(self.peer, commit, before, mine, seconds)
+        self._emit_version(commit, before, mine, seconds)
         every = self.contract.eval.every_versions
         if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
             val_loss = self.bench.evaluate(self.peer.line)
@@ -247,37 +197,37 @@ class Trainer:
         if every and commit.version % every == 0:
             self._save_or_warn()
 
-    def _lease(self, peer: Peer, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
+    def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
         """Read on in what we hold now. After a time outside the view it is all new, and nothing of it is used."""
         self._trained -= mine.tokens if mine else 0
-        held = commit.leases.held.get(peer.name)
+        name = self.peer.name
+        held = commit.leases.held.get(name)
         if held is None:
             return
-        newly = before is None or peer.name not in before.leases.held
+        newly = before is None or name not in before.leases.held
         if newly and self._resumed_version != commit.version:
-            self._lease_anew(peer, commit)
+            self._lease_anew(commit)
         else:
             try:
                 self.reader.lease(held, mine.blocks if mine else 0)
             except ValueError:  # versions were skipped by copying the state: what is held is not what it was
-                self._lease_anew(peer, commit)
+                self._lease_anew(commit)
 
-    def _lease_anew(self, peer: Peer, commit: Commit) -> None:
+    def _lease_anew(self, commit: Commit) -> None:
         self.reader = BlockReader(self.bench.dataset, self.contract.run.seed)
-        self.reader.lease(commit.leases.held[peer.name])
-        peer.line.trained.blocks = 0
+        self.reader.lease(commit.leases.held[self.peer.name])
+        self.peer.line.trained.blocks = 0
 
-    def _take_over(self, peer: Peer) -> None:
+    def _take_over(self) -> None:
         """Stand at the version of a state that was copied: no version closed here, so nobody told us of its lease."""
-        commit = peer.line.commit
+        commit = self.peer.line.commit
         if commit is not None and commit is not self._commit:
             self._commit = commit
-            if peer.name in commit.leases.held:
-                self._lease_anew(peer, commit)
+            if self.peer.name in commit.leases.held:
+                self._lease_anew(commit)
 
-    def _emit_version(
-        self, peer: Peer, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]
-    ) -> None:
+    def _emit_version(self, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]) -> None:
+        peer = self.peer
         wire = peer.counter.sample()
         trained = front(before.leases.held.get(peer.name, ()), mine.blocks) if mine else ()
         self.events.emit(
@@ -303,13 +253,13 @@ class Trainer:
             repeats=self.reader.repeats,
         )
 
-    def _emit_start(self, peer: Peer) -> None:
+    def _emit_start(self) -> None:
         self.events.emit(
             "start",
             run=self.contract.run.name,
             contract_digest=self.contract.digest,
             parameters=count_parameters(self.bench.model),
-            resumed_version=peer.line.state.version,
+            resumed_version=self.peer.line.state.version,
             blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,
         )
@@ -320,9 +270,6 @@ class Trainer:
         peer = self.peer
         commit = self._commit
         wall_s = monotonic_s() - self._started_s
-        if peer is None:
-            self.island.close()
-            return Ending("followed", 0, 0, "", "", None, 0)
         done = peer.done
         if done:
             peer.report(phase=Phase.DONE)
@@ -357,7 +304,6 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this peer. Raises ResourceError."""
-        assert self.peer is not None
         started_s = monotonic_s()
         groups, meta = self.bench.to_save()
         meta["reader"] = self.reader.state_dict()

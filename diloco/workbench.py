@@ -1,54 +1,154 @@
-"""The inner side of a peer, on every rank of its island: data, model, inner loop. A trainer puts a loop around it."""
+"""The inner side of a peer: data, model, inner loop. On rank 0 a trainer puts a loop around it, and leads.
+
+All ranks of an island do a step, an evaluation, or a look at the optimizer's state together: rank 0 announces it, the
+others do it too (`Bench.serve`). Rank 0 alone reads data; the rows of a step are told to all, and each trains on its
+own.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.checkpoint import Checkpoint, JsonValue
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
-from diloco.errors import UsageError
-from diloco.fragments import read_fragment, write_fragment
-from diloco.inner import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
+from diloco.errors import ConfigError
+from diloco.fragments import Fragment, Weights, named_parameters, read_fragment, write_fragment
+from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
+from diloco.island.bridge import Bridge
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, sizes_of
+from diloco.island.parallel import Copies, checkpoint_blocks, divided
 from diloco.models import build_model
+from diloco.models.transformer import Transformer
 from diloco.round import Line
 
+IDLE_S = 60.0
+"""How often the other ranks are told that rank 0 still waits for the world."""
 
-class Workbench:
-    """What inner steps are done on."""
 
-    def __init__(self, contract: Contract, site: Site, island: Island) -> None:
-        if contract.inner.batch_size % island.size:
-            cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {island.size} ranks"
-            raise UsageError(cause, "start torchrun with a number of ranks that divides it")
+class Bench:
+    """One rank's part of it: the model, or its share of one, and the inner loop."""
+
+    def __init__(self, contract: Contract, site: Site, island: Island, vocab_size: int) -> None:
+        """All ranks make theirs together, with rank 0's contract. Raises ConfigError when they do not fit the model."""
+        if site.mesh.offload and island.device.type == "cpu":
+            raise ConfigError("mesh.offload moves shares from a GPU to the host", "leave it out on a CPU")
+        sizes = sizes_of(site.mesh, island.size)
+        check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
-        root = Path(site.data.root)
-        self.dataset = open_dataset(contract.data, root)
-        self.model = build_model(contract.model, self.dataset.vocab_size, contract.run.seed, root)
+        self.mesh = Mesh.of(sizes, island.rank, island.device.type)
+        self.vocab_size = vocab_size
+        self.divided = island.size > 1 and (site.mesh.shard != "none" or self.mesh.size("tp") > 1)
+        self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
         seed_everything(contract.run.seed)
-        wrapped = island.wrap(self.model.to(island.device))
+        compiled = site.device.compile and not self.divided  # else its blocks are
         total = contract.run.total_tokens
-        self.inner = InnerLoop(wrapped, self._inner_section(), total, island.device, compile=site.device.compile)
+        self.inner = InnerLoop(
+            self.model, self._inner_section(), total, island.device, compile=compiled, ranks=self.ranks
+        )
+        self._tasks: dict[str, Callable[..., object]] = {
+            "idle": lambda: None,
+            "step": self._step,
+            "evaluate": self._evaluate,
+            "collect": self.inner.state_dict,
+            "restore": self._restore,
+        }
+        if isinstance(self.weights, Bridge):
+            self._tasks |= self.weights.tasks
+
+    @staticmethod
+    def follow(contract: Contract, site: Site, island: Island) -> None:
+        """The life of a rank that does not lead."""
+        Bench(contract, site, island, int(island.share())).serve()
+
+    def serve(self) -> None:
+        """Do what rank 0 announces, until the end."""
+        self.island.serve(self._tasks)
+
+    def _build(self) -> nn.Module:
+        contract = self.contract
+        return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
+
+    def _whole(self) -> tuple[nn.Module, Ranks | None, Weights]:
+        """A model that each rank has all of."""
+        island = self.island
+        model = self._build().to(island.device)
+        if isinstance(model, Transformer):
+            checkpoint_blocks(model, self.site.device.checkpointing)
+        own = named_parameters(model)
+        if island.size == 1:
+            return model, None, Weights(own)
+        return model, Copies(model, island.device), Bridge(own, own, island)
+
+    def _divided(self) -> tuple[nn.Module, Ranks, Weights]:
+        """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
+        island, section = self.island, self.site.mesh
+        whole = named_parameters(self._build()) if island.leads else {}
+        with torch.device("meta"):
+            model = self._build()
+        assert isinstance(model, Transformer)
+        ranks = divided(model, self.mesh, self.site, bf16=self.contract.inner.precision == "bf16")
+        model.to_empty(device="cpu" if section.offload else island.device)
+        bridge = Bridge(whole, named_parameters(model), island)
+        bridge.begin()
+        return model, ranks, bridge
 
     def _inner_section(self) -> Any:
         """Each rank trains its share of the peer's micro-batch."""
-        share = self.contract.inner.batch_size // self.island.size
+        share = self.contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
         return self.contract.inner.model_copy(update={"batch_size": share})
+
+    # ------------------------------------------------------------ what all ranks do together
+
+    def _step(self, position: int, shape: tuple[int, int], block: Tensor | None = None) -> float:
+        block = self._told(block, shape)
+        micro_batches = torch.split(block, self.contract.inner.batch_size)
+        ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
+        mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
+        return self.island.mean(self.inner.step(mine, position))
+
+    def _evaluate(self, shape: tuple[int, int], blocks: Tensor | None = None) -> float:
+        blocks = self._told(blocks, shape)
+        return evaluate(self.model, blocks, self.contract.inner.batch_size, self.island.device, self.ranks)
+
+    def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
+        values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.inner.load_state_dict({**numbers, **values})
+
+    def _told(self, block: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        """Rank 0's rows of tokens."""
+        return self.island.share_tensor(torch.empty(shape, dtype=torch.int64) if block is None else block)
+
+
+class Workbench(Bench):
+    """What inner steps are done on, for the trainer on rank 0."""
+
+    def __init__(self, contract: Contract, site: Site, island: Island) -> None:
+        self.dataset = open_dataset(contract.data, Path(site.data.root))
+        super().__init__(contract, site, island, int(island.share(str(self.dataset.vocab_size))))
+        self._told_s = monotonic_s()
 
     def step(self, block: Tensor, position: int) -> float:
         """One inner step of the whole island, at this many tokens of the run. Returns the mean loss."""
-        return self.island.mean(self.inner.step(self._my_share(block), position))
+        shape = (block.shape[0], block.shape[1])
+        self._announce("step", position=position, shape=shape)
+        if isinstance(self.weights, Bridge):
+            self.weights.moved()
+        return self._step(position, shape, block)
 
-    def _my_share(self, block: Tensor) -> Tensor:
-        micro_batches = torch.split(block, self.contract.inner.batch_size)
-        return torch.cat([self.island.my_share(micro_batch) for micro_batch in micro_batches])
+    def idle(self) -> bool:
+        """Say to the other ranks now and then that we wait for the world. Always true."""
+        if monotonic_s() - self._told_s > IDLE_S:
+            self._announce("idle")
+        return True
 
     def linger(self, began_s: float) -> None:
         """As slow as `device.step_s` and `device.speed` have it."""
@@ -59,18 +159,31 @@ class Workbench:
 
     def evaluate(self, line: Line) -> float:
         """Held-out loss of the anchor (nats per token); local weights are put back afterwards."""
-        local = [read_fragment(line.parameters, fragment) for fragment in line.layout.fragments]
+        local = []
+        for fragment in line.layout.fragments:
+            line.fetch(fragment)
+            local.append(read_fragment(line.parameters, fragment))
         try:
             for fragment in line.layout.fragments:
-                write_fragment(line.parameters, fragment, line.state.fragments[fragment.index].anchor)
+                self._put(line, fragment, line.state.fragments[fragment.index].anchor)
             heldout = self.dataset.heldout(self.contract.eval.sequences)
-            return evaluate(self.model, heldout, self.contract.inner.batch_size, self.island.device)
+            if not self.divided:  # rank 0 has all that it takes
+                return evaluate(self.model, heldout, self.contract.inner.batch_size, self.island.device)
+            shape = (heldout.shape[0], heldout.shape[1])
+            self._announce("evaluate", shape=shape)
+            return self._evaluate(shape, heldout.contiguous())
         finally:
             for fragment, weights in zip(line.layout.fragments, local, strict=True):
-                write_fragment(line.parameters, fragment, weights)
+                self._put(line, fragment, weights)
+
+    def _put(self, line: Line, fragment: Fragment, flat: Tensor) -> None:
+        write_fragment(line.parameters, fragment, flat)
+        if self.divided:
+            line.flush(fragment)
 
     def to_save(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, JsonValue]]:
-        """Tensors and numbers of the inner side, for a checkpoint."""
+        """Tensors and numbers of the inner side, for a checkpoint: whole, so that any mesh can take them back."""
+        self._announce("collect")
         states = {"inner": self.inner.state_dict(), "random": random_states()}
         groups = {
             group: {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -80,9 +193,16 @@ class Workbench:
             group: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
             for group, state in states.items()
         }
-        return groups, {"vocab_size": self.dataset.vocab_size, **meta}
+        return groups, {"vocab_size": self.vocab_size, **meta}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `to_save` gave. Raises StateError."""
-        self.inner.load_state_dict({**checkpoint.groups.get("inner", {}), **checkpoint.value("inner", dict)})
+        """Take back what `to_save` gave, on whatever mesh that was. Raises StateError."""
+        tensors, numbers = checkpoint.groups.get("inner", {}), checkpoint.value("inner", dict)
+        self.inner.check_state({**tensors, **numbers})
+        self._announce("restore", numbers=numbers, shapes={name: list(value.shape) for name, value in tensors.items()})
+        self.inner.load_state_dict({**tensors, **numbers})
         restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
+
+    def _announce(self, task: str, **details: Any) -> None:
+        self._told_s = monotonic_s()
+        self.island.announce(task, **details)

@@ -26,7 +26,7 @@ from diloco.data import leases, open_dataset
 from diloco.data.dataset import Dataset
 from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
-from diloco.fragments import named_parameters, read_fragment, write_fragment
+from diloco.fragments import Weights, read_fragment, write_fragment
 from diloco.inner import InnerLoop, evaluate, seed_everything
 from diloco.models import build_model, count_parameters
 from diloco.outer import FragmentState, OuterState
@@ -131,7 +131,7 @@ class Peer:
         dataset, seed = dataset_of(contract.data), contract.run.seed
         self.name, self._contract = name, contract
         self.model = build_model(contract.model, dataset.vocab_size, seed)
-        self.line = open_line(name, contract, named_parameters(self.model))
+        self.line = open_line(name, contract, Weights.of(self.model))
         self.inner = InnerLoop(self.model, contract.inner, contract.run.total_tokens, CPU)
         self._reader = BlockReader(dataset, seed)
 

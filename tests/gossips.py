@@ -19,6 +19,7 @@ from diloco.config import Contract, Site
 from diloco.exchange.link import Welcome
 from diloco.exchange.memory_link import MemoryNetwork
 from diloco.exchange.runtime import Runtime
+from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
 from diloco.telemetry import Event, Events
 from tests.local import NoDirectory
@@ -96,7 +97,7 @@ class Gossiper:
         self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0)
         gate: Any = LocalGate(self.runtime, welcome)
         events = Events(None, name, [self.seen.append])
-        self.peer = GossipPeer(name, world.contract, SITE, self.model, gate, events, checkpoint)
+        self.peer = GossipPeer(name, world.contract, SITE, Weights.of(self.model), gate, events, checkpoint)
         self.dead = False
         self.peer.open()
 

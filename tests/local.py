@@ -14,6 +14,7 @@ import torch
 from diloco.config import Contract, Site
 from diloco.exchange.link import Welcome
 from diloco.exchange.memory_link import MemoryNetwork
+from diloco.fragments import Weights
 from diloco.peer import Peer
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Skip
@@ -91,7 +92,9 @@ class LocalPeer:
         address = f"{name}:1"
         gate = LocalGate(world, address, welcome)
         directory = world.directory / name if world.directory else None
-        self.peer = Peer(name, world.contract, SITE, self.model, gate, Events(None, name), directory=directory)  # type: ignore[arg-type]
+        self.peer = Peer(
+            name, world.contract, SITE, Weights.of(self.model), gate, Events(None, name), directory=directory
+        )  # type: ignore[arg-type]
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}

@@ -14,7 +14,7 @@ from diloco.average import fold, mean_digest
 from diloco.checkpoint import save
 from diloco.config import Contract, StorageSection
 from diloco.data.leases import advance, found
-from diloco.fragments import named_parameters
+from diloco.fragments import Weights
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.models import build_model
@@ -43,7 +43,7 @@ class PaperPeer:
         self.name, self.directory = name, root / name
         self.member = Member(name, int.from_bytes(name.encode()[:6]), f"{name}:1")
         model: nn.Module = build_model(contract().model, VOCAB, run.run.seed)
-        self.line = open_line(name, run, named_parameters(model))
+        self.line = open_line(name, run, Weights.of(model))
         self.warnings: list[str] = []
         opening = Opening(name, self.member.incarnation, run.run.name, run.digest, lineage, founds, False)
         storage = StorageSection(record=record)

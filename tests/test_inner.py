@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from diloco.config import InnerSection, ModelSection
 from diloco.errors import StateError
 from diloco.inner import (
+    Alone,
     InnerLoop,
     evaluate,
     learning_rate,
@@ -25,6 +28,7 @@ from diloco.inner import (
     restore_random_states,
     seed_everything,
 )
+from diloco.island.parallel import Copies
 from diloco.models import build_model
 
 CPU = torch.device("cpu")
@@ -173,37 +177,26 @@ def test_reduce_sees_the_whole_gradient_before_clipping() -> None:
     assert seen == [pytest.approx(nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item(), rel=1e-4)]
 
 
-def test_wrappers_synchronise_at_the_last_micro_batch_only() -> None:
-    """`no_sync` is what DistributedDataParallel offers; the wrapper counts the backward passes outside of it."""
+def test_ranks_synchronise_at_the_last_micro_batch_only() -> None:
+    class Counting(Alone):
+        synchronised: ClassVar[list[bool]] = []
 
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module, self.muted, self.synchronised = module, False, []
+        def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+            self.synchronised.append(last)
+            return super().micro_batch(last=last)
 
-        def no_sync(self) -> Wrapper:
-            return self
-
-        def __enter__(self) -> None:
-            self.muted = True
-
-        def __exit__(self, *_: object) -> None:
-            self.muted = False
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            self.synchronised.append(not self.muted)
-            return self.module(tokens)
-
-    wrapper = Wrapper(tiny())
-    InnerLoop(wrapper, SECTION.model_copy(update={"batch_size": 2}), TOTAL, CPU).step(text_block(6), 1)
-    assert wrapper.synchronised == [False, False, True]
+    model = tiny()
+    ranks = Counting(model)
+    InnerLoop(model, SECTION.model_copy(update={"batch_size": 2}), TOTAL, CPU, ranks=ranks).step(text_block(6), 1)
+    assert ranks.synchronised == [False, False, True]
 
 
 def test_distributed_data_parallel_steps_and_names_as_the_plain_model() -> None:
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = InnerLoop(nn.parallel.DistributedDataParallel(tiny()), SECTION, TOTAL, CPU)
+        model = tiny()
+        wrapped = InnerLoop(model, SECTION, TOTAL, CPU, ranks=Copies(model, CPU))
         plain = loop()
         block = text_block(8)  # two micro-batches
         assert wrapped.step(block, 1) == plain.step(block, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco.config import Contract, MeshSection, load_site
+from diloco.config import Contract, MeshSection, Site, load_site
 from diloco.errors import ConfigError
 from diloco.island.mesh import Mesh, check, sizes_of
 
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
 ) -> None:
     mesh = section(**keys)
     with pytest.raises(ConfigError) as raised:
-        check(sizes_of(mesh, ranks), mesh, CONTRACT, per_node)
+        check(sizes_of(mesh, ranks), Site(mesh=mesh), CONTRACT, per_node)
     assert cause in raised.value.cause
     assert fix in raised.value.fix
 
@@ -92,7 +92,7 @@ def test_another_model_than_ours_is_not_divided() -> None:
     model = CONTRACT.model.model_copy(update={"kind": "hf", "hf_config": "there"})
     mesh = section(shard="parameters")
     with pytest.raises(ConfigError, match="'hf' cannot be divided"):
-        check(sizes_of(mesh, 2), mesh, CONTRACT.model_copy(update={"model": model}), 2)
+        check(sizes_of(mesh, 2), Site(mesh=mesh), CONTRACT.model_copy(update={"model": model}), 2)
 
 
 def test_ranks_of_one_tensor_parallel_group_are_neighbours_and_share_their_rows() -> None:

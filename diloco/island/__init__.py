@@ -1,110 +1,157 @@
-"""The ranks of one island, joined by torch.distributed; the only place that imports it.
+"""The ranks of one island, joined by torch.distributed; this folder is the only place that imports it.
 
-To the world an island is one peer: rank 0 talks to it, the other ranks follow. Started without torchrun an island is
-one process, and nothing of torch.distributed is initialised.
+To the world an island is one peer. Rank 0 lives its life and leads: it announces what is to be done together, and the
+other ranks do it. Started without torchrun or SLURM an island is one process, and nothing of torch.distributed is
+initialised.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous as meet
 
-from diloco.errors import UsageError
+from diloco.errors import ResourceError, UsageError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Longest that a rank waits for another: rank 0 may wait for a round's deadline while the others wait for it."""
+"""Longest that a rank waits for another. Rank 0, which may wait for the world, says so once a minute."""
+
+END = "end"
 
 
 class Island:
-    """This process's place among the ranks, and the few collectives that a peer needs."""
+    """This process's place among the ranks, and what they say to each other."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, ranks_per_node: int | None = None) -> None:
         self.rank = rank
         self.size = size
         self.device = device
+        self.ranks_per_node = ranks_per_node or size
 
     @staticmethod
     def here(device: torch.device) -> Island:
-        """The island that torchrun started (RANK, WORLD_SIZE, ...), or an island of one.
+        """The island that torchrun or SLURM started, or an island of one.
 
-        Raises UsageError when torchrun's variables are incomplete.
+        Raises UsageError when their variables are incomplete.
         """
-        if "WORLD_SIZE" not in os.environ:
+        given = given_ranks()
+        if given is None:
             return Island(0, 1, device)
-        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise UsageError(
-                f"WORLD_SIZE is set, but not {', '.join(missing)}", "start with torchrun, or unset WORLD_SIZE"
-            )
+            fix = "start with torchrun; under SLURM export them: the first node's name, and a free port"
+            raise UsageError(f"this is one rank of several, but {' and '.join(missing)} is not set", fix)
+        rank, size, local_rank, per_node = given
         if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            there = torch.cuda.device_count()
+            if local_rank >= there:
+                cause = f"rank {local_rank} of this node has no GPU: torch sees {there}"
+                raise ResourceError(cause, f"start {there} ranks on each node (device.ranks, or --nproc-per-node)")
+            device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        return Island.at(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+        return Island.at(rank, size, device, per_node)
 
     @staticmethod
-    def at(rank: int, size: int, device: torch.device, rendezvous: str = "env://") -> Island:
+    def at(
+        rank: int, size: int, device: torch.device, ranks_per_node: int | None = None, rendezvous: str = "env://"
+    ) -> Island:
         """Rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, rendezvous, COLLECTIVE_TIMEOUT, world_size=size, rank=rank)
-        return Island(rank, size, device)
+            # What is said goes over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            store, rank, size = next(meet(rendezvous, rank, size, timeout=COLLECTIVE_TIMEOUT))
+            life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            # The launcher's store outlives ranks that are started again; what the dead wrote there misleads these.
+            store = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, world_size=size, rank=rank, store=store)
+        return Island(rank, size, device, ranks_per_node)
 
     @property
     def leads(self) -> bool:
         """Whether this rank talks to the world."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Average gradients over the ranks in every backward pass."""
-        if self.size == 1:
-            return model
-        return cast(
-            nn.Module, DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
-        )
+    def announce(self, task: str, **details: Any) -> None:
+        """Rank 0 tells the others what to do with it now. `details` are JSON values."""
+        self.share(json.dumps([task, details]))
 
-    def my_share(self, block: Tensor) -> Tensor:
-        """This rank's consecutive rows of a batch. The batch must divide by the number of ranks."""
-        return block.chunk(self.size)[self.rank] if self.size > 1 else block
+    def serve(self, tasks: Mapping[str, Callable[..., object]]) -> None:
+        """On the other ranks: do what rank 0 announces, until the end. Raises ResourceError when rank 0 is gone."""
+        while True:
+            task, details = json.loads(self.share())
+            if task == END:
+                return
+            tasks[task](**details)
 
     def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank."""
+        """Rank 0's text, on every rank. Raises ResourceError on the others when rank 0 is gone."""
         if self.size == 1:
             return text
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if self.leads and text else torch.empty(0)
-        length = torch.tensor([len(text.encode())], device=self.device)
-        dist.broadcast(length, 0)
-        buffer = (
-            data.to(self.device, torch.uint8)
-            if self.leads
-            else torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        )
+        data = text.encode()
+        length = torch.tensor([len(data)])
+        self._receive(length)
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads and data else None
         if int(length):
-            dist.broadcast(buffer, 0)
-        return bytes(buffer.cpu().numpy()).decode()
+            buffer = torch.empty(int(length), dtype=torch.uint8) if buffer is None else buffer
+            self._receive(buffer)
+        return "" if buffer is None else bytes(buffer.numpy()).decode()
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values into every rank's tensors, in place."""
+    def share_tensor(self, tensor: Tensor) -> Tensor:
+        """Rank 0's host tensor, into every rank's of the same shape and dtype."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), 0)
+            self._receive(tensor)
+        return tensor
+
+    def _receive(self, tensor: Tensor) -> None:
+        try:
+            dist.broadcast(tensor, 0)
+        except RuntimeError as error:
+            if self.leads:
+                raise
+            raise ResourceError("rank 0 of this island is gone", "its output says why") from error
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
         if self.size == 1:
             return value
-        total = torch.tensor([value], device=self.device)
+        total = torch.tensor([value])
         dist.all_reduce(total)
         return total.item() / self.size
 
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
         if self.size > 1 and dist.is_initialized():
+            if self.leads:
+                self.announce(END)
             dist.barrier()
             dist.destroy_process_group()
+
+
+def given_ranks() -> tuple[int, int, int, int | None] | None:
+    """(rank, ranks, rank on this node, ranks on this node) that torchrun or srun gave this process; None: neither did.
+
+    Raises UsageError when torchrun's variables are incomplete.
+    """
+    variables = os.environ
+    if "WORLD_SIZE" in variables:
+        missing = [name for name in ("RANK", "LOCAL_RANK") if name not in variables]
+        if missing:
+            cause = f"WORLD_SIZE is set, but not {', '.join(missing)}"
+            raise UsageError(cause, "start with torchrun, or unset WORLD_SIZE")
+        per_node = int(variables.get("LOCAL_WORLD_SIZE", 0)) or None
+        return int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), per_node
+    if int(variables.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # of srun; SLURM_NTASKS is also set where nothing was started
+        tasks = re.match(r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        per_node = int(tasks.group()) if tasks else None
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        rank, ranks, local_rank = (int(variables[name]) for name in names)
+        return rank, ranks, local_rank, per_node
+    return None

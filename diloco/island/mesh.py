@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diloco.config import Contract, MeshSection
+from diloco.config import Contract, MeshSection, Site
 from diloco.errors import ConfigError
 from diloco.models.transformer import ffn_width
 
@@ -87,14 +87,21 @@ def sizes_of(section: MeshSection, ranks: int) -> Sizes:
     return sizes
 
 
-def check(sizes: Sizes, section: MeshSection, contract: Contract, ranks_per_node: int) -> None:
+def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> None:
     """Whether the contract's model and batch can be divided so. Raises ConfigError, saying which number to change."""
+    section = site.mesh
     data = math.prod(sizes[name] for name in DATA_DIMENSIONS)
     if contract.inner.batch_size % data:
         cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {data} data-parallel ranks"
         raise ConfigError(cause, "start a number of ranks that divides it, or share the work by mesh.tp")
     if contract.model.kind != "transformer" and (section.shard != "none" or sizes["tp"] > 1):
         cause = f"model.kind {contract.model.kind!r} cannot be divided over ranks"
+        raise ConfigError(cause, 'set mesh.shard = "none" and mesh.tp = 1: the ranks are copies then')
+    if contract.model.kind != "transformer" and site.device.checkpointing != "none":
+        cause = f"device.checkpointing is not for model.kind {contract.model.kind!r}"
+        raise ConfigError(cause, 'set device.checkpointing = "none"')
+    if contract.inner.optimizer == "muon" and (section.shard != "none" or sizes["tp"] > 1):
+        cause = "inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them"
         raise ConfigError(cause, 'set mesh.shard = "none" and mesh.tp = 1: the ranks are copies then')
     if sizes["tp"] > 1:
         _check_tensor_parallel(sizes["tp"], section, contract, ranks_per_node)

@@ -19,6 +19,7 @@ from diloco.data.reader import BlockReader
 from diloco.exchange.sockets import SocketCounter
 from diloco.inner import InnerLoop, evaluate, seed_everything
 from diloco.island import Island
+from diloco.island.parallel import Copies
 from diloco.models import build_model
 from diloco.telemetry import Events
 
@@ -30,7 +31,8 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
     model = build_model(contract.model, dataset.vocab_size, seed, data_root)
     seed_everything(seed)
     counter = SocketCounter()
-    inner = InnerLoop(island.wrap(model), contract.inner, contract.run.total_tokens, island.device)
+    ranks = Copies(model, island.device) if island.size > 1 else None
+    inner = InnerLoop(model, contract.inner, contract.run.total_tokens, island.device, ranks=ranks)
     heldout = dataset.heldout(contract.eval.sequences)
     names = [f"p{rank}" for rank in range(island.size)]
     reader = BlockReader(dataset, seed)
@@ -79,7 +81,7 @@ def main(arguments: list[str]) -> None:
     contract = contract_from_json(Path(contract_path).read_text())
     here = Path(directory)
     meeting = f"file://{(here / 'rendezvous').resolve()}"
-    island = Island.at(int(rank), int(size), torch.device("cpu"), meeting)
+    island = Island.at(int(rank), int(size), torch.device("cpu"), rendezvous=meeting)
     events = Events(here / ("events.jsonl" if rank == "0" else f"rank{rank}.jsonl"), f"rank{rank}")
     train(contract, island, Path(data_root), events)
     island.close()

@@ -1,0 +1,238 @@
+"""The model on the ranks of a mesh, by torch's own engine: DDP, or tensor parallelism with FSDP2 around it.
+
+The order is that of torch's own recipes: tensor parallelism, activation checkpointing, compiling, FSDP2. What is
+divided over `dp_shard` are settings of one mechanism, FSDP2 (`[mesh] shard`):
+
+    none, optimizer    parameters are gathered once per step; gradients are whole until the step's last micro-batch
+    gradients          parameters are gathered once per step; gradients are divided after each micro-batch
+    parameters         a block's parameters are gathered when it needs them; gradients as above
+
+In all of them a rank owns its share of the fp32 weights and of the optimizer's state, and gradients are averaged over
+all data-parallel ranks in fp32. Copies of the whole model, with nothing divided, are DistributedDataParallel instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from diloco.config import MeshSection, Site
+from diloco.errors import ConfigError
+from diloco.island.bridge import collect, spread
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh
+from diloco.models.transformer import Block, Transformer
+
+Checkpointing = Literal["none", "selective", "full"]
+
+
+class Copies:
+    """Ranks that each hold the whole model (DistributedDataParallel)."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """`model` is on `device` already. Rank 0's weights become everybody's."""
+        self.forward = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward; only in the last one of a step are gradients averaged."""
+        return contextlib.nullcontext() if last else self.forward.no_sync()
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss, or a norm of the gradient: every rank has all of it."""
+        return value
+
+    def settle(self) -> None:
+        """After forward passes without backward passes there is nothing to put back."""
+
+    def collect(self, value: Tensor) -> Tensor:
+        """A copy on the host, on rank 0."""
+        return collect(value)
+
+    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+        """Rank 0's value on every rank."""
+        return spread(value, torch.empty_like(like))
+
+
+class Divided:
+    """Ranks that each hold a share of the model (FSDP2, tensor parallelism)."""
+
+    def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh) -> None:
+        assert isinstance(model, FSDPModule)
+        self.forward: nn.Module = model
+        self._fsdp: FSDPModule = model
+        self._gathers_per_block = section.shard == "parameters"
+        self._divides_gradients = section.shard in ("gradients", "parameters")
+        self._tensor_parallel = mesh.size("tp") > 1
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward: nothing is reduced or gathered before it must be."""
+        self._fsdp.set_requires_gradient_sync(last or self._divides_gradients)
+        self._fsdp.set_requires_all_reduce(last)
+        self._fsdp.set_reshard_after_backward(last or self._gathers_per_block)
+        with loss_parallel() if self._tensor_parallel else contextlib.nullcontext():
+            yield
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss, or a norm of the gradient, of which each rank may have a part."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def collect(self, value: Tensor) -> Tensor:
+        """The whole tensor on the host of rank 0."""
+        return collect(value)
+
+    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+        """Rank 0's value, each rank's share of it."""
+        return spread(value, torch.empty_like(like))
+
+    def settle(self) -> None:
+        """Give back what a forward pass without a backward pass left gathered."""
+        for module in self.forward.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -> Divided:
+    """Divide a model over the mesh, in place, as `[mesh]` and `[device]` of the site have it.
+
+    Parameters become DTensors where they are: a model on the meta device takes no memory, and gets its own (`to_empty`)
+    and its values afterwards. `bf16`: what is gathered travels as bf16, and gradients are reduced in fp32.
+    Raises ConfigError when the vocabulary does not divide.
+    """
+    if mesh.size("tp") > 1:
+        split_matrices(model, mesh, sequence_parallel=site.mesh.sequence_parallel)
+    checkpoint_blocks(model, site.device.checkpointing)
+    if site.device.compile:
+        for block in model.blocks:
+            block.compile()
+    policy: dict[str, Any] = {
+        "mesh": mesh.along(*DATA_DIMENSIONS),
+        "offload_policy": CPUOffloadPolicy() if site.mesh.offload else OffloadPolicy(),
+    }
+    # Autocast stays on: it casts activations, and norms and the residuals stay fp32, as on one rank.
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=site.mesh.shard == "parameters", mp_policy=precision, **policy)
+    # What is in no block stays gathered from its first use to its last: a tied head is the embedding. It stays fp32.
+    fully_shard(model, reshard_after_forward=False, **policy)
+    return Divided(model, site.mesh, mesh)
+
+
+# ---------------------------------------------------------------- tensor parallelism
+
+
+class Replicated(ParallelStyle):
+    """Every rank computes the whole module; its parameters are DTensors like all others, so that norms add up."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [Replicate()]) for x in inputs)
+
+        def leave(_: nn.Module, output: Any, __: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, input_fn=enter, output_fn=leave)
+
+
+def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -> None:
+    """Tensor parallelism in place (Megatron-LM, arXiv 1909.08053, section 3; 2205.05198 for the sequence).
+
+    Attention's heads and the feed-forward's width are divided over the ranks, and the vocabulary of embedding, head and
+    loss. Logits come out as a DTensor divided by vocabulary. Raises ConfigError when that does not divide.
+    """
+    tp = mesh.along("tp")
+    rows = model.embed.num_embeddings
+    if rows % tp.size():
+        raise ConfigError(f"mesh.tp ({tp.size()}) does not divide the vocabulary ({rows})", "set model.vocab_size")
+    between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
+    norm = SequenceParallel() if sequence_parallel else Replicated()
+    for block in model.blocks:
+        parallelize_module(block, tp, _block_plan(model, between, norm))
+    top: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "norm": norm,
+    }
+    if model.head is not None:
+        top["head"] = ColwiseParallel()
+    parallelize_module(model, tp, top)
+    # The product with the head is no module where the head is the embedding, so its input is made whole here.
+    whole = PrepareModuleOutput(output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False)
+    parallelize_module(model.norm, tp, whole)
+
+
+def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
+    def whole(inputs: int) -> PrepareModuleInput:
+        """The first input is gathered once for all matrices that read it; tables of angles are whole anyway."""
+        layouts, desired = (between, *[None] * (inputs - 1)), (Replicate(), *[None] * (inputs - 1))
+        return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired)
+
+    plan: dict[str, ParallelStyle] = {
+        "attn_norm": norm,
+        "attn": whole(3),
+        **{f"attn.{name}": ColwiseParallel() for name in "qkv"},
+        "attn.out": RowwiseParallel(output_layouts=between),
+        "ffn_norm": norm,
+        "ffn": whole(1),
+        **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "ffn.down": RowwiseParallel(output_layouts=between),
+    }
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    if isinstance(block.attn.q_norm, nn.RMSNorm):
+        heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, heads, E): each rank has some
+        plan |= {"attn.q_norm": heads, "attn.k_norm": heads}
+    return plan
+
+
+# ---------------------------------------------------------------- activations
+
+
+def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
+    """Compute activations again in the backward pass in place of keeping them.
+
+    `full`: all of a block's but its input. `selective`: all but the results of matrix products and of attention, which
+    cost most to compute (arXiv 2205.05198, section 5, keeps those and recomputes the rest).
+    """
+    if how == "none":
+        return
+    context: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+    for index, block in enumerate(model.blocks):
+        wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **(context if how == "selective" else {}))
+        model.blocks[index] = wrapped
+
+
+PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_products(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

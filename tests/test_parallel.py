@@ -1,0 +1,157 @@
+"""What ranks of an island do together is what one process does: every mesh against one rank, on the same rows.
+
+One group of four processes does all cases. Rank 0 leads through the workbench, as a trainer does; the others serve.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from diloco.checkpoint import Checkpoint
+from diloco.config import Contract, Site
+from diloco.fragments import Layout
+from diloco.island import END, Island
+from diloco.workbench import Bench, Workbench
+
+STEPS, RANKS, VOCABULARY = 20, 4, 256
+CPU = torch.device("cpu")
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero-1": {"shard": "optimizer"},
+    "zero-2": {"shard": "gradients"},
+    "zero-3": {"shard": "parameters"},
+    "hsdp": {"shard": "parameters", "dp_replicate": 2},
+    "tp": {"tp": 2, "sequence_parallel": False},
+    "tp+sp": {"tp": 4},
+    "fsdp+tp": {"shard": "parameters", "tp": 2},
+}
+CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
+
+
+def contract() -> Contract:
+    return Contract.model_validate(
+        {
+            "run": {"name": "parallel", "total_tokens": 10**6},
+            "data": {"source": "text", "paths": ("text.txt",), "sequence_length": 16},
+            "model": {"layers": 1, "dim": 32, "heads": 4, "ffn_dim": 64},
+            "inner": {"batch_size": 4, "accumulation": 2, "lr": 1e-3, "warmup": 0.0, "clip": 0.5},
+            "eval": {"sequences": 4},
+        }
+    )
+
+
+def rows(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
+
+
+class State(NamedTuple):
+    weights: dict[str, Tensor]
+    checkpoint: Checkpoint
+    losses: list[float]
+
+
+class Run:
+    """Some steps on one mesh, from the same weights and on the same rows as on any other."""
+
+    def __init__(self, contract: Contract, site: Site, island: Island) -> None:
+        self.bench = Workbench(contract, site, island)
+        self.losses: list[float] = []
+        shapes = [(name, tuple(value.shape)) for name, value in self.bench.weights.parameters.items()]
+        self.layout = Layout.agreed(shapes, contract)
+
+    def train(self, steps: int) -> None:
+        for step in range(len(self.losses), len(self.losses) + steps):
+            self.losses.append(self.bench.step(rows(step), 10_000 + step))
+
+    def weights(self) -> dict[str, Tensor]:
+        for fragment in self.layout.fragments:
+            self.bench.weights.fetch(fragment)
+        return {name: value.detach().clone() for name, value in self.bench.weights.parameters.items()}
+
+    def state(self) -> State:
+        """What a checkpoint holds of the inner side."""
+        groups, meta = self.bench.to_save()
+        return State(self.weights(), Checkpoint(0, groups, meta, Path()), list(self.losses))
+
+    def take(self, state: State) -> None:
+        """Go on where another stood."""
+        for name, value in state.weights.items():
+            self.bench.weights.parameters[name].data.copy_(value)
+        for fragment in self.layout.fragments:
+            self.bench.weights.flush(fragment)
+        self.bench.restore(state.checkpoint)
+        self.losses = list(state.losses)
+
+
+def case_site(case: str, root: Path) -> Site:
+    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none")}
+    return Site.model_validate({"mesh": CASES[case], "device": device, "data": {"root": str(root)}})
+
+
+def furthest(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
+
+
+def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
+    """All cases on rank 0. After its steps, one rank goes on from each mesh's state, and each mesh from one rank's."""
+    plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": "cpu"}})
+    alone = Run(contract(), plain, Island(0, 1, CPU))
+    alone.train(STEPS)
+    expected = alone.state()
+    alone.train(2)
+    found = {}
+    for case in CASES:
+        run = Run(contract(), case_site(case, root), island)
+        run.train(STEPS)
+        reached = run.state()
+        weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
+        found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
+        heir = Run(contract(), plain, Island(0, 1, CPU))
+        heir.take(reached)
+        run.take(expected)
+        for name, each in {"onto one rank": heir, "from one rank": run}.items():
+            each.train(2)
+            found[case][name] = furthest(each.losses, alone.losses)
+        island.announce(END)
+    return found
+
+
+def rank(rank: int, root: str, meeting: str) -> None:
+    torch.set_num_threads(1)
+    island = Island.at(rank, RANKS, CPU, rendezvous=meeting)
+    if island.leads:
+        (Path(root) / "found.json").write_text(json.dumps(lead(Path(root), island)))
+    else:
+        for case in CASES:
+            Bench.follow(contract(), case_site(case, Path(root)), island)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("parallel")
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        mp.spawn(rank, (str(root), f"file://{root / 'meeting'}"), nprocs=RANKS)
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert found[case]["losses"] < 1e-4
+    assert found[case]["weights"] < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_is_gone_on_with_on_another_mesh(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert found[case]["onto one rank"] < 1e-4
+    assert found[case]["from one rank"] < 1e-4
