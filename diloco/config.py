@@ -527,7 +527,8 @@ MeshSize = Annotated[int, Field(ge=-1)]
 
 
 class MeshSection(Section):
-    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `tp` is their number.
+    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `cp` x `ep` x `tp` is
+    their number. `cp` and `ep` divide what their ranks have in common as `dp_shard` does.
 
     What peers exchange does not depend on it, so islands of different meshes train one model together.
     """
@@ -536,6 +537,10 @@ class MeshSection(Section):
     """Copies of the model, each of which trains on rows of its own."""
     dp_shard: MeshSize = -1
     """Ranks that share one copy, as `shard` says, and train on rows of their own."""
+    cp: MeshSize = 1
+    """Context parallel: ranks that share each sequence, a piece each; in attention each has some heads of the whole."""
+    ep: MeshSize = 1
+    """Expert parallel: ranks that share the experts of each block, and train on rows of their own."""
     tp: MeshSize = 1
     """Tensor parallel: ranks that share each matrix and train on the same rows. Consecutive, so inside one node."""
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
@@ -549,7 +554,8 @@ class MeshSection(Section):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        names = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+        sizes: dict[str, int] = {name: getattr(self, name) for name in names}
         for name, size in sizes.items():
             if size == 0:
                 raise ValueError(f"{name} is 0: give the number of ranks, or -1 for all that are left")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -59,8 +59,22 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in balancing]
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [{"params": part, "weight_decay": weight_decay} for part in by_mesh(decayed)]
+    return groups + [{"params": part, "weight_decay": 0.0} for part in by_mesh(others)]
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Tensors that lie on one device mesh, or on none, together: torch's functions of lists mix no two.
+
+    Divided experts are on another one than all else.
+    """
+    parts: dict[object, list[T]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(parts.values())
 
 
 def next_token_loss(model: Forward, block: Tensor) -> Tensor:
@@ -177,13 +191,19 @@ class InnerLoop:
             total += loss.detach() * share
         return total
 
+    def _norm(self) -> Tensor:
+        """The global norm of the gradient."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norms = [self._ranks.whole(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
+        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
     def _update(self) -> None:
         """Clip by the global norm and let the optimizer move the parameters."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = self._ranks.whole(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm()
         if math.isfinite(norm.item()):
             if self.section.clip:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self.section.clip, norm)
+                for part in by_mesh(self._parameters):
+                    torch.nn.utils.clip_grads_with_norm_(part, self.section.clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * group.get(LR_RATIO, 1.0)
             self.optimizer.step()

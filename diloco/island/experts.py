@@ -27,11 +27,16 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             module.experts = DividedExperts(module.experts, mesh)
 
 
-def balance_together(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let an auxiliary loss see the loads of all ranks that share a batch, as if it were one rank's."""
+def divided_experts(model: nn.Module) -> list[DividedExperts]:
+    """What `divide_experts` has put into a model."""
+    return [module for module in model.modules() if isinstance(module, DividedExperts)]
+
+
+def balance_together(model: nn.Module) -> None:
+    """Let an auxiliary loss see the loads of all ranks, which share a batch, as if it were one rank's."""
 
     def total(loads: Tensor) -> Tensor:
-        dist.all_reduce(loads, group=group)
+        dist.all_reduce(loads)
         return loads
 
     for router in routers(model):
