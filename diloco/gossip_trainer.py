@@ -43,7 +43,7 @@ class GossipTrainer:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """`stop`: asked after every inner step whether to leave."""
-        self.contract, self.site, self.island = contract, site, island
+        self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
         if bench.dataset.blocks_per_epoch is None:
@@ -129,7 +129,7 @@ class GossipTrainer:
         self.events.emit("end", **vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s)
         self.save(peer)
         peer.close()
-        self.island.close()
+        self.bench.close()
         return ending
 
     # ------------------------------------------------------------ checkpoints

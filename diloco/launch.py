@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint, latest, load
@@ -47,20 +47,20 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     end_with_launcher()
     _check(options)
     site = open_site(options)
-    given = load_contract(options.contract, options.contract_overrides).value if options.contract else None
+    given = _given(options)
     island = Island.here(device_of(site))
     if not island.leads:
         Bench.follow(contract_from_json(island.share()), site, island)
         island.close()
         return None
+    if restarted():
+        options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
     gate = Gate(site)
     try:
         contract = _contract(options, gate, given, checkpoint)
         name = peer_name(site, checkpoint)
         directory = open_directory(options, site, contract, name, checkpoint)
-        if restarted():
-            checkpoint = _come_back(gate, contract, name, directory) or checkpoint
         island.share(contract.to_json())
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
         kind = GossipTrainer if contract.membership.policy == "gossip" else Trainer
@@ -81,28 +81,35 @@ def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
     if ranks == 1 or given_ranks() is not None:
         return None
     sizes = sizes_of(site.mesh, ranks)
-    if options.contract:
-        check(sizes, site, load_contract(options.contract, options.contract_overrides).value, ranks)
+    given = _given(options)
+    if given is not None:
+        check(sizes, site, given, ranks)
     named = () if options.resume else ("--name", peer_name(site, None))  # the same whenever they are started again
     return run_ranks(ranks, [*arguments, *named], site.timeouts.leave_s)
 
 
-def _come_back(gate: Gate, contract: Contract, name: str, directory: Path) -> Checkpoint | None:
-    """An island that lost a rank goes on from its last checkpoint, and with the members that this names.
+def _given(options: PeerOptions) -> Contract | None:
+    """The contract to found a run with."""
+    return load_contract(options.contract, options.contract_overrides).value if options.contract else None
 
-    Raises UnreachableError when none of them answers: to found the run anew would fork it.
+
+def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
+    """An island that lost a rank goes on from its last checkpoint, if it has one, with the members that this names.
+
+    It joins them also where it founded the run: to found it anew would fork it.
     """
-    if latest(directory / "checkpoints") is None:
-        return None
-    checkpoint = load(directory / "checkpoints")
-    if contract_from_json(checkpoint.value("contract", str)).digest != contract.digest:
-        return None
-    text = checkpoint.meta.get("commit")
+    folder = options.directory or site.storage.directory or next(Path("runs").glob(f"*/{site.peer.name}"), None)
+    if folder is None or latest(Path(folder) / "checkpoints") is None:
+        return options
+    checkpoint = load(Path(folder) / "checkpoints")
+    contract, text = contract_from_json(checkpoint.value("contract", str)), checkpoint.meta.get("commit")
+    if given is not None and given.digest != contract.digest:
+        return options
     view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
-    others = [f"{member.address}/{contract.digest[:12]}" for member in view if member.peer != name]
-    if gate.welcome is None and others:
-        gate.knock(",".join(others))
-    return checkpoint
+    name = checkpoint.value("peer", str)
+    members = [f"{member.address}/{contract.digest[:12]}" for member in view if member.peer != name]
+    doors = [*([options.join] if options.join else []), *members]
+    return replace(options, contract=None, contract_overrides=(), resume=Path(folder), join=",".join(doors) or None)
 
 
 def _check(options: PeerOptions) -> None:

@@ -72,7 +72,7 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """`stop`: asked before every inner step whether to leave."""
-        self.contract, self.site, self.island = contract, site, island
+        self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
         data = bench.dataset.fingerprint
@@ -276,9 +276,11 @@ class Trainer:
         else:
             # What was not counted in time is discarded: a checkpoint of it would train its data twice.
             peer.leave("left")
+            peer.close()  # or it would ask to be taken in again, while we evaluate
         val_loss = self.bench.evaluate(peer.line) if commit is not None else None
         if done:
             peer.leave("done")
+            peer.close()
         ending = Ending(
             "done" if done else "left",
             peer.line.state.version,
@@ -296,8 +298,7 @@ class Trainer:
             wall_s=wall_s,
         )
         self.save()
-        peer.close()
-        self.island.close()
+        self.bench.close()
         return ending
 
     # ------------------------------------------------------------ checkpoints

@@ -213,6 +213,11 @@ class Workbench(Bench):
         self.inner.load_state_dict({**tensors, **numbers})
         restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
 
+    def close(self) -> None:
+        """The end, for all ranks."""
+        self.island.dismiss()
+        self.island.close()
+
     def _announce(self, task: str, **details: Any) -> None:
         self._told_s = monotonic_s()
         self.island.announce(task, **details)

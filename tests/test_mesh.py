@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diloco.config import Contract, MeshSection, Site, load_site
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, UsageError
+from diloco.island import given_ranks
 from diloco.island.mesh import DIMENSIONS, Mesh, check, sizes_of
 
 CONTRACT = Contract.model_validate(
@@ -130,3 +131,40 @@ def test_ranks_of_one_tensor_parallel_group_are_neighbours_and_share_their_rows(
     assert [mesh.place("tp") for mesh in meshes[:5]] == [0, 1, 2, 3, 0]
     assert [mesh.place("dp_replicate", "dp_shard") for mesh in meshes] == [rank // 4 for rank in range(24)]
     assert meshes[0].size("dp_replicate", "dp_shard") == 6
+
+
+def test_muon_needs_whole_matrices() -> None:
+    mesh = section(shard="optimizer")
+    muon = CONTRACT.inner.model_copy(update={"optimizer": "muon"})
+    with pytest.raises(ConfigError, match="'muon' makes whole matrices orthogonal"):
+        check(sizes_of(mesh, 2), Site(mesh=mesh), CONTRACT.model_copy(update={"inner": muon}), 2)
+
+
+# ---------------------------------------------------------------- who started us
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN])
+def test_ranks_are_taken_as_they_are_given(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+    assert given_ranks() is None
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # a batch script has it, too, and is not a rank
+    assert given_ranks() is None
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert given_ranks() == (5, 8, 1, 4)
+
+
+def test_half_of_torchrun_s_variables_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match="RANK"):
+        given_ranks()

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.checkpoint import Checkpoint
 from diloco.config import Contract, Site
 from diloco.fragments import Layout
-from diloco.island import END, Island
+from diloco.island import Island
 from diloco.workbench import Bench, Workbench
 
 STEPS, RANKS, VOCABULARY = 20, 4, 256
@@ -119,7 +119,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         for name, each in {"onto one rank": heir, "from one rank": run}.items():
             each.train(2)
             found[case][name] = furthest(each.losses, alone.losses)
-        island.announce(END)
+        island.dismiss()
     return found
 
 

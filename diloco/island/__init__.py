@@ -83,6 +83,10 @@ class Island:
         """Rank 0 tells the others what to do with it now. `details` are JSON values."""
         self.share(json.dumps([task, details]))
 
+    def dismiss(self) -> None:
+        """Rank 0 lets the others leave `serve`."""
+        self.announce(END)
+
     def serve(self, tasks: Mapping[str, Callable[..., object]]) -> None:
         """On the other ranks: do what rank 0 announces, until the end. Raises ResourceError when rank 0 is gone."""
         while True:
@@ -129,8 +133,6 @@ class Island:
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
         if self.size > 1 and dist.is_initialized():
-            if self.leads:
-                self.announce(END)
             dist.barrier()
             dist.destroy_process_group()
 

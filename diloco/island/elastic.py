@@ -13,11 +13,27 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from diloco.errors import (
+    ConfigError,
+    EvictedError,
+    IncompatibleError,
+    StateError,
+    TicketError,
+    UnreachableError,
+    UsageError,
+)
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIFE = "DILOCO_LIFE"
+"""In the environment of the ranks: how often they were started before."""
 RESTARTS = 10
 """How often an island may lose a rank before it gives up."""
 GRACE_S = 15
 """Beyond `timeouts.leave_s`: for the last evaluation and the last checkpoint."""
+FINAL = {
+    error.exit_code for error in (UsageError, ConfigError, TicketError, StateError, EvictedError, IncompatibleError)
+}
+"""Exit codes that starting again does not change."""
 
 
 def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
@@ -26,6 +42,17 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     When one dies the others are ended, and all are started again. A signal is passed on, and they have `leave_s` and a
     grace to leave in good order. They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
     """
+    code = 0
+    for life in range(RESTARTS + 1):
+        os.environ[LIFE] = str(life)
+        code = _live(ranks, arguments, int(leave_s) + GRACE_S)
+        if code == 0 or code in FINAL or (life == 0 and code == UnreachableError.exit_code):
+            break
+    return code
+
+
+def _live(ranks: int, arguments: Sequence[str], leave_s: int) -> int:
+    """One life of all ranks. The launcher could start them again itself, but whatever it was that ended them."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -33,24 +60,24 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
         run_id=uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=RESTARTS,
+        max_restarts=0,
         monitor_interval=0.5,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        shutdown_timeout=int(leave_s) + GRACE_S,
+        shutdown_timeout=leave_s,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "diloco", *arguments)
     except SignalException:
         return 0  # they have left
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 1
+        codes = [error.failures[rank].exitcode for rank in sorted(error.failures)]  # rank 0 knows best
+        return next((code for code in codes if code > 0), 1)
     return 0
 
 
 def restarted() -> bool:
     """Whether this rank stands in for one that died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return any(int(os.environ.get(name, 0)) > 0 for name in (LIFE, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def end_with_launcher() -> None:

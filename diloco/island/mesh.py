@@ -117,6 +117,8 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
         raise ConfigError(cause, 'set device.checkpointing = "none"')
     if model.experts and site.device.checkpointing == "selective":
         raise ConfigError("device.checkpointing 'selective' is not for a mixture of experts", "set it to 'full'")
+    if site.device.compile and sizes["cp"] * sizes["ep"] > 1:
+        raise ConfigError("device.compile does not go with mesh.cp and mesh.ep", "set device.compile = false")
     if divides(sizes, section) and contract.inner.optimizer == "muon":
         raise ConfigError("inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them", fix)
     if sizes["tp"] > 1:
