@@ -130,6 +130,35 @@ class ModelSection(Section):
     qk_norm: bool = True
     tied: bool = True
     """Whether the output head shares the embedding's weights."""
+    experts: Annotated[int, Field(ge=0)] = 0
+    """Experts in each block, of which a token takes some; 0: a dense model, and the keys below say nothing."""
+    experts_per_token: PositiveInt = 2
+    shared_experts: Annotated[int, Field(ge=0)] = 0
+    """Experts beside those, that every token takes."""
+    expert_dim: PositiveInt | None = None
+    """Width of one expert, a multiple of 8; `ffn_dim` over the experts that a token takes, when not given."""
+    balance: Literal["bias", "loss"] = "bias"
+    """How experts are kept equally busy: a bias in the choice that moves by the sign of the load error, without an
+    auxiliary loss (DeepSeek-V3), or the auxiliary loss of Switch."""
+    balance_rate: NonNegativeFloat = 0.001
+    """For `bias`: how far it moves in an inner step."""
+    balance_loss: NonNegativeFloat = 0.01
+    """For `loss`: what it is multiplied by."""
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if not self.experts:
+            return self
+        if self.kind != "transformer":
+            raise ValueError(f"experts is for kind 'transformer'; kind {self.kind!r} brings its own")
+        if not self.experts_per_token <= self.experts or self.experts < 2:
+            raise ValueError(
+                f"experts ({self.experts}) must be at least 2 and experts_per_token ({self.experts_per_token})"
+            )
+        for name, width in (("dim", self.dim), ("expert_dim", self.expert_dim or 0)):
+            if width % 8:
+                raise ValueError(f"{name} ({width}) must be a multiple of 8 in a mixture of experts")
+        return self
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
@@ -498,7 +527,8 @@ MeshSize = Annotated[int, Field(ge=-1)]
 
 
 class MeshSection(Section):
-    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `tp` is their number.
+    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `cp` x `ep` x `tp` is
+    their number. `cp` and `ep` divide what their ranks have in common as `dp_shard` does.
 
     What peers exchange does not depend on it, so islands of different meshes train one model together.
     """
@@ -507,6 +537,10 @@ class MeshSection(Section):
     """Copies of the model, each of which trains on rows of its own."""
     dp_shard: MeshSize = -1
     """Ranks that share one copy, as `shard` says, and train on rows of their own."""
+    cp: MeshSize = 1
+    """Context parallel: ranks that share each sequence, a piece each; in attention each has some heads of the whole."""
+    ep: MeshSize = 1
+    """Expert parallel: ranks that share the experts of each block, and train on rows of their own."""
     tp: MeshSize = 1
     """Tensor parallel: ranks that share each matrix and train on the same rows. Consecutive, so inside one node."""
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
@@ -520,7 +554,8 @@ class MeshSection(Section):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        sizes = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        names = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+        sizes: dict[str, int] = {name: getattr(self, name) for name in names}
         for name, size in sizes.items():
             if size == 0:
                 raise ValueError(f"{name} is 0: give the number of ranks, or -1 for all that are left")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from diloco.config import InnerSection
 from diloco.errors import StateError
 from diloco.fragments import named_parameters
+from diloco.models.moe import routers
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
 
 Forward = Callable[[Tensor], Tensor]
@@ -50,12 +51,30 @@ def _ramp(position: float, start: float, stop: float) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once.
+
+    A router's bias is not the optimizer's: its gradient is a load error (`diloco.models.moe`).
+    """
+    balancing = {id(router.bias) for router in routers(model)}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in balancing]
     decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
     others = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups = [{"params": part, "weight_decay": weight_decay} for part in by_mesh(decayed)]
+    return groups + [{"params": part, "weight_decay": 0.0} for part in by_mesh(others)]
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Tensors that lie on one device mesh, or on none, together: torch's functions of lists mix no two.
+
+    Divided experts are on another one than all else.
+    """
+    parts: dict[object, list[T]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(parts.values())
 
 
 def next_token_loss(model: Forward, block: Tensor) -> Tensor:
@@ -141,6 +160,7 @@ class InnerLoop:
         forward = self._ranks.forward
         self._forward: Forward = torch.compile(forward) if compile else forward
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self._routers = routers(model)
 
     def step(self, block: Tensor, tokens: int, reduce: Reduce | None = None) -> float:
         """One inner step on `block`, int64 (batch_size x accumulation, L + 1). Returns the mean loss in nats per token.
@@ -163,27 +183,41 @@ class InnerLoop:
         for index, micro_batch in enumerate(micro_batches):
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
-                    loss = self._ranks.whole(next_token_loss(self._forward, micro_batch))
-                    loss = loss * (len(micro_batch) / len(block))
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                    loss = objective = self._ranks.whole(next_token_loss(self._forward, micro_batch))
+                share = len(micro_batch) / len(block)
+                for router in self._routers:
+                    objective = objective + router.take_loss()
+                torch.autograd.backward(objective * share)
+            total += loss.detach() * share
         return total
+
+    def _norm(self) -> Tensor:
+        """The global norm of the gradient."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norms = [self._ranks.whole(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
+        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
     def _update(self) -> None:
         """Clip by the global norm and let the optimizer move the parameters."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = self._ranks.whole(torch.nn.utils.get_total_norm(gradients))
+        norm = self._norm()
         if math.isfinite(norm.item()):
             if self.section.clip:
-                torch.nn.utils.clip_grads_with_norm_(self._parameters, self.section.clip, norm)
+                for part in by_mesh(self._parameters):
+                    torch.nn.utils.clip_grads_with_norm_(part, self.section.clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr * group.get(LR_RATIO, 1.0)
             self.optimizer.step()
+            for router in self._routers:
+                router.rebalance()
         else:
             # One bad batch would turn every parameter into NaN, and the next pseudo-gradient would poison the anchor
             # of all peers.
             self.nonfinite_steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
+    def expert_imbalance(self) -> list[float]:
+        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model."""
+        return [round(router.imbalance(), 3) for router in self._routers]
 
     def state_dict(self) -> State:
         """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers.

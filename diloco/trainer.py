@@ -250,6 +250,7 @@ class Trainer:
             flight_s=flight_s,
             state_digest=peer.line.state.digest,
             lr=self.bench.inner.lr,
+            expert_imbalance=self.bench.inner.expert_imbalance(),
             repeats=self.reader.repeats,
         )
 

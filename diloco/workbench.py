@@ -24,7 +24,9 @@ from diloco.fragments import Fragment, Weights, named_parameters, read_fragment,
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
 from diloco.island.bridge import Bridge
-from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, sizes_of
+from diloco.island.context import piece_of
+from diloco.island.experts import balance_together
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divided
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
@@ -46,8 +48,10 @@ class Bench:
         self.contract, self.site, self.island = contract, site, island
         self.mesh = Mesh.of(sizes, island.rank, island.device.type)
         self.vocab_size = vocab_size
-        self.divided = island.size > 1 and (site.mesh.shard != "none" or self.mesh.size("tp") > 1)
+        self.divided = island.size > 1 and divides(sizes, site.mesh)
         self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
+        if island.size > 1:
+            balance_together(self.model)
         seed_everything(contract.run.seed)
         compiled = site.device.compile and not self.divided  # else its blocks are
         total = contract.run.total_tokens
@@ -113,11 +117,17 @@ class Bench:
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
-        return self.island.mean(self.inner.step(mine, position))
+        return self.island.mean(self.inner.step(self._piece(mine), position))
 
     def _evaluate(self, shape: tuple[int, int], blocks: Tensor | None = None) -> float:
         blocks = self._told(blocks, shape)
-        return evaluate(self.model, blocks, self.contract.inner.batch_size, self.island.device, self.ranks)
+        batch_size, device = self.contract.inner.batch_size, self.island.device
+        loss = evaluate(self.model, self._piece(blocks), batch_size, device, self.ranks)
+        return self.island.mean(loss) if self.mesh.size("cp") > 1 else loss
+
+    def _piece(self, rows: Tensor) -> Tensor:
+        """What this rank has of these sequences."""
+        return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
     def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
         values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -102,10 +102,18 @@ def test_weights_are_the_anchor_under_the_model_s_names(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], parameter) for name, parameter in parameters.items())
 
 
-@pytest.mark.parametrize(("qk_norm", "tied", "kind"), [(True, True, "Qwen3"), (False, False, "Llama")])
-def test_transformers_computes_the_same(qk_norm: bool, tied: bool, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Qwen3", {"qk_norm": True, "tied": True}),
+        ("Llama", {"qk_norm": False, "tied": False}),
+        ("Glm4Moe", {"experts": 6, "experts_per_token": 3, "shared_experts": 2}),
+        ("Glm4Moe", {"experts": 4, "experts_per_token": 1, "balance": "loss", "qk_norm": False}),
+    ],
+)
+def test_transformers_computes_the_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    section = SMALL.model_copy(update={"qk_norm": qk_norm, "tied": tied})
+    section = SMALL.model_copy(update=changes)
     model = build_model(section, 264, seed=0)
     make_checkpoint(tmp_path / "run", contract(section), model)
     output = export(tmp_path / "run", tmp_path / "out")

@@ -9,7 +9,7 @@ import pytest
 from diloco.config import Contract, MeshSection, Site, load_site
 from diloco.errors import ConfigError, UsageError
 from diloco.island import given_ranks
-from diloco.island.mesh import Mesh, check, sizes_of
+from diloco.island.mesh import DIMENSIONS, Mesh, check, sizes_of
 
 CONTRACT = Contract.model_validate(
     {
@@ -28,24 +28,26 @@ def section(**keys: Any) -> MeshSection:
 @pytest.mark.parametrize(
     ("keys", "ranks", "expected"),
     [
-        ({}, 1, (1, 1, 1)),
-        ({}, 4, (4, 1, 1)),  # nothing is divided: copies
-        ({"shard": "parameters"}, 4, (1, 4, 1)),
-        ({"shard": "parameters", "tp": 2}, 8, (1, 4, 2)),
-        ({"shard": "optimizer", "dp_replicate": 2}, 4, (2, 2, 1)),
-        ({"shard": "gradients", "dp_replicate": -1, "dp_shard": 2}, 6, (3, 2, 1)),
-        ({"tp": -1, "dp_shard": 1}, 4, (1, 1, 4)),
-        ({"tp": 2}, 4, (2, 1, 2)),
+        ({}, 1, {}),
+        ({}, 4, {"dp_replicate": 4}),  # nothing is divided: copies
+        ({"shard": "parameters"}, 4, {"dp_shard": 4}),
+        ({"shard": "parameters", "tp": 2}, 8, {"dp_shard": 4, "tp": 2}),
+        ({"shard": "optimizer", "dp_replicate": 2}, 4, {"dp_replicate": 2, "dp_shard": 2}),
+        ({"shard": "gradients", "dp_replicate": -1, "dp_shard": 2}, 6, {"dp_replicate": 3, "dp_shard": 2}),
+        ({"tp": -1, "dp_shard": 1}, 4, {"tp": 4}),
+        ({"tp": 2}, 4, {"dp_replicate": 2, "tp": 2}),
+        ({"ep": 2, "cp": 2}, 8, {"dp_replicate": 2, "ep": 2, "cp": 2}),
+        ({"ep": -1, "dp_shard": 2, "shard": "parameters"}, 8, {"dp_shard": 2, "ep": 4}),
     ],
 )
-def test_what_is_left_goes_to_one_dimension(keys: dict[str, Any], ranks: int, expected: tuple[int, ...]) -> None:
-    assert tuple(sizes_of(section(**keys), ranks).values()) == expected
+def test_what_is_left_goes_to_one_dimension(keys: dict[str, Any], ranks: int, expected: dict[str, int]) -> None:
+    assert sizes_of(section(**keys), ranks) == dict.fromkeys(DIMENSIONS, 1) | expected
 
 
 @pytest.mark.parametrize(
     ("keys", "ranks", "cause", "fix"),
     [
-        ({"tp": 3}, 4, "dp_replicate (1) x tp (3) is 3, which does not divide the island's 4 ranks", "multiple of 3"),
+        ({"tp": 3}, 4, "tp (3) is 3, which does not divide the island's 4 ranks", "multiple of 3"),
         ({"dp_shard": 2, "shard": "parameters"}, 4, "is 2 ranks, but the island has 4", "start 2 ranks"),
     ],
 )
@@ -77,6 +79,10 @@ def test_a_mesh_that_makes_no_sense_is_refused_when_it_is_read(override: str, ca
         ({"tp": 4}, 4, 4, "mesh.tp (4) does not divide model.heads (6)", "one of 1, 2"),
         ({"tp": 3}, 3, 3, "mesh.tp (3) does not divide model.kv_heads (2)", "one of 1, 2"),
         ({"tp": 2}, 4, 1, "does not divide the 1 ranks of a node", "lower mesh.tp"),
+        ({"cp": 4}, 4, 4, "mesh.cp (4) does not divide model.heads (6)", "one of 1, 2"),
+        ({"cp": 3}, 3, 3, "mesh.cp (3) does not divide model.kv_heads (2)", "one of 1, 2"),
+        ({"cp": 2, "tp": 2}, 4, 4, "mesh.tp (2) does not go with mesh.cp (2)", "set one of them to 1"),
+        ({"ep": 2}, 2, 2, "mesh.ep (2) divides experts, and this model has none", "set mesh.ep = 1"),
     ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused(
@@ -85,6 +91,29 @@ def test_a_model_that_cannot_be_divided_so_is_refused(
     mesh = section(**keys)
     with pytest.raises(ConfigError) as raised:
         check(sizes_of(mesh, ranks), Site(mesh=mesh), CONTRACT, per_node)
+    assert cause in raised.value.cause
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "cause", "fix"),
+    [
+        ({"ep": 4}, 4, "mesh.ep (4) does not divide model.experts (6)", "one of 1, 2, 3, 6"),
+        ({"tp": 2}, 2, "mesh.tp (2) does not go with a mixture of experts", "mesh.ep"),
+        ({"ep": 1, "shard": "parameters"}, 8, "inner.batch_size (4) does not divide by 8", ""),
+        (
+            {"ep": 2, "cp": 2, "dp_replicate": 1, "dp_shard": 1, "shard": "optimizer"},
+            4,
+            "width of an expert (25)",
+            "lower",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_so_are_refused(keys: dict[str, Any], ranks: int, cause: str, fix: str) -> None:
+    model = CONTRACT.model.model_copy(update={"experts": 6, "expert_dim": 25})
+    mesh = section(**keys)
+    with pytest.raises(ConfigError) as raised:
+        check(sizes_of(mesh, ranks), Site(mesh=mesh), CONTRACT.model_copy(update={"model": model}), ranks)
     assert cause in raised.value.cause
     assert fix in raised.value.fix
 

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 from diloco.models import build_model, count_parameters
 from diloco.models.export_map import llama_config, to_llama
 from diloco.models.presets import PRESETS
-from diloco.models.transformer import INIT_STD, Attention, SwiGLU, Transformer, ffn_width, rotary_table, rotate
+from diloco.models.transformer import INIT_STD, Attention, SwiGLU, ffn_width, rotary_table, rotate
 
 CPU = torch.device("cpu")
 SMALL = ModelSection(layers=2, dim=32, heads=4, kv_heads=2)
@@ -212,7 +212,7 @@ def test_preset_has_as_many_parameters_as_its_name_says(name: str) -> None:
     named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
     section = ModelSection(**PRESETS[name])
     with torch.device("meta"):
-        count = count_parameters(Transformer(section, section.vocab_size or 256))
+        count = count_parameters(build_model(section, section.vocab_size or 256, seed=0))
     assert count == pytest.approx(named, rel=0.15)
     source = Path(sys.modules["diloco.models.presets"].__file__ or "").read_text()
     line = next(line for line in source.splitlines() if f'"{name}":' in line)

@@ -35,8 +35,8 @@ LAYERS = {
         diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
-        diloco.memory diloco.models.transformer diloco.models.export_map diloco.outlier diloco.feedback diloco.muon
-        diloco.radial diloco.pairing""",
+        diloco.memory diloco.models.transformer diloco.models.moe diloco.models.export_map diloco.outlier diloco.muon
+        diloco.feedback diloco.radial diloco.pairing""",
     "protocol": """
         diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
         diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages

@@ -14,14 +14,17 @@ from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from diloco.config import Contract, MeshSection, Site
+from diloco.config import Contract, MeshSection, ModelSection, Site
 from diloco.errors import ConfigError
+from diloco.models.moe import expert_width
 from diloco.models.transformer import ffn_width
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Outermost first: what needs the fastest links comes last."""
-DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
 """Ranks that differ in these train on different rows."""
+MODEL_DIMENSIONS = ("cp", "ep", "tp")
+"""Ranks that differ in these compute one model together."""
 
 Sizes = Mapping[str, int]
 
@@ -59,6 +62,18 @@ class Mesh:
         assert self.devices is not None
         return self.devices[names]
 
+    def copies_of_shares(self, *also: str) -> DeviceMesh:
+        """Torch's mesh for FSDP2, of two dimensions: copies, and shares of each, over `dp_shard` and `also` together.
+
+        All ranks make it together.
+        """
+        assert self.devices is not None
+        names = ("dp_shard", *(name for name in also if self.sizes[name] > 1))
+        if len(names) == 1:
+            return self.along("dp_replicate", "dp_shard")
+        shares = self.along(*names)._flatten("_".join(names))
+        return DeviceMesh._concatenate([self.along("dp_replicate"), shares])
+
     @cached_property
     def _places(self) -> Sizes:
         places: dict[str, int] = {}
@@ -89,39 +104,75 @@ def sizes_of(section: MeshSection, ranks: int) -> Sizes:
 
 def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> None:
     """Whether the contract's model and batch can be divided so. Raises ConfigError, saying which number to change."""
-    section = site.mesh
+    section, model = site.mesh, contract.model
     data = math.prod(sizes[name] for name in DATA_DIMENSIONS)
     if contract.inner.batch_size % data:
         cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {data} data-parallel ranks"
         raise ConfigError(cause, "start a number of ranks that divides it, or share the work by mesh.tp")
-    if contract.model.kind != "transformer" and (section.shard != "none" or sizes["tp"] > 1):
-        cause = f"model.kind {contract.model.kind!r} cannot be divided over ranks"
-        raise ConfigError(cause, 'set mesh.shard = "none" and mesh.tp = 1: the ranks are copies then')
-    if contract.model.kind != "transformer" and site.device.checkpointing != "none":
-        cause = f"device.checkpointing is not for model.kind {contract.model.kind!r}"
+    fix = 'set mesh.shard = "none", and mesh.cp, mesh.ep and mesh.tp to 1: the ranks are copies then'
+    if divides(sizes, section) and model.kind != "transformer":
+        raise ConfigError(f"model.kind {model.kind!r} cannot be divided over ranks", fix)
+    if model.kind != "transformer" and site.device.checkpointing != "none":
+        cause = f"device.checkpointing is not for model.kind {model.kind!r}"
         raise ConfigError(cause, 'set device.checkpointing = "none"')
-    if contract.inner.optimizer == "muon" and (section.shard != "none" or sizes["tp"] > 1):
-        cause = "inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them"
-        raise ConfigError(cause, 'set mesh.shard = "none" and mesh.tp = 1: the ranks are copies then')
+    if model.experts and site.device.checkpointing == "selective":
+        raise ConfigError("device.checkpointing 'selective' is not for a mixture of experts", "set it to 'full'")
+    if site.device.compile and sizes["cp"] * sizes["ep"] > 1:
+        raise ConfigError("device.compile does not go with mesh.cp and mesh.ep", "set device.compile = false")
+    if divides(sizes, section) and contract.inner.optimizer == "muon":
+        raise ConfigError("inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them", fix)
     if sizes["tp"] > 1:
-        _check_tensor_parallel(sizes["tp"], section, contract, ranks_per_node)
+        _check_tensor_parallel(sizes, section, contract, ranks_per_node)
+    if sizes["cp"] > 1:
+        _check_divides("cp", sizes["cp"], {**_heads(model), "data.sequence_length": contract.data.sequence_length})
+    if sizes["ep"] > 1:
+        _check_expert_parallel(sizes, model)
 
 
-def _check_tensor_parallel(tp: int, section: MeshSection, contract: Contract, ranks_per_node: int) -> None:
+def divides(sizes: Sizes, section: MeshSection) -> bool:
+    """Whether a rank has less than the whole model, or computes less than all of it."""
+    return section.shard != "none" or any(sizes[name] > 1 for name in MODEL_DIMENSIONS)
+
+
+def _heads(model: ModelSection) -> dict[str, int]:
+    return {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads}
+
+
+def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
+    if not model.experts:
+        raise ConfigError(f"mesh.ep ({sizes['ep']}) divides experts, and this model has none", "set mesh.ep = 1")
+    _check_divides("ep", sizes["ep"], {"model.experts": model.experts})
+    shares = sizes["dp_shard"] * sizes["cp"]
+    for name, width in (("the width of an expert", expert_width(model)), ("model.dim", model.dim)):
+        if width % shares:
+            cause = (
+                f"mesh.dp_shard x mesh.cp ({shares}) does not divide {name} ({width}), along which experts are sharded"
+            )
+            raise ConfigError(cause, "lower mesh.dp_shard, for instance by more mesh.dp_replicate")
+
+
+def _check_divides(name: str, ranks: int, numbers: Mapping[str, int]) -> None:
+    """Raises ConfigError unless `mesh.<name>` divides all numbers."""
+    for what, number in numbers.items():
+        if number % ranks:
+            common = math.gcd(*numbers.values())
+            fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
+            cause = f"mesh.{name} ({ranks}) does not divide {what} ({number})"
+            raise ConfigError(cause, f"set mesh.{name} to one of {', '.join(fitting)}")
+
+
+def _check_tensor_parallel(sizes: Sizes, section: MeshSection, contract: Contract, ranks_per_node: int) -> None:
+    tp, model = sizes["tp"], contract.model
+    if sizes["cp"] > 1:
+        cause = f"mesh.tp ({tp}) does not go with mesh.cp ({sizes['cp']}): both divide the heads"
+        raise ConfigError(cause, "set one of them to 1")
+    if model.experts:
+        cause = f"mesh.tp ({tp}) does not go with a mixture of experts"
+        raise ConfigError(cause, "set mesh.tp = 1, and divide the experts by mesh.ep")
     if ranks_per_node % tp:
         cause = f"mesh.tp ({tp}) does not divide the {ranks_per_node} ranks of a node"
         raise ConfigError(cause, "tensor parallelism needs the links inside a node: lower mesh.tp")
-    model = contract.model
-    numbers = {
-        "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads or model.heads,
-        "the width of the feed-forward layer": ffn_width(model),
-    }
+    numbers = {**_heads(model), "the width of the feed-forward layer": ffn_width(model)}
     if section.sequence_parallel:
         numbers["data.sequence_length"] = contract.data.sequence_length
-    for name, number in numbers.items():
-        if number % tp:
-            common = math.gcd(*numbers.values())
-            fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
-            cause = f"mesh.tp ({tp}) does not divide {name} ({number})"
-            raise ConfigError(cause, f"set mesh.tp to one of {', '.join(fitting)}")
+    _check_divides("tp", tp, numbers)

@@ -40,7 +40,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from diloco.config import MeshSection, Site
 from diloco.errors import ConfigError
 from diloco.island.bridge import collect, spread
-from diloco.island.mesh import DATA_DIMENSIONS, Mesh
+from diloco.island.context import divide_sequences
+from diloco.island.experts import divide_experts, divided_experts
+from diloco.island.mesh import Mesh
+from diloco.models.moe import routers
 from diloco.models.transformer import Block, Transformer
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -121,18 +124,29 @@ def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -
     """
     if mesh.size("tp") > 1:
         split_matrices(model, mesh, sequence_parallel=site.mesh.sequence_parallel)
+    if mesh.size("cp") > 1:
+        divide_sequences(model, mesh.along("cp"))
+    if mesh.size("ep") > 1:
+        divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
         for block in model.blocks:
             block.compile()
     policy: dict[str, Any] = {
-        "mesh": mesh.along(*DATA_DIMENSIONS),
+        "mesh": mesh.copies_of_shares("cp", "ep"),
         "offload_policy": CPUOffloadPolicy() if site.mesh.offload else OffloadPolicy(),
     }
     # Autocast stays on: it casts activations, and norms and the residuals stay fp32, as on one rank.
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    if mesh.size("ep") > 1:
+        # An expert's copies are on fewer ranks. Sharded by another dimension than the one that `ep` divides.
+        apart = {**policy, "mesh": mesh.copies_of_shares("cp"), "shard_placement_fn": lambda _: Shard(1)}
+        for experts in divided_experts(model):
+            fully_shard(experts, reshard_after_forward=site.mesh.shard == "parameters", mp_policy=precision, **apart)
+    for router in routers(model) if bf16 else ():
+        fully_shard(router, reshard_after_forward=False, **policy)  # stays fp32, as its scores are
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=site.mesh.shard == "parameters", mp_policy=precision, **policy)
     # What is in no block stays gathered from its first use to its last: a tied head is the embedding. It stays fp32.

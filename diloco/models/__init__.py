@@ -39,9 +39,11 @@ def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = 
             from diloco.models.hf import load_causal_lm
 
             return load_causal_lm(section, vocab_size, root)
-        from diloco.models.transformer import Transformer
+        from diloco.models.moe import MixtureOfExperts
+        from diloco.models.transformer import SwiGLU, Transformer
 
-        return Transformer(section, checked_vocab_size(section, vocab_size))
+        feed_forward = MixtureOfExperts if section.experts else SwiGLU
+        return Transformer(section, checked_vocab_size(section, vocab_size), feed_forward)
 
 
 def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:

@@ -1,8 +1,9 @@
 """Our transformer as Hugging Face knows it: the same function under other names.
 
 Without QK-norm it is a `LlamaForCausalLM`, with it a `Qwen3ForCausalLM` (per-head RMSNorm of queries and keys before
-the rotation). Rotary convention, norm epsilon and SwiGLU are the same, so only names differ. Nothing here needs
-`transformers`.
+the rotation), and with experts a `Glm4MoeForCausalLM` (GLM-4.5: sigmoid scores, a balancing bias in the choice, shared
+experts). Rotary convention, norm epsilon and SwiGLU are the same, so only names differ, and our stacked experts have
+one name each. Nothing here needs `transformers`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.config import ModelSection
+from diloco.models.moe import expert_width
 from diloco.models.transformer import INIT_STD, NORM_EPS, ffn_width
 
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
@@ -28,7 +30,14 @@ IN_BLOCK = {
     "ffn.gate.weight": "mlp.gate_proj.weight",
     "ffn.up.weight": "mlp.up_proj.weight",
     "ffn.down.weight": "mlp.down_proj.weight",
+    "ffn.router.weight": "mlp.gate.weight",
+    "ffn.router.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "ffn.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "ffn.shared.down.weight": "mlp.shared_experts.down_proj.weight",
 }
+STACKS = {"ffn.experts.gate": "gate_proj", "ffn.experts.up": "up_proj", "ffn.experts.down": "down_proj"}
+"""Of all experts of a block in one tensor; an export has `mlp.experts.<i>.<name>.weight`."""
 
 
 def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048) -> dict[str, Any]:
@@ -37,7 +46,9 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
     `vocab_size` counts the rows of the embedding. `max_length` is advice to generation code; the model has no limit.
     """
     architecture, model_type = ("Qwen3ForCausalLM", "qwen3") if section.qk_norm else ("LlamaForCausalLM", "llama")
-    return {
+    if section.experts:
+        architecture, model_type = "Glm4MoeForCausalLM", "glm4_moe"
+    return (_experts_config(section) if section.experts else {}) | {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": vocab_size,
@@ -61,16 +72,55 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
     }
 
 
+def _experts_config(section: ModelSection) -> dict[str, Any]:
+    return {
+        "n_routed_experts": section.experts,
+        "num_experts_per_tok": section.experts_per_token,
+        "n_shared_experts": section.shared_experts,
+        "moe_intermediate_size": expert_width(section),
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": section.experts_per_token > 1,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": section.qk_norm,
+        "partial_rotary_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def to_llama(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`Transformer.state_dict()` under Hugging Face's names; the tensors are the given ones.
+    """`Transformer.state_dict()` under Hugging Face's names; the tensors are the given ones, or views of stacks.
 
     A tied head has no entry: `tie_word_embeddings` says it. Raises KeyError for a name that is not the transformer's.
     """
-    return {_renamed(name): tensor for name, tensor in state.items()}
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in _completed(state).items():
+        _, _, rest = name.split(".", 2) if name not in TOP else ("", "", name)
+        if rest in STACKS:
+            renamed |= {_renamed(name, expert): one for expert, one in enumerate(tensor)}
+        else:
+            renamed[_renamed(name)] = tensor
+    return renamed
 
 
-def _renamed(name: str) -> str:
+def _completed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With what Hugging Face's model has in any case and ours may lack: a bias of zero, shared experts of width 0."""
+    implied: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        if name.endswith("ffn.router.weight"):
+            experts, dim = weight.shape
+            ffn = name.removesuffix("router.weight")
+            implied[f"{ffn}router.bias"] = weight.new_zeros(experts)
+            implied |= {f"{ffn}shared.{matrix}.weight": weight.new_empty(0, dim) for matrix in ("gate", "up")}
+            implied[f"{ffn}shared.down.weight"] = weight.new_empty(dim, 0)
+    return {**implied, **state}
+
+
+def _renamed(name: str, expert: int = 0) -> str:
+    """Hugging Face's name; for a stack, that of one of its experts."""
     if name in TOP:
         return TOP[name]
     _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{IN_BLOCK[rest]}"
+    inner = f"mlp.experts.{expert}.{STACKS[rest]}.weight" if rest in STACKS else IN_BLOCK[rest]
+    return f"model.layers.{layer}.{inner}"

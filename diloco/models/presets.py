@@ -26,6 +26,12 @@ def _scaling(layers: int, heads: int) -> dict[str, Any]:
     return _published(layers, 64 * heads, heads, qk_norm=True)
 
 
+def _experts(experts: int, per_token: int, width: int, *, shared: int = 0) -> dict[str, Any]:
+    return {"experts": experts, "experts_per_token": per_token, "expert_dim": width, "shared_experts": shared}
+
+
+_OLMOE = _experts(64, 8, 1024) | {"vocab_size": 50_304, "balance": "loss"}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Byte-level: a laptop, or one GPU.
     "0.3m": _bytes(2, 104, 4),  # 293,488
@@ -33,6 +39,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "1m": _bytes(3, 160, 5) | {"ffn_dim": 480},  # 1,040,672
     "3m": _bytes(6, 192, 4),  # 2,706,432
     "10m": _bytes(8, 320, 5),  # 10,000,704
+    # A mixture of experts: a token meets 1,182,776 of its parameters.
+    "moe-3m": _bytes(3, 160, 5) | _experts(8, 2, 192, shared=1),  # 2,841,656
     "30m": _bytes(10, 512, 8),  # 31,764,224
     "85m": _bytes(12, 768, 12),  # 85,152,000
     "150m": _bytes(12, 1024, 16),  # 152,070,656
@@ -52,4 +60,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "scaling-2.4b": _scaling(30, 40),  # 2,448,257,280
     "scaling-4b": _scaling(36, 48),  # 4,177,755,648
     "scaling-10b": _scaling(48, 64),  # 9,810,880,512
+    # OLMoE-1B-7B (arXiv 2409.02060): a token meets 1,281,955,840. There scores were softmax, and QK-norm went over all
+    # heads at once.
+    "olmoe-7b": _published(16, 2048, 16, tied=False, qk_norm=True) | _OLMOE,  # 6,919,100,416
 }

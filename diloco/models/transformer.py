@@ -11,6 +11,7 @@ needs no care, and the parameters are all there is to exchange.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from diloco.config import ModelSection
 NORM_EPS = 1e-5
 INIT_STD = 0.02
 FFN_MULTIPLE = 32
+WRITE_RESIDUAL = ("attn.out.weight", "ffn.down.weight", "experts.down", "shared.down.weight")
+"""How the names of the matrices end that write to the residual stream."""
 
 
 def ffn_width(section: ModelSection) -> int:
@@ -28,15 +31,15 @@ def ffn_width(section: ModelSection) -> int:
     return section.ffn_dim or math.ceil(8 * section.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
 
 
-def rotary_table(length: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What `rotate` multiplies by at each position: cosines and signed sines, fp32, each (length, 1, width).
+def rotary_table(length: int, width: int, theta: float, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by at each position from `first` on: cosines and signed sines, fp32 (length, 1, width).
 
     The angles are position / theta^(2 i / width) for i < width / 2, used twice ("RoFormer", arXiv 2104.09864,
     equation 15). Made anew in each forward pass: that takes 60 us, and a cache would have to know lengths, devices
     and inference mode.
     """
     exponents = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
-    positions = torch.arange(length, device=device, dtype=torch.float32)
+    positions = torch.arange(first, first + length, device=device, dtype=torch.float32)
     angles = positions[:, None, None] * (1.0 / theta**exponents)  # `outer` would be bf16 under autocast
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -48,6 +51,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Component i turns together with component i + E / 2, as in Hugging Face's Llama.
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries (B, H, T, E), keys and values (B, K, T, E) of consecutive tokens -> (B, H, T, E)."""
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of whole sequences to themselves; of `diloco.island.context` where ranks have pieces of them."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class Attention(nn.Module):
@@ -66,6 +78,7 @@ class Attention(nn.Module):
         # QK-norm keeps the attention logits bounded (arXiv 2302.05442, section 2).
         self.q_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, NORM_EPS) if section.qk_norm else nn.Identity()
+        self.attend: Attend = attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # (B, T, H or K, E), of which a rank under tensor parallelism has some heads.
@@ -74,7 +87,7 @@ class Attention(nn.Module):
         q = rotate(self.q_norm(q.float()), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k.float()), cos, sin).to(v.dtype)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H or K, T, E)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        mixed = self.attend(q, k, v)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
@@ -94,15 +107,19 @@ class SwiGLU(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    """Attention, then SwiGLU, each with a norm before it and a residual around it."""
+FeedForward = Callable[[ModelSection], nn.Module]
+"""Makes a block's second half, (B, T, D) -> (B, T, D): `SwiGLU`, or `diloco.models.moe.MixtureOfExperts`."""
 
-    def __init__(self, section: ModelSection) -> None:
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each with a norm before it and a residual around it."""
+
+    def __init__(self, section: ModelSection, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(section.dim, NORM_EPS)
         self.attn = Attention(section)
         self.ffn_norm = nn.RMSNorm(section.dim, NORM_EPS)
-        self.ffn = SwiGLU(section)
+        self.ffn = feed_forward(section)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.attn_norm(x), cos, sin)
@@ -112,12 +129,14 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state."""
 
-    def __init__(self, section: ModelSection, vocab_size: int) -> None:
+    def __init__(self, section: ModelSection, vocab_size: int, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
         self.head_dim = section.dim // section.heads
         self.rope_theta = section.rope_theta
+        self.piece = 0
+        """Which piece of the sequences it is called with, counted in pieces of that length."""
         self.embed = nn.Embedding(vocab_size, section.dim)
-        self.blocks = nn.ModuleList(Block(section) for _ in range(section.layers))
+        self.blocks = nn.ModuleList(Block(section, feed_forward) for _ in range(section.layers))
         self.norm = nn.RMSNorm(section.dim, NORM_EPS)
         self.head = None if section.tied else nn.Linear(section.dim, vocab_size, bias=False)
         self.reset_parameters()
@@ -129,14 +148,17 @@ class Transformer(nn.Module):
         """
         residual_std = INIT_STD / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim < 2:
                 nn.init.ones_(parameter)
             else:
-                writes_residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+                writes_residual = name.endswith(WRITE_RESIDUAL)
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = rotary_table(tokens.shape[1], self.head_dim, self.rope_theta, tokens.device)
+        length = tokens.shape[1]
+        cos, sin = rotary_table(length, self.head_dim, self.rope_theta, tokens.device, self.piece * length)
         x = self.embed(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -1,0 +1,114 @@
+"""Experts and sequences divided over the ranks of an island: what one process does, on the same rows.
+
+As in test_parallel: one group of four processes does all cases.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from diloco.config import Contract, Site
+from diloco.island import END, Island
+from diloco.workbench import Bench
+from tests.test_parallel import CPU, RANKS, STEPS, Run, State, furthest
+from tests.test_parallel import contract as dense
+
+EXPERTS = {"experts": 8, "experts_per_token": 2, "shared_experts": 1, "balance_rate": 0.01}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what is different in [model]
+    "ep": ({"ep": 4}, EXPERTS),
+    "fsdp+ep": ({"ep": 2, "shard": "parameters"}, EXPERTS),
+    "ep+cp, auxiliary loss": ({"ep": 2, "cp": 2}, {**EXPERTS, "balance": "loss"}),
+    "cp": ({"cp": 2, "dp_replicate": 2}, {"kv_heads": 2}),
+    "fsdp+cp": ({"cp": 2, "shard": "parameters"}, {"kv_heads": 2}),
+}
+
+
+def contract(case: str) -> Contract:
+    plain = dense()
+    return plain.model_copy(update={"model": plain.model.model_copy(update=CASES[case][1])})
+
+
+def site(root: Path, **mesh: Any) -> Site:
+    return Site.model_validate({"mesh": mesh, "device": {"kind": "cpu"}, "data": {"root": str(root)}})
+
+
+def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
+    """All cases on rank 0. After its steps each goes on from one rank's state."""
+    found = {}
+    alone: dict[str, tuple[Run, State, float]] = {}
+    for case, (mesh, model) in CASES.items():
+        key = json.dumps(model)
+        if key not in alone:
+            one = Run(contract(case), site(root), Island(0, 1, CPU))
+            one.train(STEPS)
+            alone[key] = one, one.state(), heldout(one)
+        one, expected, expected_heldout = alone[key]
+        run = Run(contract(case), site(root, **mesh), island)
+        run.train(STEPS)
+        weights = run.weights()
+        found[case] = {
+            "losses": furthest(run.losses, expected.losses),
+            "weights": max((weights[name] - value).abs().max().item() for name, value in expected.weights.items()),
+            "heldout": heldout(run) / expected_heldout - 1,
+            "share": share_of_experts(run),
+        }
+        run.take(expected)
+        run.train(2)
+        one.train(STEPS + 2 - len(one.losses))
+        found[case]["resumed"] = furthest(run.losses, one.losses)
+        island.announce(END)
+    return found
+
+
+def share_of_experts(run: Run) -> float:
+    """How much of all experts this rank holds."""
+    stacks = [value for name, value in run.bench.model.named_parameters() if ".experts." in name]
+    return sum(value.to_local().numel() for value in stacks) / max(sum(value.numel() for value in stacks), 1)
+
+
+def heldout(run: Run) -> float:
+    """The loss of the local weights on four held-out sequences."""
+    blocks = run.bench.dataset.heldout(4).contiguous()
+    run.bench.island.announce("evaluate", shape=tuple(blocks.shape))
+    return run.bench._evaluate(tuple(blocks.shape), blocks)
+
+
+def rank(rank: int, root: str, meeting: str) -> None:
+    torch.set_num_threads(1)
+    island = Island.at(rank, RANKS, CPU, rendezvous=meeting)
+    if island.leads:
+        (Path(root) / "found.json").write_text(json.dumps(lead(Path(root), island)))
+    else:
+        for case, (mesh, _) in CASES.items():
+            Bench.follow(contract(case), site(Path(root), **mesh), island)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("experts")
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        mp.spawn(rank, (str(root), f"file://{root / 'meeting'}"), nprocs=RANKS)
+    return json.loads((root / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert found[case]["losses"] < 1e-4
+    assert found[case]["weights"] < 1e-4
+    assert abs(found[case]["heldout"]) < 1e-4
+    assert found[case]["resumed"] < 1e-4
+
+
+def test_a_rank_holds_its_experts_only(found: dict[str, dict[str, float]]) -> None:
+    shares = {case: one["share"] for case, one in found.items() if one["share"]}
+    assert shares == {"ep": 1 / 4, "fsdp+ep": 1 / 4, "ep+cp, auxiliary loss": 1 / 4}
