@@ -118,6 +118,23 @@ def test_experts_that_cannot_be_divided_so_are_refused(keys: dict[str, Any], ran
     assert fix in raised.value.fix
 
 
+@pytest.mark.parametrize(
+    ("mesh", "device", "cause"),
+    [
+        ({"ep": 2}, {"checkpointing": "selective"}, "'selective' is not for a mixture of experts"),
+        ({"ep": 2}, {"compile": True}, "device.compile does not go with mesh.cp and mesh.ep"),
+        ({"cp": 2}, {"compile": True}, "device.compile does not go with mesh.cp and mesh.ep"),
+    ],
+)
+def test_device_settings_that_do_not_go_with_it_are_refused(
+    mesh: dict[str, int], device: dict[str, Any], cause: str
+) -> None:
+    site = Site.model_validate({"mesh": mesh, "device": device})
+    model = CONTRACT.model.model_copy(update={"experts": 6, "expert_dim": 24})
+    with pytest.raises(ConfigError, match=cause):
+        check(sizes_of(site.mesh, 2), site, CONTRACT.model_copy(update={"model": model}), 2)
+
+
 def test_another_model_than_ours_is_not_divided() -> None:
     model = CONTRACT.model.model_copy(update={"kind": "hf", "hf_config": "there"})
     mesh = section(shard="parameters")

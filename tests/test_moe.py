@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ def test_a_token_costs_by_default_what_it_does_in_the_dense_model() -> None:
     section = ModelSection(dim=128, ffn_dim=480, experts=8, experts_per_token=2, shared_experts=1)
     assert expert_width(section) == 160
     assert expert_width(section.model_copy(update={"expert_dim": 24})) == 24
+
+
+@pytest.mark.parametrize(
+    ("keys", "cause"),
+    [
+        ({"experts": 4, "experts_per_token": 5}, r"experts \(4\) must be at least 2 and experts_per_token \(5\)"),
+        ({"experts": 1, "experts_per_token": 1}, "must be at least 2"),
+        ({"experts": 4, "expert_dim": 12}, r"expert_dim \(12\) must be a multiple of 8"),
+        ({"experts": 4, "kind": "external"}, "experts is for kind 'transformer'"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(keys: dict[str, Any], cause: str) -> None:
+    with pytest.raises(ValueError, match=cause):
+        ModelSection(**keys)
 
 
 # ---------------------------------------------------------------- balance

@@ -56,7 +56,8 @@ class Router(nn.Module):
         self.total: Callable[[Tensor], Tensor] = lambda loads: loads
         """The sum of loads over all ranks that share a batch; an island puts its own here."""
         self.loads = torch.zeros(section.experts)
-        """Tokens that each expert got in the last training step's last micro-batch, fp32."""
+        """Tokens that each expert got from this rank in the last training step's last micro-batch (with an auxiliary
+        loss, from all ranks), fp32."""
         self._loss: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
