@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,11 @@ class DataSection(Section):
     """Share of the files (or of the tokens of one file) kept out of training for evaluation."""
 
 
+FFN_MULTIPLE = 32
+EXPERT_MULTIPLE = 8
+"""Of an expert's width: grouped products want rows of 16 bytes."""
+
+
 class ModelSection(Section):
     kind: Literal["transformer", "hf", "external"] = "transformer"
     """`transformer`: ours; `hf`: a causal LM from a local Hugging Face config; `external`: the library caller's."""
@@ -145,6 +151,17 @@ class ModelSection(Section):
     balance_loss: NonNegativeFloat = 0.01
     """For `loss`: what it is multiplied by."""
 
+    @property
+    def ffn_width(self) -> int:
+        """Width of the SwiGLU layer: as given, or 8/3 of `dim` (three matrices then cost what two of 4 x dim do)."""
+        return self.ffn_dim or math.ceil(8 * self.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
+
+    @property
+    def expert_width(self) -> int:
+        """Width of one expert: as given, or such that a token costs what it does in the dense model."""
+        used = self.experts_per_token + self.shared_experts
+        return self.expert_dim or math.ceil(self.ffn_width / used / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
+
     @model_validator(mode="after")
     def _experts(self) -> Self:
         if not self.experts:
@@ -156,8 +173,8 @@ class ModelSection(Section):
                 f"experts ({self.experts}) must be at least 2 and experts_per_token ({self.experts_per_token})"
             )
         for name, width in (("dim", self.dim), ("expert_dim", self.expert_dim or 0)):
-            if width % 8:
-                raise ValueError(f"{name} ({width}) must be a multiple of 8 in a mixture of experts")
+            if width % EXPERT_MULTIPLE:
+                raise ValueError(f"{name} ({width}) must be a multiple of {EXPERT_MULTIPLE} in a mixture of experts")
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 from diloco.models import build_model, count_parameters
 from diloco.models.export_map import llama_config, to_llama
 from diloco.models.presets import PRESETS
-from diloco.models.transformer import INIT_STD, Attention, SwiGLU, ffn_width, rotary_table, rotate
+from diloco.models.transformer import INIT_STD, Attention, SwiGLU, rotary_table, rotate
 
 CPU = torch.device("cpu")
 SMALL = ModelSection(layers=2, dim=32, heads=4, kv_heads=2)
@@ -118,8 +118,8 @@ def test_swiglu_by_hand() -> None:
 
 @pytest.mark.parametrize(("dim", "expected"), [(96, 256), (144, 384), (128, 352), (1024, 2752)])
 def test_ffn_width_is_eight_thirds_rounded_up_to_32(dim: int, expected: int) -> None:
-    assert ffn_width(ModelSection(dim=dim)) == expected
-    assert ffn_width(ModelSection(dim=dim, ffn_dim=40)) == 40
+    assert ModelSection(dim=dim).ffn_width == expected
+    assert ModelSection(dim=dim, ffn_dim=40).ffn_width == 40
 
 
 # ---------------------------------------------------------------- the whole model

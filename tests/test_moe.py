@@ -13,7 +13,7 @@ from diloco.config import DataSection, InnerSection, ModelSection
 from diloco.data import open_dataset
 from diloco.inner import InnerLoop, evaluate
 from diloco.models import build_model
-from diloco.models.moe import MixtureOfExperts, expert_width, run_experts
+from diloco.models.moe import MixtureOfExperts, run_experts
 from diloco.models.transformer import SwiGLU
 
 CPU = torch.device("cpu")
@@ -88,8 +88,8 @@ def test_the_grouped_product_is_the_loop_over_experts() -> None:
 
 def test_a_token_costs_by_default_what_it_does_in_the_dense_model() -> None:
     section = ModelSection(dim=128, ffn_dim=480, experts=8, experts_per_token=2, shared_experts=1)
-    assert expert_width(section) == 160
-    assert expert_width(section.model_copy(update={"expert_dim": 24})) == 24
+    assert section.expert_width == 160
+    assert section.model_copy(update={"expert_dim": 24}).expert_width == 24
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.config import Contract, MeshSection, ModelSection, Site
 from diloco.errors import ConfigError
-from diloco.models.moe import expert_width
-from diloco.models.transformer import ffn_width
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Outermost first: what needs the fastest links comes last."""
@@ -143,7 +141,7 @@ def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
         raise ConfigError(f"mesh.ep ({sizes['ep']}) divides experts, and this model has none", "set mesh.ep = 1")
     _check_divides("ep", sizes["ep"], {"model.experts": model.experts})
     shares = sizes["dp_shard"] * sizes["cp"]
-    for name, width in (("the width of an expert", expert_width(model)), ("model.dim", model.dim)):
+    for name, width in (("the width of an expert", model.expert_width), ("model.dim", model.dim)):
         if width % shares:
             cause = (
                 f"mesh.dp_shard x mesh.cp ({shares}) does not divide {name} ({width}), along which experts are sharded"
@@ -172,7 +170,7 @@ def _check_tensor_parallel(sizes: Sizes, section: MeshSection, contract: Contrac
     if ranks_per_node % tp:
         cause = f"mesh.tp ({tp}) does not divide the {ranks_per_node} ranks of a node"
         raise ConfigError(cause, "tensor parallelism needs the links inside a node: lower mesh.tp")
-    numbers = {**_heads(model), "the width of the feed-forward layer": ffn_width(model)}
+    numbers = {**_heads(model), "the width of the feed-forward layer": model.ffn_width}
     if section.sequence_parallel:
         numbers["data.sequence_length"] = contract.data.sequence_length
     _check_divides("tp", tp, numbers)

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco.config import ModelSection
-from diloco.models.moe import expert_width
-from diloco.models.transformer import INIT_STD, NORM_EPS, ffn_width
+from diloco.models.transformer import INIT_STD, NORM_EPS
 
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
 IN_BLOCK = {
@@ -53,7 +52,7 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
         "model_type": model_type,
         "vocab_size": vocab_size,
         "hidden_size": section.dim,
-        "intermediate_size": ffn_width(section),
+        "intermediate_size": section.ffn_width,
         "num_hidden_layers": section.layers,
         "num_attention_heads": section.heads,
         "num_key_value_heads": section.kv_heads or section.heads,
@@ -77,7 +76,7 @@ def _experts_config(section: ModelSection) -> dict[str, Any]:
         "n_routed_experts": section.experts,
         "num_experts_per_tok": section.experts_per_token,
         "n_shared_experts": section.shared_experts,
-        "moe_intermediate_size": expert_width(section),
+        "moe_intermediate_size": section.expert_width,
         "first_k_dense_replace": 0,
         "n_group": 1,
         "topk_group": 1,

@@ -18,7 +18,6 @@ Shapes in comments: N tokens, D model width, E experts, K experts of one token, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -26,16 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diloco.config import ModelSection
-from diloco.models.transformer import SwiGLU, ffn_width
-
-EXPERT_MULTIPLE = 8
-"""Of an expert's width: grouped products want rows of 16 bytes."""
-
-
-def expert_width(section: ModelSection) -> int:
-    """Width of one expert: as given, or such that a token costs what it does in the dense model."""
-    used = section.experts_per_token + section.shared_experts
-    return section.expert_dim or math.ceil(ffn_width(section) / used / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
+from diloco.models.transformer import SwiGLU
 
 
 def routers(model: nn.Module) -> list[Router]:
@@ -110,7 +100,7 @@ class Experts(nn.Module):
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
-        width = expert_width(section)
+        width = section.expert_width
         self.gate = nn.Parameter(torch.empty(section.experts, width, section.dim))
         self.up = nn.Parameter(torch.empty(section.experts, width, section.dim))
         self.down = nn.Parameter(torch.empty(section.experts, section.dim, width))
@@ -144,7 +134,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(section)
         self.experts: nn.Module = Experts(section)
-        together = section.model_copy(update={"ffn_dim": section.shared_experts * expert_width(section)})
+        together = section.model_copy(update={"ffn_dim": section.shared_experts * section.expert_width})
         self.shared = SwiGLU(together) if section.shared_experts else None
 
     def forward(self, x: Tensor) -> Tensor:

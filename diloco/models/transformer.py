@@ -21,14 +21,8 @@ from diloco.config import ModelSection
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
-FFN_MULTIPLE = 32
 WRITE_RESIDUAL = ("attn.out.weight", "ffn.down.weight", "experts.down", "shared.down.weight")
 """How the names of the matrices end that write to the residual stream."""
-
-
-def ffn_width(section: ModelSection) -> int:
-    """Width of the SwiGLU layer: as given, or 8/3 of `dim` (three matrices then cost what two of 4 x dim do)."""
-    return section.ffn_dim or math.ceil(8 * section.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -97,7 +91,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
-        width = ffn_width(section)
+        width = section.ffn_width
         self.gate = nn.Linear(section.dim, width, bias=False)
         self.up = nn.Linear(section.dim, width, bias=False)
         self.down = nn.Linear(width, section.dim, bias=False)

@@ -1,6 +1,6 @@
 """A mesh of an island's ranks: which ones are possible for a model, and over which link each dimension talks.
 
-Ranks are numbered so that `tp` varies fastest, then `cp`, `dp_shard`, `ep`, `pp`, and `dp_replicate` slowest: what
+Ranks are numbered so that `tp` varies fastest, then `ep`, `cp`, `dp_shard`, `pp`, and `dp_replicate` slowest: what
 talks most stays inside a node.
 """
 
@@ -14,8 +14,8 @@ from diloco.errors import UsageError
 from diloco.plan.hardware import Hardware
 from diloco.plan.model import Model
 
-PLACED = ("tp", "cp", "dp_shard", "ep", "pp", "dp_replicate")
-"""From neighbouring ranks to distant ones."""
+PLACED = ("tp", "ep", "cp", "dp_shard", "pp", "dp_replicate")
+"""From neighbouring ranks to distant ones, as `diloco.island.mesh` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,10 @@ def problem(
          f"make tp a divisor of {math.gcd(model.heads, model.kv_heads)}"),
         (model.ffn_dim % layout.tp == 0, f"tp {layout.tp} does not divide the feed-forward width {model.ffn_dim}",
          f"make tp a divisor of {math.gcd(model.heads, model.ffn_dim)}"),
+        (layout.tp == 1 or not model.experts, f"tp {layout.tp} does not go with a mixture of experts",
+         "make tp 1, and divide the experts by ep"),
+        (layout.tp == 1 or layout.cp == 1, f"tp {layout.tp} does not go with cp {layout.cp}: both divide the heads",
+         "make one of them 1"),
         (layout.pp <= model.layers, f"pp {layout.pp} is more than the {model.layers} layers",
          f"make pp at most {model.layers}"),
         (layout.ep == 1 or (model.experts > 0 and model.experts % layout.ep == 0),

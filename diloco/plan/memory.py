@@ -64,13 +64,13 @@ def layer_activations(job: Job, layout: Layout, recompute: Recompute, micro_batc
 
     s b h (34 + 5 a s / h) / t with sequence parallelism, only the 34 when the attention matrix is computed again, and
     2 s b h / t, the input, when the whole layer is; the bytes are those of 16-bit activations. Of the 34, layer norms
-    have 4, attention 11, and the feed-forward layer 19 for each expert that a token goes through.
+    have 4, attention 11, and the feed-forward layer 19, or as many times that as a token's experts are as wide.
     """
     model = job.model
     held = job.sequence_length * micro_batch * model.dim / layout.cp / layout.tp * (job.precision.compute / 2)
     if recompute == "full":
         return 2 * held
-    linear = 15 + 19 * (model.active if model.experts else 1)
+    linear = 15 + 19 * model.ffn_load
     matrix = 5 * model.heads * job.sequence_length / model.dim if recompute == "none" else 0.0
     return held * (linear + matrix)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from diloco.config import ModelSection
 from diloco.errors import ConfigError, UsageError
 
-FFN_MULTIPLE = 32
-"""As in `diloco.models.transformer`, which needs torch; a test compares the two."""
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768
 """Of a model of which only the number of parameters is known; that of the published presets."""
@@ -36,7 +33,9 @@ class Model:
     tied: bool
     experts: int = 0
     active: int = 1
-    """Experts that a token goes through."""
+    """Experts that a token goes through, shared ones left out."""
+    ffn_load: float = 1.0
+    """Width of all feed-forward layers that a token goes through in a block, of a dense one's."""
 
     @property
     def embedding_parameters(self) -> int:
@@ -65,31 +64,26 @@ class Model:
         return self.dim // self.heads * self.kv_heads
 
 
-def ffn_width(section: ModelSection) -> int:
-    """Width of the SwiGLU layer: as given, or 8/3 of `dim`, rounded up."""
-    return section.ffn_dim or math.ceil(8 * section.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
+def model_of_section(name: str, section: ModelSection, vocabulary: int) -> Model:
+    """The transformer of a contract (`diloco.models`), to the parameter.
 
-
-def model_of_section(name: str, section: ModelSection, vocabulary: int, experts: int = 0, active: int = 1) -> Model:
-    """The transformer of a contract (`diloco.models.transformer`), to the parameter.
-
-    With `experts`, each of its feed-forward layers becomes so many, and a router. Raises ConfigError for a model
-    whose sizes the contract does not tell (kinds `hf` and `external`).
+    Raises ConfigError for a model whose sizes the contract does not tell (kinds `hf` and `external`).
     """
     if section.kind != "transformer":
         raise ConfigError(f"a model of kind {section.kind!r} has its sizes elsewhere", "say how large: --params 7B")
-    _check_experts(experts, active)
-    dim, kv_heads, ffn_dim = section.dim, section.kv_heads or section.heads, ffn_width(section)
-    head_dim = dim // section.heads
+    dim, kv_heads, experts = section.dim, section.kv_heads or section.heads, section.experts
+    head_dim, width = dim // section.heads, section.expert_width if experts else section.ffn_width
     norms = 2 * dim + (2 * head_dim if section.qk_norm else 0)
     attention = dim * (section.heads + 2 * kv_heads) * head_dim + dim * dim
-    in_experts = 3 * dim * ffn_dim * experts
-    feed_forward = in_experts + dim * experts if experts else 3 * dim * ffn_dim
+    shared = section.shared_experts if experts else 1
+    router = experts * (dim + (1 if section.balance == "bias" else 0))
+    layer = norms + attention + 3 * dim * width * (experts + shared) + router
     embeddings = vocabulary * dim * (1 if section.tied else 2)
-    parameters = section.layers * (norms + attention + feed_forward) + embeddings + dim
+    active = section.experts_per_token if experts else 1
     return Model(
-        name, parameters, section.layers * in_experts, section.layers, dim, section.heads, kv_heads, ffn_dim,
-        vocabulary, section.tied, experts, active,
+        name, section.layers * layer + embeddings + dim, section.layers * 3 * dim * width * experts, section.layers,
+        dim, section.heads, kv_heads, width, vocabulary, section.tied, experts, active,
+        (active + shared if experts else 1) * width / section.ffn_width,
     )  # fmt: skip
 
 
@@ -99,7 +93,7 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
 
     Raises UsageError where the embeddings alone are more.
     """
-    _check_experts(experts, active)
+    check_experts(experts, active)
     per_width_squared = 4 + 8 * max(experts, 1)  # parameters of a layer: attention 4, each SwiGLU of 8/3 of it 8
     width = (parameters * WIDTH_PER_LAYER / per_width_squared) ** (1 / 3)
     head_dim, multiple = (128, 8) if width >= 2048 else (64, 4)
@@ -116,11 +110,12 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
     ffn_dim = round(8 * dim / 3 / 128) * 128
     return Model(
         f"{parameters / 1e9:g}B", parameters, in_experts, layers, dim, heads, heads, ffn_dim, USUAL_VOCABULARY, tied,
-        experts, active,
+        experts, active, active if experts else 1,
     )  # fmt: skip
 
 
-def _check_experts(experts: int, active: int) -> None:
+def check_experts(experts: int, active: int) -> None:
+    """Raises UsageError."""
     if experts == 1 or active < 1 or (experts and active > experts):
         cause = f"{experts} experts of which a token goes through {active}"
         raise UsageError(cause, "give --experts at least 2, and --active from 1 to as many")

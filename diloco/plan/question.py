@@ -12,7 +12,7 @@ from diloco.models.presets import PRESETS
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.layout import Layout, parse_layout, problem
-from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, model_of_section, model_of_size
+from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
 from diloco.plan.syncing import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
 from diloco.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
 
@@ -150,7 +150,11 @@ def _model_of(options: ModelOptions, contract: Contract | None) -> Model:
     if contract and section.vocab_size is None and contract.data.tokenizer != "bytes":
         cause = f"{options.model} does not say how many tokens its tokenizer has"
         raise ConfigError(cause, f"say it: --set model.vocab_size={USUAL_VOCABULARY}")
-    return model_of_section(name, section, vocabulary, options.experts, options.active)
+    check_experts(options.experts, options.active)
+    if options.experts:  # in place of each feed-forward layer, each as wide as that
+        experts = {"experts": options.experts, "experts_per_token": options.active, "expert_dim": section.ffn_width}
+        section = section.model_copy(update=experts | {"shared_experts": 0})
+    return model_of_section(name, section, vocabulary)
 
 
 # ---------------------------------------------------------------- the island

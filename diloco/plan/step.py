@@ -139,7 +139,7 @@ def _data_parallel(job: Job, choice: Choice, hardware: Hardware, busy_s: float) 
     gathers = 2 * micro_batches if choice.stage == 3 else 1
     shares = (shards - 1) / shards
     parts: list[tuple[str, Path, int, float]] = []
-    inner = path_of(layout, ("cp", "dp_shard", "ep"), hardware)
+    inner = path_of(layout, ("ep", "cp", "dp_shard"), hardware)
     if shards > 1 and choice.stage == 0:
         parts.append(("all-reduce of gradients", inner, 1, ring_share(shards) * gradients))
     elif shards > 1:
