@@ -226,8 +226,8 @@ def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelSt
 def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
     """Compute activations again in the backward pass in place of keeping them.
 
-    `full`: all of a block's but its input. `selective`: all but the results of matrix products and of attention, so that
-    only what is cheap is computed twice (the aim of arXiv 2205.05198, section 5).
+    `full`: all of a block's but its input. `selective`: all but the results of matrix products and of attention, so
+    that only what is cheap is computed twice (the aim of arXiv 2205.05198, section 5).
     """
     if how == "none":
         return
