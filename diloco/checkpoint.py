@@ -47,6 +47,8 @@ _CHECKPOINT = re.compile(r"v(\d{8,18})|\.v(\d{8,18})\.\d{1,9}\.old")
 _LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
 _FILE = re.compile(r"[a-z]+\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNREADABLE = (OSError, SafetensorError, RuntimeError)
+"""What reading tensors may raise; the last from torch, of a file that was deleted after its hash was verified."""
 _FIX = "copy it again from where it is whole, or start without it and join the run"
 
 
@@ -267,7 +269,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped copy-on-write. Raises StateError."""
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise StateError(f"{path} cannot be read: {_reason(error)}", _FIX) from error
 
 
@@ -286,7 +288,7 @@ def _read(path: Path) -> Checkpoint:
         for name, entry in manifest["files"].items():
             _verify(path / name, entry)
         groups = {Path(name).stem: load_file(path / name) for name in manifest["files"]}
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    except (ValueError, *_UNREADABLE) as error:
         raise StateError(f"checkpoint {path} is damaged: {_reason(error)}", _FIX) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path)
 

@@ -253,7 +253,8 @@ class OuterSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Outer steps of each fragment that only average, before the optimizer begins: helps runs from random weights."""
     weighting: Literal["uniform", "tokens"] = "uniform"
-    """A contribution's weight in the mean."""
+    """A contribution's weight in the mean. `tokens` is the quantity times rate of Decoupled DiLoCo as well: the rate,
+    tokens of an inner step, is the contract's and so the same for all."""
     averaging: Literal["mean", "radial"] = "mean"
     """`radial`: lengths and directions of the contributions are averaged apart, so that the length of the mean does not
     fall as peers get more (Decoupled DiLoCo)."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco import checkpoint
 from diloco.checkpoint import Checkpoint, latest, load, outer_state, save
 from diloco.errors import ResourceError, StateError
 from diloco.fragments import Layout
@@ -252,6 +253,14 @@ def test_a_truncated_file_is_named_with_its_size(tmp_path: Path) -> None:
     size = (path / "outer.safetensors").stat().st_size
     os.truncate(path / "outer.safetensors", 10)
     with pytest.raises(StateError, match=rf"outer\.safetensors has 10 bytes, not {size}"):
+        load(path)
+
+
+def test_one_that_is_deleted_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors opens a file for its header, torch opens it again to map it: between them its owner may delete it."""
+    path = save(tmp_path, 1, groups(), META, keep=1)
+    monkeypatch.setattr(checkpoint, "load_file", lambda file: torch.UntypedStorage.from_file(f"{file}.gone", False, 8))
+    with pytest.raises(StateError, match="is damaged: .*No such file"):
         load(path)
 
 

@@ -19,6 +19,8 @@ from diloco.workbench import Bench
 from tests.test_parallel import CPU, RANKS, STEPS, Run, State, furthest
 from tests.test_parallel import contract as dense
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one worker makes the fixture, once
+
 EXPERTS = {"experts": 8, "experts_per_token": 2, "shared_experts": 1, "balance_rate": 0.01}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what is different in [model]
     "ep": ({"ep": 4}, EXPERTS),

@@ -20,6 +20,8 @@ from diloco.fragments import Layout
 from diloco.island import Island
 from diloco.workbench import Bench, Workbench
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
+
 STEPS, RANKS, VOCABULARY = 20, 4, 256
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {

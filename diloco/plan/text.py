@@ -83,7 +83,9 @@ def _layouts(plan: Plan) -> list[str]:
     head = f"{fitting} of {len(plan.ranked)} layouts fit, the fastest first"
     if not fitting:
         head = "no layout fits: more GPUs, a smaller --batch, or --recompute full; the nearest ones"
-    return [head, *aligned(rows)]
+    pipelined = any(one.choice.layout.pp > 1 for one in plan.ranked[:SHOWN_LAYOUTS])
+    note = ["  (pp is arithmetic only: [mesh] of a site has no pipeline yet)"] if pipelined else []
+    return [head, *aligned(rows), *note]
 
 
 def _collectives(best: Ranked) -> list[str]:
