@@ -260,7 +260,7 @@ def test_one_that_is_deleted_while_it_is_read_is_damaged(tmp_path: Path, monkeyp
     """safetensors opens a file for its header, torch opens it again to map it: between them its owner may delete it."""
     path = save(tmp_path, 1, groups(), META, keep=1)
     monkeypatch.setattr(checkpoint, "load_file", lambda file: torch.UntypedStorage.from_file(f"{file}.gone", False, 8))
-    with pytest.raises(StateError, match="is damaged: .*No such file"):
+    with pytest.raises(StateError, match=r"is damaged: .*No such file"):
         load(path)
 
 
