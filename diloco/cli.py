@@ -533,9 +533,11 @@ class _PeerLines:
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
 
 
-def _changes(event: Any) -> str:
+def _changes(event: Event) -> str:
+    from diloco.telemetry import departures
+
     joined = [f"{name} joined" for name in event["joined"]]
-    return ", ".join([*joined, *(f"{name} {why}" for name, why in event["left"])])
+    return ", ".join([*joined, *(f"{name} {why}" for name, why in departures(event))])
 
 
 def main() -> NoReturn:
