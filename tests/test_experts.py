@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.multiprocessing as mp
 
 from diloco.config import Contract, Site
-from diloco.island import END, Island
-from diloco.workbench import Bench
-from tests.test_parallel import CPU, RANKS, STEPS, Run, State, furthest
+from diloco.island import Island
+from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
 from tests.test_parallel import contract as dense
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts")]  # one worker makes the fixture, once
@@ -64,7 +61,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         run.train(2)
         one.train(STEPS + 2 - len(one.losses))
         found[case]["resumed"] = furthest(run.losses, one.losses)
-        island.announce(END)
+        island.dismiss()
     return found
 
 
@@ -81,26 +78,10 @@ def heldout(run: Run) -> float:
     return run.bench._evaluate(tuple(blocks.shape), blocks)
 
 
-def rank(rank: int, root: str, meeting: str) -> None:
-    torch.set_num_threads(1)
-    island = Island.at(rank, RANKS, CPU, rendezvous=meeting)
-    if island.leads:
-        (Path(root) / "found.json").write_text(json.dumps(lead(Path(root), island)))
-    else:
-        for case, (mesh, _) in CASES.items():
-            Bench.follow(contract(case), site(Path(root), **mesh), island)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("experts")
-    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        mp.spawn(rank, (str(root), f"file://{root / 'meeting'}"), nprocs=RANKS)
-    return json.loads((root / "found.json").read_text())
+    return found_by(lead, [(contract(case), site(root, **mesh)) for case, (mesh, _) in CASES.items()], root)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,6 +6,7 @@ One group of four processes does all cases. Rank 0 leads through the workbench, 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp+tp": {"shard": "parameters", "tp": 2},
 }
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
+Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
+Cases = Sequence[tuple[Contract, Site]]
 
 
 def contract() -> Contract:
@@ -125,26 +128,33 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
     return found
 
 
-def rank(rank: int, root: str, meeting: str) -> None:
+def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None:
+    """One of the processes: rank 0 leads through the cases, and writes down what it found; the others follow."""
     torch.set_num_threads(1)
-    island = Island.at(rank, RANKS, CPU, rendezvous=meeting)
+    island = Island.at(place, RANKS, CPU, rendezvous=meeting)
     if island.leads:
-        (Path(root) / "found.json").write_text(json.dumps(lead(Path(root), island)))
+        (root / "found.json").write_text(json.dumps(lead(root, island)))
     else:
-        for case in CASES:
-            Bench.follow(contract(), case_site(case, Path(root)), island)
+        for agreed, local in cases:
+            Bench.follow(agreed, local, island)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def found_by(lead: Lead, cases: Cases, root: Path) -> dict[str, dict[str, float]]:
+    """What rank 0 of one group of processes found, by case."""
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        mp.spawn(live, (root, f"file://{root / 'meeting'}", lead, cases), nprocs=RANKS)
+    found: dict[str, dict[str, float]] = json.loads((root / "found.json").read_text())
+    return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("parallel")
-    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        mp.spawn(rank, (str(root), f"file://{root / 'meeting'}"), nprocs=RANKS)
-    return json.loads((root / "found.json").read_text())
+    return found_by(lead, [(contract(), case_site(case, root)) for case in CASES], root)
 
 
 @pytest.mark.parametrize("case", CASES)
