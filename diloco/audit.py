@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco.chain import Chain
-from diloco.checkpoint import Checkpoint, load
+from diloco.checkpoint import Checkpoint, load, noted_shapes, outer_state
+from diloco.config import contract_from_json
 from diloco.data.leases import front
 from diloco.errors import StateError, UsageError
+from diloco.fragments import Layout
 from diloco.ledger import LEDGER, Record, Scan, Totals, read_ledger
-from diloco.outer import FragmentState, OuterState
+from diloco.outer import OuterState, open_outer
 from diloco.telemetry import readable_text
 from diloco.types import Commit
 
@@ -369,14 +371,8 @@ def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
 
 def saved_state(checkpoint: Checkpoint) -> OuterState:
     """The outer state of a checkpoint, whatever the model. Raises StateError."""
-    buffers, steps = checkpoint.groups.get("outer", {}), checkpoint.value("steps", list)
-    fragments = []
-    for index, count in enumerate(steps):
-        own = {name.partition("/")[2]: buffer for name, buffer in buffers.items() if name.startswith(f"{index}/")}
-        if "anchor" not in own:
-            raise StateError(f"checkpoint {checkpoint.path} has no anchor of fragment {index}", "leave it out")
-        fragments.append(FragmentState(own.pop("anchor"), own, count))
-    return OuterState(checkpoint.version, tuple(fragments))
+    contract = contract_from_json(checkpoint.value("contract", str))
+    return outer_state(checkpoint, Layout.agreed(noted_shapes(checkpoint), contract), open_outer(contract.outer))
 
 
 # ---------------------------------------------------------------- lineages

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from diloco import failpoints
 from diloco.errors import ResourceError, StateError
-from diloco.fragments import Layout
+from diloco.fragments import Layout, NamedShapes
 from diloco.ledger import sync_path
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, buffer_bytes
 
@@ -258,11 +258,23 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
         raise StateError(cause, "use the contract, and the Hugging Face config if any, that it was written with")
     fragments = (
         FragmentState(
-            buffers[f"{index}/anchor"], {name: buffers[f"{index}/{name}"] for name in optimizer.slot_names}, count
+            buffers[f"{fragment.index}/anchor"],
+            {name: buffers[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
+            count,
+            fragment,
         )
-        for index, count in enumerate(steps)
+        for fragment, count in zip(layout.fragments, steps, strict=True)
     )
     return OuterState(checkpoint.version, tuple(fragments))
+
+
+def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
+    """Name and shape of each parameter in model order, as a peer's checkpoint has them. Raises StateError."""
+    try:
+        return [(str(name), tuple(map(int, shape))) for name, shape in checkpoint.value("parameters", list)]
+    except (TypeError, ValueError) as error:
+        cause = f"checkpoint {checkpoint.path}: its list of parameters is malformed: {error}"
+        raise StateError(cause, "use a checkpoint that diloco wrote") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint, load, outer_state, read_tensors, replacing, write_tensors
+from diloco.checkpoint import Checkpoint, load, noted_shapes, outer_state, read_tensors, replacing, write_tensors
 from diloco.config import Contract, DataSection, ModelSection, contract_from_json
 from diloco.data import open_dataset
 from diloco.errors import ConfigError, IncompatibleError, StateError, UsageError
@@ -77,20 +77,10 @@ def _open(checkpoint: Checkpoint, data_root: Path) -> tuple[Contract, Layout, Ou
 def _shapes(checkpoint: Checkpoint, section: ModelSection, data_root: Path) -> NamedShapes:
     """Name and shape of each parameter in model order: from the model itself, or noted where we can't build it."""
     if section.kind == "external":
-        return _noted_shapes(checkpoint)
+        return noted_shapes(checkpoint)
     with torch.device("meta"):  # names and shapes without memory
         model = build_model(section, checkpoint.value("vocab_size", int), 0, data_root)
     return [(name, tuple(parameter.shape)) for name, parameter in named_parameters(model).items()]
-
-
-def _noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
-    """`meta["parameters"]`: a list of [name, shape]."""
-    try:
-        noted = [(str(name), tuple(map(int, shape))) for name, shape in checkpoint.value("parameters", list)]
-    except (TypeError, ValueError) as error:
-        cause = f"checkpoint {checkpoint.path}: its list of parameters is malformed: {error}"
-        raise StateError(cause, "use a checkpoint that diloco wrote") from error
-    return noted
 
 
 def _anchor(state: OuterState, layout: Layout) -> dict[str, Tensor]:

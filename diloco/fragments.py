@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -51,6 +51,18 @@ class Entry:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A piece of a parameter in a flat buffer."""
+
+    entry: Entry
+    start: int
+    """Its first element in the parameter, flattened."""
+    stop: int
+    offset: int
+    """The place of its first element in the buffer."""
+
+
 @dataclass(frozen=True)
 class Fragment:
     """The parameters that are synchronised together, one behind the other in a flat buffer: by group, then as in the
@@ -61,35 +73,76 @@ class Fragment:
     groups: tuple[tuple[int, int], ...]
     """(number, elements > 0) of each group that is here, by number; 0 is of the parameters that are in no group."""
     part_elements: int
+    lane: int = 0
+    lanes: int = 1
+    """Of an island that divides the fragment over its ranks: this rank holds every `lanes`-th part, from `lane` on."""
 
     @cached_property
     def elements(self) -> int:
-        return sum(elements for _, elements in self.groups)
+        """Of the parts that are held here: the length of flat buffers."""
+        return sum(stop - start for start, stop in self.cuts.values())
 
     @cached_property
     def parts(self) -> int:
-        """How many parts; only the last one of a group may be shorter than `part_elements`."""
-        return sum(math.ceil(elements / self.part_elements) for _, elements in self.groups)
+        """How many parts in all; only the last one of a group may be shorter than `part_elements`."""
+        return len(self._places)
+
+    @cached_property
+    def cuts(self) -> Mapping[int, tuple[int, int]]:
+        """The parts that are held here, in order, and their bounds in a flat buffer of them."""
+        cuts, begin = {}, 0
+        for part in range(self.lane, self.parts, self.lanes):
+            cuts[part] = begin, begin + self.size_of(part)
+            begin = cuts[part][1]
+        return cuts
 
     def part_bounds(self, part: int) -> tuple[int, int]:
-        """First element of a part and the one behind its last."""
-        start, stop, _ = self._cuts[part]
+        """In a flat buffer, the first element of a part that is held here and the one behind its last."""
+        return self.cuts[part]
+
+    def place_of(self, part: int) -> tuple[int, int]:
+        """The same among all elements of the fragment, of any part."""
+        start, stop, _ = self._places[part]
         return start, stop
+
+    def size_of(self, part: int) -> int:
+        """Elements of any part."""
+        start, stop = self.place_of(part)
+        return stop - start
 
     def group_of(self, part: int) -> int:
         """The number of a part's group."""
-        return self._cuts[part][2]
+        return self._places[part][2]
+
+    def on_lane(self, lane: int, lanes: int) -> Fragment:
+        """What one of several ranks holds of it."""
+        return replace(self, lane=lane, lanes=lanes)
 
     @cached_property
-    def _cuts(self) -> tuple[tuple[int, int, int], ...]:
+    def spots(self) -> tuple[Spot, ...]:
+        """Where pieces of the parameters are in a flat buffer of the parts that are held here, in its order."""
+        places = [(self.place_of(part)[0], *bounds) for part, bounds in self.cuts.items()] if self.lanes > 1 else []
+        if not places:
+            return tuple(Spot(entry, 0, entry.elements, entry.offset) for entry in self.entries if self.lanes == 1)
+        spots = []
+        for place, start, stop in places:
+            for entry in self.entries:
+                first = max(place, entry.offset)
+                last = min(place + stop - start, entry.offset + entry.elements)
+                if first < last:
+                    spots.append(Spot(entry, first - entry.offset, last - entry.offset, start + first - place))
+        return tuple(spots)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int, int], ...]:
         """Bounds and group of each part."""
-        cuts, begin = [], 0
+        places, begin = [], 0
         for group, elements in self.groups:
             end = begin + elements
             starts = range(begin, end, self.part_elements)
-            cuts += [(start, min(start + self.part_elements, end), group) for start in starts]
+            places += [(start, min(start + self.part_elements, end), group) for start in starts]
             begin = end
-        return tuple(cuts)
+        return tuple(places)
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,13 @@ from torch import Tensor
 
 from diloco.config import OuterSection
 from diloco.errors import StateError
-from diloco.fragments import Layout
+from diloco.fragments import Fragment, Layout
 from diloco.hashing import content_hash
 from diloco.memory import empty_as
 
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the
 fragment, and the kernel hands out, and clears, each of their pages: half of the time of an outer step."""
-STATE_CHUNK_BYTES = 4 * 2**20
-"""Piece of a buffer that is hashed, and sent to a joiner, on its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,27 +46,47 @@ class FragmentState:
     """The outer optimizer's own buffers by name."""
     steps: int
     """Outer steps taken."""
+    fragment: Fragment | None = None
+    """Whose parts are hashed, and sent to a joiner, one by one; None: all is one part."""
 
     def buffers(self) -> dict[str, Tensor]:
         """The anchor, then the slots by name."""
         return {"anchor": self.anchor, **{name: self.slots[name] for name in sorted(self.slots)}}
 
+    @property
+    def cuts(self) -> Mapping[int, tuple[int, int]]:
+        """Bounds, in elements, of the parts that are held here."""
+        return self.fragment.cuts if self.fragment is not None else {0: (0, self.anchor.numel())}
+
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
-        """Hash of each chunk of each buffer. Kept here so that a version rehashes only the fragment it moved."""
+        """Hash of each part of each buffer. Kept here so that a version rehashes only the fragment it moved.
+
+        Where several ranks hold the parts, they must have been told (`keep_hashes`).
+        """
+        assert self.fragment is None or self.fragment.lanes == 1
+        return {name: list(hashes.values()) for name, hashes in self.own_hashes.items()}
+
+    @cached_property
+    def own_hashes(self) -> dict[str, dict[int, str]]:
+        """Of the parts that are held here, by number."""
         return {
-            name: [chunk_hash(buffer, *bounds) for bounds in chunk_bounds(buffer.nbytes)]
+            name: {part: part_hash(buffer, *bounds) for part, bounds in self.cuts.items()}
             for name, buffer in self.buffers().items()
         }
 
+    def keep_own_hashes(self, hashes: dict[str, dict[int, str]]) -> None:
+        """Take `own_hashes` as they were made while the buffers were filled."""
+        vars(self)["own_hashes"] = hashes
+
     def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
-        """Take `hashes` as they were made while the buffers were filled."""
+        """Take `hashes` from those who hold the parts."""
         vars(self)["hashes"] = hashes
 
     def unfilled(self) -> FragmentState:
         """Buffers of the same sizes that hold nothing yet."""
         slots = {name: empty_as(slot) for name, slot in self.slots.items()}
-        return FragmentState(empty_as(self.anchor), slots, self.steps)
+        return FragmentState(empty_as(self.anchor), slots, self.steps, self.fragment)
 
     def part(self, start: int, stop: int) -> FragmentState:
         """A view of the elements from `start` to `stop`."""
@@ -82,8 +100,7 @@ class StateChunk:
     """A line of the manifest."""
 
     buffer: str
-    start_byte: int
-    stop_byte: int
+    part: int
     digest: str
     """`content_hash`, hexadecimal."""
 
@@ -108,12 +125,12 @@ class OuterState:
         ]
 
     def manifest(self) -> tuple[StateChunk, ...]:
-        """Every chunk of every buffer, in order, with its hash."""
+        """Every part of every buffer, in order, with its hash."""
         hashes = [hashes for fragment in self.fragments for hashes in fragment.hashes.values()]
         return tuple(
-            StateChunk(name, start, stop, digest)
-            for (name, buffer), of_buffer in zip(self.buffers(), hashes, strict=True)
-            for (start, stop), digest in zip(chunk_bounds(buffer.nbytes), of_buffer, strict=True)
+            StateChunk(name, part, digest)
+            for (name, _), of_buffer in zip(self.buffers(), hashes, strict=True)
+            for part, digest in enumerate(of_buffer)
         )
 
     @cached_property
@@ -122,11 +139,14 @@ class OuterState:
         return manifest_digest(self.manifest(), [fragment.steps for fragment in self.fragments])
 
     def chunk(self, entry: StateChunk) -> bytes:
-        """The bytes of one chunk. Raises ValueError when the state has no such chunk."""
-        buffer = dict(self.buffers()).get(entry.buffer)
-        if buffer is None or (entry.start_byte, entry.stop_byte) not in chunk_bounds(buffer.nbytes):
-            raise ValueError(f"no chunk {entry.start_byte}:{entry.stop_byte} of a buffer {entry.buffer!r}"[:200])
-        return bytes(_memory(buffer)[entry.start_byte : entry.stop_byte])
+        """The bytes of one part of a buffer. Raises ValueError when it is not held here."""
+        index, _, name = entry.buffer.partition("/")
+        fragment = self.fragments[int(index)] if index.isdecimal() and int(index) < len(self.fragments) else None
+        buffer = fragment.buffers().get(name) if fragment is not None else None
+        if fragment is None or buffer is None or entry.part not in fragment.cuts:
+            raise ValueError(f"no part {entry.part} of a buffer {entry.buffer!r}"[:200])
+        start, stop = fragment.cuts[entry.part]
+        return bytes(memory_of(buffer[start:stop]))
 
     @staticmethod
     def assemble(
@@ -150,11 +170,12 @@ class OuterState:
             version,
             tuple(
                 FragmentState(
-                    tensors[f"{index}/anchor"],
-                    {name: tensors[f"{index}/{name}"] for name in optimizer.slot_names},
+                    tensors[f"{fragment.index}/anchor"],
+                    {name: tensors[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
                     count,
+                    fragment,
                 )
-                for index, count in enumerate(steps)
+                for fragment, count in zip(layout.fragments, steps, strict=True)
             ),
         )
 
@@ -173,30 +194,40 @@ def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
     }
 
 
+def places(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, int]]:
+    """Buffer and part of every `StateChunk` of an outer state, in order."""
+    return [
+        (f"{fragment.index}/{name}", part)
+        for fragment in layout.fragments
+        for name in ("anchor", *sorted(optimizer.slot_names))
+        for part in range(fragment.parts)
+    ]
+
+
+def part_bytes(layout: Layout, buffer: str, part: int) -> int:
+    """Size of one part of a buffer."""
+    return layout.fragments[int(buffer.partition("/")[0])].size_of(part) * torch.float32.itemsize
+
+
 def state_bytes(layout: Layout, optimizer: OuterOptimizer) -> int:
     """Size of an outer state."""
     return sum(buffer_bytes(layout, optimizer).values())
 
 
-def chunk_bounds(total_bytes: int) -> list[tuple[int, int]]:
-    """First byte of each chunk of a buffer, and the one behind its last."""
-    starts = range(0, total_bytes, STATE_CHUNK_BYTES)
-    return [(start, min(start + STATE_CHUNK_BYTES, total_bytes)) for start in starts]
-
-
-def chunk_hash(buffer: Tensor, start_byte: int, stop_byte: int) -> str:
-    """`content_hash`, hexadecimal, of one chunk."""
-    return content_hash(_memory(buffer)[start_byte:stop_byte]).hex()
+def part_hash(buffer: Tensor, start: int, stop: int) -> str:
+    """`content_hash`, hexadecimal, of the elements from `start` to `stop`."""
+    return content_hash(memory_of(buffer[start:stop])).hex()
 
 
 def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str:
     """SHA-256, hexadecimal, of the steps and the manifest as text: a joiner checks a manifest before it downloads."""
     lines = ["steps " + " ".join(map(str, steps))]
-    lines += [f"{chunk.buffer} {chunk.start_byte} {chunk.stop_byte} {chunk.digest}" for chunk in manifest]
+    lines += [f"{chunk.buffer} {chunk.part} {chunk.digest}" for chunk in manifest]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _memory(buffer: Tensor) -> memoryview:
+def memory_of(buffer: Tensor) -> memoryview:
+    """The bytes of a flat host tensor, where they are."""
     return buffer.numpy().data.cast("B")
 
 
@@ -215,9 +246,9 @@ class OuterOptimizer(ABC):
     def slot_names(self) -> tuple[str, ...]:
         """Names of the buffers that it keeps beside the anchor."""
 
-    def start(self, anchor: Tensor) -> FragmentState:
+    def start(self, anchor: Tensor, fragment: Fragment | None = None) -> FragmentState:
         """The state before the first step: `anchor` (flat fp32, not to be written any more) and zero slots."""
-        return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0)
+        return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0, fragment)
 
     @abstractmethod
     def step(

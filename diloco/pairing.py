@@ -52,7 +52,7 @@ class Pairing:
 
 def settle(state: FragmentState, mean: Tensor) -> FragmentState:
     """The state after a swap of the final average: the mean itself, and no momentum any more."""
-    return FragmentState(mean, {"momentum": torch.zeros_like(mean)}, state.steps + 1)
+    return FragmentState(mean, {"momentum": torch.zeros_like(mean)}, state.steps + 1, state.fragment)
 
 
 def pair_mean(mine: Tensor, theirs: Tensor) -> Tensor:

@@ -522,7 +522,7 @@ def open_line(name: str, contract: Contract, weights: Weights, encode: Encode = 
         open_codecs(contract.codec),
         optimizer,
         Weighing.of(contract),
-        OuterState(0, tuple(map(optimizer.start, anchor))),
+        OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
         fetch=weights.fetch,
         flush=weights.flush,
         merge=contract.sync.merge,

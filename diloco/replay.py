@@ -237,7 +237,8 @@ def seeded_state(contract: Contract, checkpoints: Sequence[Checkpoint], data_roo
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     optimizer = open_outer(contract.outer)
     fragments = Layout.agreed(shapes, contract).fragments
-    return OuterState(0, tuple(optimizer.start(read_fragment(parameters, fragment)) for fragment in fragments))
+    anchor = [read_fragment(parameters, fragment) for fragment in fragments]
+    return OuterState(0, tuple(map(optimizer.start, anchor, fragments)))
 
 
 def _checkpoints(books: Iterable[Book]) -> Iterator[Checkpoint]:

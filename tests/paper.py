@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from diloco.average import fold, mean_digest
-from diloco.checkpoint import save
 from diloco.config import Contract, StorageSection
 from diloco.data.leases import advance, found
 from diloco.fragments import Weights
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.models import build_model
-from diloco.peer import open_line
+from diloco.peer import open_line, save_line
 from diloco.round import adopt_state, measure, step_outer
 from diloco.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
 
@@ -75,14 +74,7 @@ class PaperPeer:
         self.journal.committed(closed.commit, mine)
 
     def save(self) -> Path:
-        about = {
-            "peer": self.name,
-            "commit": self.line.commit.to_bytes().decode() if self.line.commit else None,
-            "steps": [fragment.steps for fragment in self.line.state.fragments],
-            "vocab_size": VOCAB,
-        }
-        groups = {"outer": dict(self.line.state.buffers())}
-        return save(self.directory / "checkpoints", self.line.state.version, groups, about, 9)
+        return save_line(self.line, self.run, self.directory / "checkpoints", {}, {"vocab_size": VOCAB}, 9)
 
 
 class PaperRun:

@@ -72,7 +72,7 @@ class Peers:
         shapes = [(name, tuple(p.shape)) for name, p in self.parameters[0].items()]
         self.layout = Layout.of(shapes, self.fragments, part_elements=32)
         self.optimizer = open_outer(self.outer)
-        starts = [self.optimizer.start(read_fragment(self.parameters[0], f)) for f in self.layout.fragments]
+        starts = [self.optimizer.start(read_fragment(self.parameters[0], f), f) for f in self.layout.fragments]
         self.state = OuterState(0, tuple(starts))
 
     def sync(self, arrival: Sequence[int]) -> str:

@@ -56,7 +56,7 @@ def make_checkpoint(directory: Path, terms: Contract, model: nn.Module, **change
     generator = torch.Generator().manual_seed(0)
     fragments = []
     for fragment in layout.fragments:
-        before = optimizer.start(read_fragment(parameters, fragment))
+        before = optimizer.start(read_fragment(parameters, fragment), fragment)
         mean = 0.1 * torch.randn(fragment.elements, generator=generator)
         fragments.append(optimizer.step(before, mean))
         write_fragment(parameters, fragment, fragments[-1].anchor)

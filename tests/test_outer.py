@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,17 +13,17 @@ from torch import Tensor
 
 from diloco.config import OuterSection
 from diloco.errors import StateError
-from diloco.fragments import Layout
+from diloco.fragments import MIN_PART_ELEMENTS, Layout
 from diloco.outer import (
-    STATE_CHUNK_BYTES,
     FragmentState,
     OuterOptimizer,
     OuterState,
     StateChunk,
     buffer_bytes,
-    chunk_bounds,
     manifest_digest,
     open_outer,
+    part_bytes,
+    places,
 )
 
 SECTIONS = {
@@ -185,7 +184,7 @@ def two_fragments(name: str = "nesterov", elements: int = 40) -> tuple[OuterStat
     layout = Layout.of([("a.0.w", (elements,)), ("a.1.w", (30,))], 2)
     optimizer = open_outer(SECTIONS[name])
     means = gaussians(elements, 4)
-    fragments = [optimizer.start(means[f.index][: f.elements].clone()) for f in layout.fragments]
+    fragments = [optimizer.start(means[f.index][: f.elements].clone(), f) for f in layout.fragments]
     moved = optimizer.step(fragments[0], means[2])
     return OuterState(1, (moved, fragments[1])), layout, optimizer
 
@@ -211,7 +210,7 @@ def test_digest_by_hand() -> None:
     anchor, momentum = torch.tensor([1.0, 2.0]), torch.tensor([0.0, -0.0])
     state = OuterState(7, (FragmentState(anchor, {"momentum": momentum}, 3),))
     hashes = [blake3(buffer.numpy().tobytes()).hexdigest() for buffer in (anchor, momentum)]
-    text = f"steps 3\n0/anchor 0 8 {hashes[0]}\n0/momentum 0 8 {hashes[1]}"
+    text = f"steps 3\n0/anchor 0 {hashes[0]}\n0/momentum 0 {hashes[1]}"
     assert state.digest == hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -240,35 +239,26 @@ def test_digest_is_the_same_for_the_same_bits() -> None:
 
 
 def test_chunks_cover_every_buffer() -> None:
-    state, _, _ = two_fragments(elements=STATE_CHUNK_BYTES // 4 + 5)
+    state, layout, optimizer = two_fragments(elements=MIN_PART_ELEMENTS + 5)
     manifest = state.manifest()
-    assert [(chunk.buffer, chunk.start_byte, chunk.stop_byte) for chunk in manifest[:3]] == [
-        ("0/anchor", 0, STATE_CHUNK_BYTES),
-        ("0/anchor", STATE_CHUNK_BYTES, STATE_CHUNK_BYTES + 20),
-        ("0/momentum", 0, STATE_CHUNK_BYTES),
+    assert [(chunk.buffer, chunk.part) for chunk in manifest] == places(layout, optimizer)
+    assert [(chunk.buffer, chunk.part) for chunk in manifest[:3]] == [
+        ("0/anchor", 0),
+        ("0/anchor", 1),
+        ("0/momentum", 0),
     ]
     for name, buffer in state.buffers():
-        data = b"".join(state.chunk(chunk) for chunk in manifest if chunk.buffer == name)
-        assert data == buffer.numpy().tobytes()
+        data = [state.chunk(chunk) for chunk in manifest if chunk.buffer == name]
+        assert b"".join(data) == buffer.numpy().tobytes()
+        assert [len(piece) for piece in data] == [part_bytes(layout, name, part) for part in range(len(data))]
     assert all(blake3(state.chunk(chunk)).hexdigest() == chunk.digest for chunk in manifest)
     assert manifest_digest(manifest, [1, 0]) == state.digest != manifest_digest(manifest, [1, 1])
 
 
-@pytest.mark.parametrize("total_bytes", [4, STATE_CHUNK_BYTES - 4, STATE_CHUNK_BYTES, 3 * STATE_CHUNK_BYTES + 4])
-def test_chunk_bounds(total_bytes: int) -> None:
-    bounds = chunk_bounds(total_bytes)
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == total_bytes
-    assert all(stop == start for (_, stop), (start, _) in pairwise(bounds))
-    assert all(0 < stop - start <= STATE_CHUNK_BYTES for start, stop in bounds)
-
-
-@pytest.mark.parametrize(
-    "place", [("2/anchor", 0, 160), ("0/anchor", 0, 164), ("0/anchor", 4, 160), ("0/anchor", -4, 160), ("", 0, 0)]
-)
-def test_no_such_chunk(place: tuple[str, int, int]) -> None:
+@pytest.mark.parametrize("place", [("2/anchor", 0), ("0/anchor", 1), ("0/anchor", -1), ("0/what", 0), ("", 0)])
+def test_no_such_chunk(place: tuple[str, int]) -> None:
     state, _, _ = two_fragments()
-    with pytest.raises(ValueError, match="no chunk"):
+    with pytest.raises(ValueError, match="no part"):
         state.chunk(StateChunk(*place, ""))
 
 

@@ -228,7 +228,9 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
     world = LocalWorld(3, tmp_path)
     try:
         line = world.peers[0].peer.line
-        start = OuterState(0, (line.optimizer.start(torch.zeros(line.layout.fragments[0].elements)),))
+        start = OuterState(
+            0, (line.optimizer.start(torch.zeros(line.layout.fragments[0].elements), line.layout.fragments[0]),)
+        )
         world.rounds(world.peers, 3)
         late = world.add("p3")
         victim = world.peers[2]
@@ -258,7 +260,9 @@ def test_each_at_its_own_pace_by_shares_of_a_step(tmp_path: Path) -> None:
     world = LocalWorld(3, tmp_path, membership=apart, outer={"staleness_power": 0.5, "alignment": "momentum"})
     try:
         line = world.peers[0].peer.line
-        start = OuterState(0, (line.optimizer.start(torch.zeros(line.layout.fragments[0].elements)),))
+        start = OuterState(
+            0, (line.optimizer.start(torch.zeros(line.layout.fragments[0].elements), line.layout.fragments[0]),)
+        )
         world.rounds(world.peers[:1], 6)
         world.rounds(world.peers[1:], 1)
         world.rounds(world.peers, 2)

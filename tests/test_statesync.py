@@ -25,14 +25,14 @@ from diloco.exchange.statesync import (
     IDLE_S,
     PAUSE_S,
     SNAPSHOTS,
-    STRIPE_CHUNKS,
+    STRIPE_BYTES,
     Backlog,
     Snapshots,
     download,
     make_offer,
 )
 from diloco.fragments import Layout
-from diloco.outer import STATE_CHUNK_BYTES, OuterState, open_outer
+from diloco.outer import OuterState, open_outer
 from diloco.peer import serve_bps_of
 from diloco.types import Closed
 from tests.local import LocalWorld
@@ -40,18 +40,20 @@ from tests.peers import KEYS
 from tests.test_link import Listener, commit
 
 ELEMENTS = 3 * 2**20
-LAYOUT = Layout.of([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], fragments=2)
+LAYOUT = Layout.of([("layers.0.a", (ELEMENTS,)), ("layers.1.a", (ELEMENTS,))], fragments=2, part_elements=2**20)
 OPTIMIZER = open_outer(OuterSection(warmup_steps=0))
 CHUNKS = 12
+STATE_CHUNK_BYTES = 4 * 2**20
 """Two fragments of an anchor and a momentum of 12 MiB each: 48 MiB in chunks of 4."""
 STATE_BYTES = CHUNKS * STATE_CHUNK_BYTES
-STRIPE_BYTES = STRIPE_CHUNKS * STATE_CHUNK_BYTES
+STRIPE_CHUNKS = STRIPE_BYTES // STATE_CHUNK_BYTES
 
 
 def start(seed: int) -> OuterState:
     """A state before its first step: momenta are zero."""
     generator = torch.Generator().manual_seed(seed)
-    return OuterState(0, tuple(OPTIMIZER.start(torch.randn(ELEMENTS, generator=generator)) for _ in LAYOUT.fragments))
+    anchors = (torch.randn(ELEMENTS, generator=generator) for _ in LAYOUT.fragments)
+    return OuterState(0, tuple(map(OPTIMIZER.start, anchors, LAYOUT.fragments)))
 
 
 def step(state: OuterState, fragment: int) -> OuterState:
@@ -402,14 +404,14 @@ def test_chunks_that_do_not_exist_are_not_there() -> None:
 
 def test_a_state_is_hashed_once_however_many_joiners_come(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    real = diloco.outer.chunk_hash
+    real = diloco.outer.part_hash
 
     def counting(buffer: torch.Tensor, start_byte: int, stop_byte: int) -> str:
         nonlocal hashed
         hashed += 1
         return real(buffer, start_byte, stop_byte)
 
-    monkeypatch.setattr(diloco.outer, "chunk_hash", counting)
+    monkeypatch.setattr(diloco.outer, "part_hash", counting)
     first = start(3)
     for _ in range(3):
         make_offer(first, None)

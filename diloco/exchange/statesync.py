@@ -18,29 +18,22 @@ from dataclasses import dataclass
 
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
-from diloco.fragments import Layout
+from diloco.fragments import Fragment, Layout
 from diloco.hashing import content_hash
-from diloco.outer import (
-    STATE_CHUNK_BYTES,
-    OuterOptimizer,
-    OuterState,
-    StateChunk,
-    buffer_bytes,
-    chunk_bounds,
-    manifest_digest,
-)
+from diloco.outer import OuterOptimizer, OuterState, StateChunk, manifest_digest, part_bytes, places
 from diloco.types import Closed, Commit
 
 logger = logging.getLogger(__name__)
 
-STRIPE_CHUNKS = 4
-"""Chunks asked for in one call, at most: fewer towards the end, so that all members end together."""
+STRIPE_BYTES = 16 * 2**20
+"""Asked for in one call, about: less towards the end, so that all members end together."""
 FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
 """Between such passes."""
 SNAPSHOTS = 2
 """States kept for those who are copying them, besides the latest."""
+ELEMENT_BYTES = 4
 IDLE_S = 60.0
 """A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
 
@@ -187,7 +180,7 @@ async def download(
         if offer.digest == local_digest:
             return OuterState(offer.version, local.fragments), offer
         if copy is None:
-            copy = await asyncio.to_thread(_Copy, link, local, stall_s, progress)
+            copy = await asyncio.to_thread(_Copy, link, local, layout, stall_s, progress)
         fetched_bytes = copy.fetched_bytes
         if await copy.fetch(offer.digest, manifest, holders):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
@@ -238,14 +231,10 @@ def _nothing_fits(count: int) -> StateError:
 
 def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> list[StateChunk]:
     """The manifest that our own layout calls for, with the hashes offered. Raises StateError when they don't fit."""
-    places = [
-        (name, start, stop)
-        for name, size in buffer_bytes(layout, optimizer).items()
-        for start, stop in chunk_bounds(size)
-    ]
-    if len(places) != len(offer.chunk_hashes) or len(offer.steps) != len(layout.fragments):
+    called_for = places(layout, optimizer)
+    if len(called_for) != len(offer.chunk_hashes) or len(offer.steps) != len(layout.fragments):
         raise StateError("the state offered does not fit the model", "is it from a run of this contract?")
-    manifest = [StateChunk(*place, sha) for place, sha in zip(places, offer.chunk_hashes, strict=True)]
+    manifest = [StateChunk(*place, sha) for place, sha in zip(called_for, offer.chunk_hashes, strict=True)]
     if manifest_digest(manifest, offer.steps) != offer.digest:
         raise StateError("the manifest of the state offered does not match its digest", "join through another member")
     return manifest
@@ -254,9 +243,12 @@ def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> l
 class _Copy:
     """The buffers of a state as they fill, whatever snapshot their chunks came from."""
 
-    def __init__(self, link: Link, local: OuterState, stall_s: float, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, link: Link, local: OuterState, layout: Layout, stall_s: float, progress: Callable[[int, int], None]
+    ) -> None:
         """Begin with a copy of `local`."""
         self._link = link
+        self._layout = layout
         self._stall_s = stall_s
         self._progress = progress
         self._digest = local.digest
@@ -265,7 +257,7 @@ class _Copy:
         """Of what stands in each place now."""
         self._wanted: list[int] = []
         self.buffers = {name: bytearray(buffer.numpy().data) for name, buffer in local.buffers()}
-        self.total_bytes = sum(map(len, self.buffers.values()))
+        self.total_bytes = sum(map(self._size, self._manifest))
         self.here_bytes = self.total_bytes
         self.fetched_bytes = 0
 
@@ -274,18 +266,18 @@ class _Copy:
         self._digest, self._manifest = digest, manifest
         missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.digest]
         self._wanted = missing[::-1]
-        self.here_bytes = self.total_bytes - sum(_size(manifest[index]) for index in missing)
+        self.here_bytes = self.total_bytes - sum(self._size(manifest[index]) for index in missing)
         await asyncio.gather(*(self._pull(address, len(holders)) for address in holders))
         return self.here_bytes == self.total_bytes
 
     async def _pull(self, address: str, holders: int) -> None:
         """Take chunks from one of so many members for as long as it delivers."""
         while self._wanted:
-            share = max(1, len(self._wanted) // (2 * holders))
-            batch = [self._wanted.pop() for _ in range(min(STRIPE_CHUNKS, share))]
+            batch = self._stripe(holders)
             missing = set(batch)
             try:
-                stream = self._link.fetch_state(address, self._digest, batch, STATE_CHUNK_BYTES, self._stall_s)
+                most = max(self._size(self._manifest[index]) for index in batch)
+                stream = self._link.fetch_state(address, self._digest, batch, most, self._stall_s)
                 async for index, data in stream:
                     if index in missing and self._keep(index, data):
                         missing.remove(index)
@@ -295,18 +287,29 @@ class _Copy:
                 self._wanted += sorted(missing, reverse=True)
                 return
 
+    def _stripe(self, holders: int) -> list[int]:
+        """What to ask one of so many members for next."""
+        batch, size = [self._wanted.pop()], 0
+        share = len(self._wanted) // (2 * holders)
+        while len(batch) < share and (size := size + self._size(self._manifest[batch[-1]])) < STRIPE_BYTES:
+            batch.append(self._wanted.pop())
+        return batch
+
     def _keep(self, index: int, data: bytes) -> bool:
         chunk = self._manifest[index]
-        if content_hash(data).hex() != chunk.digest:
+        if len(data) != self._size(chunk) or content_hash(data).hex() != chunk.digest:
             logger.warning("a chunk of the state does not match its hash")
             return False
-        self.buffers[chunk.buffer][chunk.start_byte : chunk.stop_byte] = data
+        start, stop = self._fragment(chunk).part_bounds(chunk.part)
+        self.buffers[chunk.buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
         self._hashes[index] = chunk.digest
         self.here_bytes += len(data)
         self.fetched_bytes += len(data)
         self._progress(self.here_bytes, self.total_bytes)
         return True
 
+    def _size(self, chunk: StateChunk) -> int:
+        return part_bytes(self._layout, chunk.buffer, chunk.part)
 
-def _size(chunk: StateChunk) -> int:
-    return chunk.stop_byte - chunk.start_byte
+    def _fragment(self, chunk: StateChunk) -> Fragment:
+        return self._layout.fragments[int(chunk.buffer.partition("/")[0])]

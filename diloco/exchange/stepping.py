@@ -10,23 +10,14 @@ import torch
 from diloco.average import mean_into
 from diloco.compress import Codec
 from diloco.fragments import Fragment
-from diloco.outer import (
-    STATE_CHUNK_BYTES,
-    FragmentState,
-    OuterOptimizer,
-    OuterState,
-    chunk_bounds,
-    chunk_hash,
-)
-
-ELEMENT_BYTES = torch.float32.itemsize
+from diloco.outer import FragmentState, OuterOptimizer, OuterState, part_hash
 
 
 class Stepping:
     """The next state of one fragment, as far as its mean is known. Not for several threads at once.
 
     Outer steps go element by element (`diloco.outer`), so a part takes no more than its own mean, and the bits are
-    those of one step over all. What a repair changes is stepped again. A chunk is hashed as soon as it is whole.
+    those of one step over all, and hashed at once. What a repair changes is stepped again.
     Host memory: 4 bytes per parameter and buffer, which become the next state.
     """
 
@@ -47,11 +38,9 @@ class Stepping:
         self._optimizer = optimizer
         self._before = state.fragments[fragment.index]
         self._after: FragmentState | None = None
-        self._means: list[bytes | None] = [None] * fragment.parts
+        self._means: dict[int, bytes] = {}
         """What each part was stepped by."""
-        self._bounds = chunk_bounds(fragment.elements * ELEMENT_BYTES)
-        self._missing_bytes = [stop - start for start, stop in self._bounds]
-        self._hashes: dict[tuple[str, int], str] = {}
+        self._hashes: dict[str, dict[int, str]] = {}
 
     def take(self, part: int, mean: bytes) -> None:
         """Step one part. Raises PayloadError when these bytes are no mean."""
@@ -63,28 +52,18 @@ class Stepping:
         before, into = self._before.part(start, stop), self._after.part(start, stop)
         stepped = self._optimizer.step(before, values, into, self.share)
         self._after = replace(self._after, steps=stepped.steps)
-        first, self._means[part] = self._means[part] is None, mean
-        self._hash(self._after, start * ELEMENT_BYTES, stop * ELEMENT_BYTES, first)
+        self._means[part] = mean
+        for name, buffer in self._after.buffers().items():
+            self._hashes.setdefault(name, {})[part] = part_hash(buffer, start, stop)
 
     def finish(self, means: Sequence[bytes]) -> FragmentState:
-        """The state after these means, most of which were taken before. Nothing may be taken afterwards.
+        """The state after these means, of all parts, most of which were taken before. Nothing may be taken afterwards.
 
         Raises PayloadError when one of them is no mean.
         """
-        for part, mean in enumerate(means):
-            if self._means[part] is not mean:
-                self.take(part, mean)
-        after, chunks = self._after, range(len(self._bounds))
-        assert after is not None
-        after.keep_hashes({name: [self._hashes[name, chunk] for chunk in chunks] for name in after.buffers()})
+        for part in self.fragment.cuts:
+            if self._means.get(part) is not means[part]:
+                self.take(part, means[part])
+        after = self._after or replace(self._before.unfilled(), steps=self._before.steps + 1)  # this rank may hold none
+        after.keep_own_hashes({name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()})
         return after
-
-    def _hash(self, after: FragmentState, start_byte: int, stop_byte: int, first: bool) -> None:
-        """Those chunks with these bytes that are whole now. `first`: the bytes were not there before."""
-        for chunk in range(start_byte // STATE_CHUNK_BYTES, (stop_byte - 1) // STATE_CHUNK_BYTES + 1):
-            bounds = self._bounds[chunk]
-            if first:
-                self._missing_bytes[chunk] -= min(stop_byte, bounds[1]) - max(start_byte, bounds[0])
-            if not self._missing_bytes[chunk]:
-                for name, buffer in after.buffers().items():
-                    self._hashes[name, chunk] = chunk_hash(buffer, *bounds)

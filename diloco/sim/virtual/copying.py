@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.exchange.link import StateOffer
-from diloco.exchange.statesync import STRIPE_CHUNKS
 from diloco.hashing import content_hash
-from diloco.outer import OuterState, StateChunk, buffer_bytes, chunk_bounds
+from diloco.outer import OuterState, StateChunk, places
 from diloco.types import Commit, Member
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 PASSES = 3
 """Passes over all members before the copy has failed."""
 PAUSE_S = 0.2
+STRIPES = 2
+"""Calls that a copy takes."""
 
 
 class Download:
@@ -72,9 +73,9 @@ class Download:
 
     def _manifest(self) -> list[StateChunk]:
         setup = self.host.world.setup
-        sizes = buffer_bytes(setup.layout, setup.optimizer).items()
-        places = [(name, *bounds) for name, size in sizes for bounds in chunk_bounds(size)]
-        return [StateChunk(*place, digest) for place, digest in zip(places, self.newest.chunk_hashes, strict=True)]
+        hashes = self.newest.chunk_hashes
+        called_for = places(setup.layout, setup.optimizer)
+        return [StateChunk(*place, digest) for place, digest in zip(called_for, hashes, strict=True)]
 
     def _next_chunks(self) -> None:
         """Ask one holder for a few chunks in one call."""
@@ -84,7 +85,8 @@ class Download:
             self.host.later(PAUSE_S, self.start)
         else:
             holder = self.host.world.dice.choice(self._holders)
-            question = partial(_chunks_of, self.newest.digest, [index for index, _ in self._wanted[:STRIPE_CHUNKS]])
+            few = max(len(self.newest.chunk_hashes) // STRIPES, 1)
+            question = partial(_chunks_of, self.newest.digest, [index for index, _ in self._wanted[:few]])
             take, failed = partial(self._keep, holder), partial(self._keep, holder, ())
             self.host.world.network.ask(self.host, holder, question, take, failed)
 
@@ -101,7 +103,9 @@ class Download:
 
     def _assemble(self) -> None:
         setup, newest = self.host.world.setup, self.newest
-        buffers = {entry.buffer: self._here[entry.digest] for entry in self._manifest()}
+        buffers: dict[str, bytearray] = {}
+        for entry in self._manifest():
+            buffers.setdefault(entry.buffer, bytearray()).extend(self._here[entry.digest])
         state = OuterState.assemble(newest.version, newest.steps, buffers, setup.layout, setup.optimizer)
         self.host.copied()
         self.done(state, newest.commit)

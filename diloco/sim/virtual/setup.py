@@ -68,7 +68,7 @@ class Setup:
         )
         self.timing = Timing(heartbeat_s=0.5, suspect_s=2.0, stall_s=2.0)
         anchor = [read_fragment(self.parameters(), fragment) for fragment in self.layout.fragments]
-        self.start = OuterState(0, tuple(map(self.optimizer.start, anchor)))
+        self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
 
     def _weighing(self, plan: Plan) -> Weighing:
         """Under `async` with shares of a step and weights by staleness, where the optimizer can."""
