@@ -8,17 +8,21 @@ contributor does this before it encodes, so nobody else needs to know of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from diloco.fragments import Fragment
 
+Total = Callable[[Tensor], Tensor]
 WELL_ALIGNED = 0.5
 """Cosine from which nothing is changed."""
 
 
-def aligned(gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: float) -> Tensor:
+def aligned(
+    gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: float, total: Total = lambda sums: sums
+) -> Tensor:
     """`gradient` as it is to be sent; all flat fp32 of the fragment's length.
 
     With lateness l = 1 - 1 / staleness, of a tensor at cosine c to the momentum:
@@ -27,30 +31,37 @@ def aligned(gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: f
     - 0 <= c: turned, at its own length, to the cosine c + l (`WELL_ALIGNED` - c);
     - c < 0: without the share l of its component against the momentum.
 
-    staleness: versions that closed meanwhile over the trainers; up to 1 nothing is changed.
+    staleness: versions that closed meanwhile over the trainers; up to 1 nothing is changed. `total` sums over the ranks
+    that hold the fragment together.
     """
     if staleness <= 1:
         return gradient
-    late, result = 1 - 1 / staleness, torch.empty_like(gradient)
-    for entry in fragment.entries:
-        piece = slice(entry.offset, entry.offset + entry.elements)
-        result[piece] = _aligned(gradient[piece], momentum[piece], late)
+    names = {entry.name: row for row, entry in enumerate(fragment.entries)}
+    sums = torch.zeros(len(names), 3, dtype=torch.float64)
+    pieces = [(names[spot.name], slice(spot.offset, spot.offset + spot.stop - spot.start)) for spot in fragment.spots]
+    for row, at in pieces:
+        pairs = (gradient, gradient), (momentum, momentum), (gradient, momentum)
+        sums[row] += torch.tensor([float(torch.dot(one[at], other[at])) for one, other in pairs], dtype=torch.float64)
+    sums, late, result = total(sums), 1 - 1 / staleness, torch.empty_like(gradient)
+    for row, at in pieces:
+        result[at] = _aligned(gradient[at], momentum[at], late, sums[row].tolist())
     return result
 
 
-def _aligned(gradient: Tensor, momentum: Tensor, late: float) -> Tensor:
-    lengths = float(gradient.norm()), float(momentum.norm())
-    if not all(0 < length < math.inf for length in lengths):
+def _aligned(gradient: Tensor, momentum: Tensor, late: float, sums: list[float]) -> Tensor:
+    """A piece of a tensor; `sums`: the whole tensor's squares, the momentum's, and their products."""
+    if not all(0 < square < math.inf for square in sums[:2]):
         return gradient
+    lengths = math.sqrt(sums[0]), math.sqrt(sums[1])
     way = momentum / lengths[1]
-    along = float(torch.dot(gradient, way))
+    along = sums[2] / lengths[1]
     cosine = along / lengths[0]
     if cosine >= WELL_ALIGNED:
         return gradient
     if cosine < 0:
         return gradient - way * (late * along)
     across = gradient - way * along
-    beside = float(across.norm())
+    beside = math.sqrt(max(sums[0] - along**2, 0.0))
     if not beside:
         return gradient
     wanted = cosine + late * (WELL_ALIGNED - cosine)

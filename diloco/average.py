@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -141,22 +141,26 @@ def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
 
 
 def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
-    """A fragment's mean, flat fp32, from the bytes of its parts in order; `codecs` by group of parameters.
+    """What is held here of a fragment's mean, flat fp32; `parts`: encoded, by number; `codecs` by group of parameters.
 
     Raises PayloadError.
     """
     if len(parts) != fragment.parts:
         raise PayloadError(f"{len(parts)} parts, fragment {fragment.index} has {fragment.parts}")
     mean = torch.empty(fragment.elements, dtype=torch.float32)
-    for part, payload in enumerate(parts):
-        start, stop = fragment.part_bounds(part)
-        mean_into(payload, codecs[fragment.group_of(part)], mean[start:stop])
+    for part, (start, stop) in fragment.cuts.items():
+        mean_into(parts[part], codecs[fragment.group_of(part)], mean[start:stop])
     return mean
 
 
 def mean_digest(parts: Sequence[bytes]) -> str:
     """SHA-256, hexadecimal, over the `content_hash` of each encoded part in order (`Commit.mean_digest`)."""
-    return hashlib.sha256(b"".join(map(content_hash, parts))).hexdigest()
+    return digest_of(map(content_hash, parts))
+
+
+def digest_of(contents: Iterable[bytes]) -> str:
+    """`mean_digest`, from the hashes of the parts."""
+    return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:

@@ -606,6 +606,9 @@ class NetworkSection(Section):
     """Most bits per second that this peer sends in rounds, contributions and means together; 0: no limit."""
     streams: Annotated[int, Field(ge=1, le=16)] = 1
     """Connections to each other peer that contributions and means go over at once: several fill a long, lossy link."""
+    lanes: PositiveInt | None = None
+    """Ranks of this island that divide the outer state, and exchange their parts over connections of their own; all of
+    them when not given, 1: rank 0 alone. Each listens on a port of its own: that of `listen` and its rank on top."""
 
 
 class StorageSection(Section):

@@ -10,17 +10,22 @@ from torch import Tensor
 
 from diloco.compress import Codec
 
-Pieces = Sequence[tuple[Codec, Callable[[], Tensor]]]
-"""Of every part: its codec, and what makes its values, flat fp32."""
+Piece = tuple[Codec, Callable[[], Tensor]]
+"""Of a part: its codec, and what makes its values, flat fp32."""
+Pieces = Sequence[Piece | None]
+"""By part; None: another rank holds it, and what is encoded of it is empty."""
 Encode = Callable[[Pieces], Sequence[bytes]]
 
 
 def encode_now(pieces: Pieces) -> list[bytes]:
     """Each piece encoded. Raises PayloadError when a value is not finite."""
-    return [_encode(codec, values) for codec, values in pieces]
+    return [_encode(piece) for piece in pieces]
 
 
-def _encode(codec: Codec, values: Callable[[], Tensor]) -> bytes:
+def _encode(piece: Piece | None) -> bytes:
+    if piece is None:
+        return b""
+    codec, values = piece
     return codec.encode(values())
 
 
@@ -32,7 +37,7 @@ class Encoder:
 
     def __call__(self, pieces: Pieces) -> Encoded:
         """As `encode_now`, but at once; what the values are made of must not change any more. They must be finite."""
-        return Encoded([self._pool.submit(_encode, codec, values) for codec, values in pieces])
+        return Encoded([self._pool.submit(_encode, piece) for piece in pieces])
 
     def close(self) -> None:
         """Encode no more."""

@@ -35,9 +35,8 @@ def left_over(
     `codecs`: by group of parameters.
     """
     residual = torch.zeros_like(target) if before is None else before.clone()
-    for part, payload in enumerate(parts):
+    for part, (start, stop) in fragment.cuts.items():
         if counted(part):
-            start, stop = fragment.part_bounds(part)
-            sent = codecs[fragment.group_of(part)].decode(payload, stop - start)
+            sent = codecs[fragment.group_of(part)].decode(parts[part], stop - start)
             torch.sub(target[start:stop], sent, out=residual[start:stop])
     return residual

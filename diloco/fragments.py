@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -55,12 +55,16 @@ class Entry:
 class Spot:
     """A piece of a parameter in a flat buffer."""
 
-    entry: Entry
+    name: str
     start: int
     """Its first element in the parameter, flattened."""
     stop: int
     offset: int
     """The place of its first element in the buffer."""
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -115,22 +119,19 @@ class Fragment:
         return self._places[part][2]
 
     def on_lane(self, lane: int, lanes: int) -> Fragment:
-        """What one of several ranks holds of it."""
-        return replace(self, lane=lane, lanes=lanes)
+        """What one of several ranks holds of it: nothing from `lanes` on."""
+        return replace(self, lane=lane if lane < lanes else self.parts, lanes=lanes)
 
     @cached_property
     def spots(self) -> tuple[Spot, ...]:
-        """Where pieces of the parameters are in a flat buffer of the parts that are held here, in its order."""
-        places = [(self.place_of(part)[0], *bounds) for part, bounds in self.cuts.items()] if self.lanes > 1 else []
-        if not places:
-            return tuple(Spot(entry, 0, entry.elements, entry.offset) for entry in self.entries if self.lanes == 1)
+        """The pieces of parameters that the parts held here consist of, in the order of a flat buffer."""
         spots = []
-        for place, start, stop in places:
+        for part, (begin, _) in self.cuts.items():
+            start, stop = self.place_of(part)
             for entry in self.entries:
-                first = max(place, entry.offset)
-                last = min(place + stop - start, entry.offset + entry.elements)
+                first, last = max(start, entry.offset), min(stop, entry.offset + entry.elements)
                 if first < last:
-                    spots.append(Spot(entry, first - entry.offset, last - entry.offset, start + first - place))
+                    spots.append(Spot(entry.name, first - entry.offset, last - entry.offset, begin + first - start))
         return tuple(spots)
 
     @cached_property
@@ -182,6 +183,10 @@ class Layout:
         sync, groups = contract.sync, [group.match for group in contract.codec.groups]
         return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
 
+    def on_lane(self, lane: int, lanes: int) -> Layout:
+        """What one of several ranks holds of each fragment."""
+        return Layout(tuple(fragment.on_lane(lane, lanes) for fragment in self.fragments))
+
     @cached_property
     def digest(self) -> str:
         """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit.
@@ -200,18 +205,36 @@ class Weights:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
-        """By name, in model order, whole."""
+        """By name, in model order."""
 
     @staticmethod
     def of(model: nn.Module) -> Weights:
         """The trainable parameters of a model that this process has all of."""
         return Weights(named_parameters(model))
 
-    def fetch(self, fragment: Fragment) -> None:
-        """Before a fragment's `parameters` are read: the model's own are always current."""
+    @property
+    def shapes(self) -> NamedShapes:
+        """Of all parameters, whole, in model order."""
+        return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
-    def flush(self, fragment: Fragment) -> None:
-        """After a fragment's `parameters` were written: the model's own need nothing more."""
+    def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
+        """What is held here of a fragment, as `read_fragment` has it."""
+        return read_fragment(self.parameters, fragment, into)
+
+    def write(self, fragment: Fragment, flat: Tensor) -> None:
+        """Overwrite a fragment's parameters with what is held here of it."""
+        write_fragment(self.parameters, fragment, flat)
+
+    def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
+        """Overwrite a fragment's parameters piece by piece with what `changed` makes of each.
+
+        It is given a piece, flat fp32 on the host, and where that is in a flat buffer of the fragment.
+        """
+        with torch.no_grad():
+            for entry in fragment.entries:
+                parameter, piece = self.parameters[entry.name], slice(entry.offset, entry.offset + entry.elements)
+                local = parameter.detach().to("cpu", torch.float32)
+                parameter.copy_(changed(local.flatten(), piece).view(entry.shape))
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -236,6 +259,7 @@ def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: T
 
 def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter beside its piece of `flat`, in the parameter's shape."""
+    assert fragment.lanes == 1
     assert flat.shape == (fragment.elements,)
     for entry in fragment.entries:
         parameter = parameters[entry.name]

@@ -37,7 +37,7 @@ from diloco.exchange.runtime import reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.exchange.swapping import Agreed, Failed, GossipTerms, Here, Swapping
 from diloco.exchange.swaps import Swap
-from diloco.fragments import Weights, read_fragment
+from diloco.fragments import Weights
 from diloco.memory import empty_as
 from diloco.merge import carry_fragment
 from diloco.outer import OuterState
@@ -287,8 +287,7 @@ class GossipPeer:
 
     def _count(self) -> Counted | None:
         """Our local weights. What is not finite must not reach others: then the progress is thrown away."""
-        self.line.fetch(self._fragment)
-        local = read_fragment(self.line.parameters, self._fragment, empty_as(self.line.state.fragments[0].anchor))
+        local = self.line.weights.read(self._fragment, empty_as(self.line.state.fragments[0].anchor))
         if math.isfinite(magnitude(local)):
             return Counted(local, self._steps, self.line.trained.tokens)
         self.discarded_tokens += drop_progress(self.line)
@@ -333,9 +332,7 @@ class GossipPeer:
         with timed(seconds, "outer"):
             after = self._pairing.step(before, mean) if self.settling is None else settle(before, mean)
         with timed(seconds, "merge"):
-            self.line.fetch(self._fragment)
-            carry_fragment(self.line.parameters, self._fragment, mine.local, after.anchor)
-            self.line.flush(self._fragment)
+            carry_fragment(self.line.weights, self._fragment, mine.local, after.anchor)
         self.line.state = OuterState(self.version + 1, (after,))
         self._steps -= mine.steps
         self.line.trained.tokens -= mine.tokens

@@ -13,15 +13,15 @@ from pathlib import Path
 from diloco.checkpoint import Checkpoint, latest, load
 from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
 from diloco.errors import ConfigError, ResourceError, UsageError
+from diloco.follower import follow
 from diloco.gossip_trainer import GossipTrainer
 from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
-from diloco.peer import Gate
+from diloco.peer import Gate, lanes_of
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
 from diloco.types import Commit
-from diloco.workbench import Bench
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     given = _given(options)
     island = Island.here(device_of(site))
     if not island.leads:
-        Bench.follow(contract_from_json(island.share()), site, island)
+        follow(contract_from_json(island.share()), site, island)
         island.close()
         return None
     if restarted():
         options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
-    gate = Gate(site)
+    gate = Gate(site, lanes_of(site, island))
     try:
         contract = _contract(options, gate, given, checkpoint)
         name = peer_name(site, checkpoint)

@@ -5,12 +5,10 @@ The invariant of every mode: local = anchor + progress that is not committed yet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from diloco.fragments import Fragment, pieces
+from diloco.fragments import Fragment, Weights
 from diloco.outer import FragmentState, OuterOptimizer, tiles
 
 
@@ -34,17 +32,16 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     return carried
 
 
-def carry_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, base: Tensor, anchor: Tensor) -> None:
-    """`carry` a fragment's parameters (any device, any dtype) in place, one after the other.
+def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor, anchor: Tensor) -> None:
+    """`carry` a fragment's parameters (any device, any dtype) in place.
 
-    `base` and `anchor`: flat fp32. Parameters on which nothing was done since `base` are only compared and overwritten.
+    `base` and `anchor`: flat fp32. Where nothing was done since `base` they are only compared and overwritten.
     """
-    with torch.no_grad():
-        both = zip(pieces(parameters, fragment, base), pieces(parameters, fragment, anchor), strict=True)
-        for (parameter, from_), (_, to) in both:
-            local = parameter.detach().to("cpu", torch.float32)
-            same = torch.equal(local, from_)
-            parameter.copy_(to if same else carry(local.flatten(), from_.flatten(), to.flatten()).view(to.shape))
+
+    def carried(local: Tensor, at: slice) -> Tensor:
+        return anchor[at] if torch.equal(local, base[at]) else carry(local, base[at], anchor[at])
+
+    weights.change(fragment, carried)
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:

@@ -32,6 +32,7 @@ from diloco.fragments import Fragment, Layout
 from diloco.hashing import content_hash
 from diloco.memory import empty_as
 
+ELEMENT_BYTES = torch.float32.itemsize
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the
 fragment, and the kernel hands out, and clears, each of their pages: half of the time of an outer step."""
@@ -188,7 +189,7 @@ def tiles(elements: int) -> Iterator[slice]:
 def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
     """Name and size in bytes of every buffer of an outer state, in canonical order."""
     return {
-        f"{fragment.index}/{name}": fragment.elements * torch.float32.itemsize
+        f"{fragment.index}/{name}": fragment.elements * ELEMENT_BYTES
         for fragment in layout.fragments
         for name in ("anchor", *sorted(optimizer.slot_names))
     }
@@ -206,7 +207,7 @@ def places(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, int]]:
 
 def part_bytes(layout: Layout, buffer: str, part: int) -> int:
     """Size of one part of a buffer."""
-    return layout.fragments[int(buffer.partition("/")[0])].size_of(part) * torch.float32.itemsize
+    return layout.fragments[int(buffer.partition("/")[0])].size_of(part) * ELEMENT_BYTES
 
 
 def state_bytes(layout: Layout, optimizer: OuterOptimizer) -> int:

@@ -38,19 +38,22 @@ from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
 from diloco.exchange.engine import Exchange, Terms
 from diloco.exchange.keys import VARIABLE, secret_from_environment
+from diloco.exchange.lanes import Door
 from diloco.exchange.link import StateOffer, Welcome
 from diloco.exchange.messages import Reply
 from diloco.exchange.pace import SERVE_BPS_PER_CORE
 from diloco.exchange.presence import Presence
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.runtime import Runtime, reachable
-from diloco.exchange.sockets import SocketCounter
+from diloco.exchange.sockets import SocketBytes, SocketCounter
 from diloco.exchange.view import Policy
-from diloco.fragments import Layout, Weights, read_fragment
+from diloco.fragments import Layout, Weights
+from diloco.island import Island
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.outer import OuterState, open_outer
 from diloco.round import (
+    Alone,
     Diverged,
     Line,
     Trained,
@@ -77,7 +80,8 @@ class RunOver(Exception):
 class Gate:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, lanes: int = 1) -> None:
+        """`lanes`: so many ranks of an island share `network.send_bps`."""
         failpoints.arm_from_environment()
         listen = site.network.listen
         if not (is_loopback(listen) or site.network.insecure or secret_from_environment()):
@@ -86,7 +90,7 @@ class Gate:
             raise UsageError(cause, fix)
         self.site = site
         self.directory = Directory()
-        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps, site.network.streams)
+        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
 
     def knock(self, tickets: str) -> Contract:
@@ -142,17 +146,20 @@ class Peer:
         checkpoint: Checkpoint | None = None,
         data: str = "",
         directory: Path | None = None,
+        island: Island | None = None,
     ) -> None:
         """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
-        where the ledger goes, if anywhere."""
+        where the ledger goes, if anywhere. `island`: whose ranks divide the outer state; None: this process is all."""
         self.contract = contract
         self.site = site
+        self.island = island
         self.gate = gate
         self.events = events
         self.counter = SocketCounter()
         self._encoder = Encoder()
         compiled_codecs(site.device.compile_codecs)
-        self.line = open_line(name, contract, weights, self._encoder)
+        lanes = lanes_of(site, island)
+        self.line = open_line(name, contract, weights, self._encoder, island, lanes)
         self.ending = Finish.of(contract)
         if checkpoint is not None:
             commit = restore_line(self.line, checkpoint)
@@ -218,7 +225,7 @@ class Peer:
         served = self.gate.runtime.serve(self.exchange, network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         self.gate.open_directory(self.contract.run.name, self._warn)
-        self.exchange.start(self.address, self.gate.directory.addresses)
+        self.exchange.start(self.address, self.gate.directory.addresses, self._meet_ranks(welcome))
         self.journal.opened(self.contract)
         if welcome is not None:
             self.journal.discarded(drop_progress(self.line), "the run may have counted it before the restart")
@@ -227,6 +234,25 @@ class Peer:
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = Presence(self.gate.directory, self.exchange)
         self.events.emit("listening", address=self.address, ticket=self.ticket)
+
+    def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:
+        """Have the other ranks open their lanes. Returns where those listen."""
+        island = self.island
+        if island is None or island.size == 1:
+            return ()
+        key = secrets.token_bytes(32)
+        door = Door(island.host, key)
+        toward = welcome.members[0].address if welcome else None
+        island.announce("meet", host=island.host, port=door.port, key=key.hex(), name=self.name, toward=toward)
+        self.exchange.seat(door.let_in(lanes_of(self.site, island) - 1))
+        self.exchange.lane.hold(self.line.state)
+        island.all(True)
+        return tuple(address.decode() for address in island.gather(b"") if address)
+
+    def wire(self) -> SocketBytes | None:
+        """Bytes sent and received so far, by all ranks of the island. None where nobody can tell."""
+        own, others = self.counter.sample(), self.exchange.elsewhere_bytes()
+        return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
 
     def _meet_members(self, welcome: Welcome) -> None:
         found = self.gate.directory.lookup()
@@ -258,7 +284,7 @@ class Peer:
         if offer.commit is not None:
             self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
-        wire = self.counter.sample()
+        wire = self.wire()
         received = wire.received if wire else None
         self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=received)
 
@@ -508,23 +534,33 @@ compiled_codecs = cache(use_compiled)
 """Once per process: threads may be encoding later."""
 
 
-def open_line(name: str, contract: Contract, weights: Weights, encode: Encode = encode_now) -> Line:
-    """What the rounds of a peer work on, before the first version. Raises ConfigError."""
-    parameters = weights.parameters
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-    layout = Layout.agreed(shapes, contract)
+def lanes_of(site: Site, island: Island | None) -> int:
+    """Ranks of an island that divide the outer state."""
+    return min(site.network.lanes or island.size, island.size) if island is not None else 1
+
+
+def open_line(
+    name: str,
+    contract: Contract,
+    weights: Weights,
+    encode: Encode = encode_now,
+    island: Island | None = None,
+    lanes: int = 1,
+) -> Line:
+    """What the rounds of a peer work on, before the first version: on a rank of an island, its part. Raises
+    ConfigError."""
+    layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
     optimizer = open_outer(contract.outer)
-    anchor = [read_fragment(parameters, fragment) for fragment in layout.fragments]
+    anchor = [weights.read(fragment) for fragment in layout.fragments]
     return Line(
         name,
-        parameters,
+        weights,
         layout,
         open_codecs(contract.codec),
         optimizer,
         Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
-        fetch=weights.fetch,
-        flush=weights.flush,
+        ranks=Alone() if island is None or island.size == 1 else island,
         merge=contract.sync.merge,
         mix_alpha=contract.sync.mix_alpha,
         feedback=contract.codec.error_feedback,
@@ -555,10 +591,7 @@ def save_line(
 ) -> Path:
     """Write a checkpoint: what a line stands at, and what else is given. Raises ResourceError."""
     outer = {"outer": dict(line.state.buffers())}
-    if line.trained.tokens:
-        for fragment in line.layout.fragments:
-            line.fetch(fragment)
-    local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
+    local = {"local": line.parameters} if line.trained.tokens else {}
     residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
     own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
     about: dict[str, JsonValue] = {
@@ -568,11 +601,11 @@ def save_line(
         "steps": [fragment.steps for fragment in line.state.fragments],
         "tokens": line.trained.tokens,
         "blocks": line.trained.blocks,
-        "parameters": [[name, list(parameter.shape)] for name, parameter in line.parameters.items()],
+        "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
     }
-    return save_checkpoint(
-        directory, line.state.version, {**outer, **local, **residual, "own": own, **groups}, {**about, **meta}, keep
-    )
+    groups = {**outer, **local, **residual, "own": own, **groups}
+    with weights_to_keep(line):
+        return save_checkpoint(directory, line.state.version, groups, {**about, **meta}, keep)
 
 
 def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
@@ -582,8 +615,6 @@ def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
     adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
     for name, tensor in checkpoint.groups.get("local", {}).items():
         line.parameters[name].data.copy_(tensor)
-    for fragment in line.layout.fragments:
-        line.flush(fragment)
     line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
     line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
     for name, tensor in checkpoint.groups.get("own", {}).items():

@@ -9,7 +9,8 @@ Read `run_round` first. Everything that makes it survive dead peers, slow links 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -23,9 +24,9 @@ from diloco.average import unpack
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.compress.codec import magnitude
-from diloco.encoding import Encode, Pieces, encode_now
+from diloco.encoding import Encode, Piece, Pieces, encode_now
 from diloco.feedback import left_over, with_residual
-from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
+from diloco.fragments import Fragment, Layout, Weights
 from diloco.memory import empty_as
 from diloco.merge import carry, carry_fragment, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
@@ -87,16 +88,50 @@ class Exchanger(Protocol):
     def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip: ...
 
 
+class Ranks(Protocol):
+    """The ranks of a peer that divide its outer state (`diloco.island.Island`). The first decides; all do the same."""
+
+    def announce(self, task: str, **details: object) -> None:
+        """From the first: have the others do this, too. `details` are JSON values."""
+
+    def all(self, fine: bool) -> bool:
+        """Whether it is fine on every rank."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum over the ranks."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each rank gives, by rank, for the first; nothing for the others."""
+
+
+class Alone(Ranks):
+    """There is one."""
+
+    def announce(self, task: str, **details: object) -> None:
+        """Nobody to tell."""
+
+    def all(self, fine: bool) -> bool:
+        return fine
+
+    def total(self, sums: Tensor) -> Tensor:
+        return sums
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
 @dataclass
 class Line:
     """What a round works on: one peer's weights, the outer state, and what is between them.
 
     Invariant: local weights = anchor + progress that is not committed yet; `trained` counts that progress.
+
+    Where the ranks of an island divide the outer state, each has a line of the parts that it holds. What the functions
+    of this file do to the first's they have the others do to theirs (`Ranks.announce`).
     """
 
     peer: str
-    parameters: Mapping[str, Tensor]
-    """The model's own, by name: read and written in place."""
+    weights: Weights
     layout: Layout
     codecs: Sequence[Codec]
     """By group of parameters (`Fragment.group_of`)."""
@@ -107,10 +142,7 @@ class Line:
     trained: Trained = field(default_factory=Trained)
     sent: Sent | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
-    fetch: Callable[[Fragment], None] = lambda _: None
-    """Called before a fragment's `parameters` are read (`Weights.fetch`)."""
-    flush: Callable[[Fragment], None] = lambda _: None
-    """Called after they were written (`Weights.flush`)."""
+    ranks: Ranks = field(default_factory=Alone)
     merge: str = "carry"
     mix_alpha: float = 0.5
     """`SyncSection.merge` and `mix_alpha`."""
@@ -130,6 +162,13 @@ class Line:
 
     def __post_init__(self) -> None:
         self.since = self.state.version
+        for fragment in self.state.fragments:
+            complete(self, fragment)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The model's own, by name."""
+        return self.weights.parameters
 
     @property
     def due(self) -> Fragment:
@@ -202,77 +241,115 @@ def measure(line: Line, seconds: dict[str, float]) -> Sent:
     Where nobody needs it whole, it is made part by part by whoever encodes it.
     `eager` also moves the fragment's local weights to where the outer step will have them, as far as we know.
     """
+    trained, staleness, trainers = line.trained, line.staleness, line.trainers
+    line.ranks.announce("measure", staleness=staleness, trainers=trainers)
+    sent = measured(line, staleness, trainers, seconds)
+    weight = line.weighing.weight(trained.tokens, staleness)
+    counted = replace(sent.contribution, weight=weight, tokens=trained.tokens, blocks=trained.blocks)
+    line.ranks.all(True)  # have it, too, before anybody asks for it
+    return replace(sent, contribution=counted)
+
+
+def measured(line: Line, staleness: float, trainers: int, seconds: dict[str, float]) -> Sent:
+    """`measure` on one rank: what it sends, without weight."""
     fragment = line.due
-    anchor = line.state.fragments[fragment.index].anchor
+    before = line.state.fragments[fragment.index]
+    anchor = before.anchor
     with timed(seconds, "pseudo_gradient"):
-        line.fetch(fragment)
-        local = read_fragment(line.parameters, fragment, empty_as(anchor))
-        if not magnitude(anchor) + magnitude(local) <= LARGEST:
+        local = line.weights.read(fragment, empty_as(anchor))
+        if not line.ranks.all(magnitude(anchor) + magnitude(local) <= LARGEST):
             raise PayloadError("the pseudo-gradient is not finite")
         whole = line.feedback is not None or line.merge == "eager" or line.align
         gradient = pseudo_gradient(anchor, local) if whole else None
     with timed(seconds, "compress"):
         target = gradient
         if target is not None and line.align:
-            momentum = line.state.fragments[fragment.index].slots["momentum"]
-            target = aligned(target, momentum, fragment, line.staleness)
+            target = aligned(target, before.slots["momentum"], fragment, staleness, line.ranks.total)
         if target is not None and line.feedback is not None:
             target = with_residual(target, line.residuals.get(fragment.index), line.feedback)
-            if not math.isfinite(magnitude(target)):
+            if not line.ranks.all(math.isfinite(magnitude(target))):
                 raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
 
         def values(start: int, stop: int) -> Tensor:
             return pseudo_gradient(anchor[start:stop], local[start:stop]) if target is None else target[start:stop]
 
         parts = line.encode(_pieces(values, fragment, line.codecs))
-    trained = line.trained
-    weight = line.weighing.weight(trained.tokens, line.staleness)
-    contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
+    contribution = Contribution(fragment.index, line.state.version, 0, 0, 0, parts)
     sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
-    return sent if line.merge != "eager" or gradient is None else _look_ahead(line, sent, fragment, gradient)
+    if line.merge != "eager" or gradient is None:
+        return sent
+    return _look_ahead(line, sent, fragment, gradient, 1.0 / trainers)
 
 
 def _pieces(values: Callable[[int, int], Tensor], fragment: Fragment, codecs: Sequence[Codec]) -> Pieces:
-    """The codec of each part and what makes its values, given its bounds."""
-    bounds = map(fragment.part_bounds, range(fragment.parts))
-    return [(codecs[fragment.group_of(part)], partial(values, *ends)) for part, ends in enumerate(bounds)]
+    """The codec of each part that is held here and what makes its values, given its bounds."""
+    pieces: list[Piece | None] = [None] * fragment.parts
+    for part, bounds in fragment.cuts.items():
+        pieces[part] = codecs[fragment.group_of(part)], partial(values, *bounds)
+    return pieces
 
 
-def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor) -> Sent:
+def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor, share: float) -> Sent:
     before = line.state.fragments[fragment.index]
     own = line.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
-    foreseen = foresee(replace(own, steps=before.steps), gradient, 1.0 / line.trainers, line.optimizer)
-    write_fragment(line.parameters, fragment, before.anchor + foreseen.anchor)
-    line.flush(fragment)
-    local = read_fragment(line.parameters, fragment)  # as rounded to the parameters' dtype
+    foreseen = foresee(replace(own, steps=before.steps), gradient, share, line.optimizer)
+    line.weights.write(fragment, before.anchor + foreseen.anchor)
+    local = line.weights.read(fragment)  # as rounded to the parameters' dtype
     return replace(sent, local=local, unsent=local + gradient, foreseen=foreseen)
 
 
 def withdraw(line: Line) -> None:
     """What was sent comes to nothing, and nobody holds it: it is progress again."""
+    line.ranks.announce("withdraw")
     if line.sent is not None and line.sent.foreseen is not None:
-        fragment = line.layout.fragments[line.sent.contribution.fragment]
-        line.fetch(fragment)
-        kept = weights_to_keep(line)
-        for entry in fragment.entries:
-            line.parameters[entry.name].data.copy_(kept[entry.name])
-        line.flush(fragment)
+        _forget_foreseen(line, line.sent)
     line.sent = None
 
 
-def weights_to_keep(line: Line) -> dict[str, Tensor]:
-    """The local weights by name, as anchor plus all progress that is not committed: without what `eager` foresees.
+def _forget_foreseen(line: Line, sent: Sent) -> None:
+    """Take out of the local weights what `eager` foresees."""
+    fragment = line.layout.fragments[sent.contribution.fragment]
+    anchor = line.state.fragments[fragment.index].anchor
+    line.weights.write(fragment, carry(line.weights.read(fragment), sent.unsent, anchor))
 
-    A checkpoint holds these, for a contribution that is on its way is progress after a restart. Not copies, but where
-    they differ from the parameters, which the caller has fetched.
+
+@contextmanager
+def weights_to_keep(line: Line) -> Iterator[None]:
+    """Meanwhile the model holds anchor plus all progress that is not committed: without what `eager` foresees.
+
+    A checkpoint holds these, for a contribution that is on its way is progress after a restart.
     """
-    weights, sent = dict(line.parameters), line.sent
-    if sent is not None and sent.foreseen is not None:
-        fragment = line.layout.fragments[sent.contribution.fragment]
-        anchor = line.state.fragments[fragment.index].anchor
-        weights |= {entry.name: weights[entry.name].detach().clone() for entry in fragment.entries}
-        write_fragment(weights, fragment, carry(read_fragment(line.parameters, fragment), sent.unsent, anchor))
-    return weights
+    line.ranks.announce("stand_without_foreseen")
+    sent = line.sent
+    if sent is None or sent.foreseen is None:
+        try:
+            yield
+        finally:
+            line.ranks.announce("stand_back")
+        return
+    fragment = line.layout.fragments[sent.contribution.fragment]
+    local = line.weights.read(fragment)
+    _forget_foreseen(line, sent)
+    try:
+        yield
+    finally:
+        line.ranks.announce("stand_back")
+        line.weights.write(fragment, local)
+
+
+@contextmanager
+def weights_at_anchor(line: Line) -> Iterator[None]:
+    """Meanwhile the model holds the anchor."""
+    line.ranks.announce("stand_at_anchor")
+    local = [line.weights.read(fragment) for fragment in line.layout.fragments]
+    try:
+        for fragment in line.layout.fragments:
+            line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
+        yield
+    finally:
+        line.ranks.announce("stand_back")
+        for fragment, weights in zip(line.layout.fragments, local, strict=True):
+            line.weights.write(fragment, weights)
 
 
 def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted | None:
@@ -290,17 +367,19 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
         if mine is None:
             withdraw(line)  # not counted for certain: all of it is still progress
         raise Diverged(commit.version)
-    _move_anchor(line, closed, mine, seconds)
-    line.commit = commit
-    if mine is not None and line.sent is not None:
-        seconds[FLIGHT] = monotonic_s() - line.sent.since_s
+    line.ranks.announce("apply", commit=commit.to_bytes().decode(), counted=mine is not None)
+    sent = line.sent
+    move_anchor(line, closed, mine is not None, seconds)
+    line.ranks.all(True)  # stand there, too, before anybody asks for it
+    if mine is not None and sent is not None:
+        seconds[FLIGHT] = monotonic_s() - sent.since_s
         line.trained.subtract(mine)
         line.since = commit.version
-    line.sent = None
     return mine
 
 
-def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict[str, float]) -> None:
+def move_anchor(line: Line, closed: Closed, counted: bool, seconds: dict[str, float]) -> None:
+    """What `step_outer` does on one rank; `counted`: the version counts what was sent."""
     fragment = line.layout.fragments[closed.commit.fragment]
     before = line.state.fragments[fragment.index]
     if isinstance(closed, Ahead):
@@ -314,10 +393,28 @@ def _move_anchor(line: Line, closed: Closed, mine: Counted | None, seconds: dict
             after = line.optimizer.step(before, mean, share=share)
     failpoints.hit("before-merge")
     with timed(seconds, "merge"):
-        _merge(line, closed.commit, fragment, mine is not None, before.anchor, after.anchor)
+        _merge(line, closed.commit, fragment, counted, before.anchor, after.anchor)
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
-        if mine is not None:
+        if counted:
             _settle(line, closed.commit, fragment)
+        complete(line, after)
+    line.commit, line.sent = closed.commit, None
+
+
+def complete(line: Line, state: FragmentState) -> None:
+    """The first rank gets to know the hashes of the parts that others hold."""
+    fragment = state.fragment
+    if fragment is None or fragment.lanes == 1:
+        return
+    own = state.own_hashes
+    told = line.ranks.gather(b"".join(bytes.fromhex(text) for name in own for text in own[name].values()))
+    if told:
+        hashes = {name: [""] * fragment.parts for name in own}
+        for lane, data in enumerate(told):
+            cuts = fragment.on_lane(lane, fragment.lanes).cuts
+            for place, (name, part) in enumerate((name, part) for name in own for part in cuts):
+                hashes[name][part] = data[32 * place : 32 * place + 32].hex()
+        state.keep_hashes(hashes)
 
 
 def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
@@ -329,21 +426,19 @@ def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: T
         base = base.clone()
         for start, stop in omitted:
             base[start:stop] = sent.unsent[start:stop]
-    line.fetch(fragment)
     if counted and line.merge == "mix":
-        local = read_fragment(line.parameters, fragment)
+        local = line.weights.read(fragment)
         mixed = mix(local, new, line.mix_alpha)
         for start, stop in omitted:
             mixed[start:stop] = carry(local[start:stop], base[start:stop], new[start:stop])
-        write_fragment(line.parameters, fragment, mixed)
+        line.weights.write(fragment, mixed)
     else:
-        carry_fragment(line.parameters, fragment, base, new)
-    line.flush(fragment)
+        carry_fragment(line.weights, fragment, base, new)
 
 
 def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
     """Bounds of the parts whose mean leaves us out, though the version counts us."""
-    return [fragment.part_bounds(part) for part in range(fragment.parts) if not commit.counts(line.peer, part)]
+    return [bounds for part, bounds in fragment.cuts.items() if not commit.counts(line.peer, part)]
 
 
 def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
@@ -365,32 +460,46 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
     A contribution that was sent may be counted in the versions that were skipped, and must not count twice: it is not
     carried. Returns its tokens, which are discarded if it was not counted.
     """
-    sent, discarded = line.sent, 0
-    for fragment in line.layout.fragments:
-        base = line.state.fragments[fragment.index].anchor
-        if sent is not None and sent.contribution.fragment == fragment.index:
-            base, discarded = sent.local, sent.contribution.tokens
-        line.fetch(fragment)
-        local = carry(read_fragment(line.parameters, fragment), base, state.fragments[fragment.index].anchor)
-        write_fragment(line.parameters, fragment, local)
-        line.flush(fragment)
-    line.state, line.commit, line.sent = state, commit, None
+    discarded = line.sent.contribution.tokens if line.sent is not None else 0
+    line.ranks.announce("adopt")
+    adopted(line, state)
+    line.ranks.all(True)
+    line.commit = commit
     line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
     if not line.trained.tokens:
         line.since = state.version
+    return discarded
+
+
+def adopted(line: Line, state: OuterState) -> None:
+    """`adopt_state` on one rank."""
+    sent = line.sent
+    for fragment in line.layout.fragments:
+        base, anchor = line.state.fragments[fragment.index].anchor, state.fragments[fragment.index].anchor
+        if sent is not None and sent.contribution.fragment == fragment.index:
+            base = sent.local
+        line.weights.write(fragment, carry(line.weights.read(fragment), base, anchor))
+    line.state, line.sent = state, None
     line.own.clear()
     kept = line.residual_after_rejoin
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
-    return discarded
+    for after in state.fragments:
+        complete(line, after)
 
 
 def drop_progress(line: Line) -> int:
     """Go back to the anchor. Returns the tokens that are discarded by that; their data blocks stay used."""
-    for fragment in line.layout.fragments:
-        write_fragment(line.parameters, fragment, line.state.fragments[fragment.index].anchor)
-        line.flush(fragment)
-    discarded, line.trained.tokens, line.sent = line.trained.tokens, 0, None
+    line.ranks.announce("drop")
+    dropped(line)
+    discarded, line.trained.tokens = line.trained.tokens, 0
     return discarded
+
+
+def dropped(line: Line) -> None:
+    """`drop_progress` on one rank."""
+    for fragment in line.layout.fragments:
+        line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
+    line.sent = None
 
 
 class Diverged(Exception):

@@ -76,7 +76,7 @@ class Trainer:
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
         data = bench.dataset.fingerprint
-        self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory)
+        self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory, island)
         self.reader = BlockReader(bench.dataset, contract.run.seed)
         self._resumed_version = -1
         if checkpoint is not None:
@@ -167,7 +167,7 @@ class Trainer:
         peer, now = self.peer, monotonic_s()
         if now - self._reported_s >= REPORT_EVERY_S:
             self._reported_s = now
-            wire = peer.counter.sample()
+            wire = peer.wire()
             peer.report(
                 inner_step=self.bench.inner.steps,
                 tokens=self._tokens_here,
@@ -228,7 +228,7 @@ class Trainer:
 
     def _emit_version(self, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]) -> None:
         peer = self.peer
-        wire, flight_s = peer.counter.sample(), seconds.pop(FLIGHT, None)
+        wire, flight_s = peer.wire(), seconds.pop(FLIGHT, None)
         trained = front(before.leases.held.get(peer.name, ()), mine.blocks) if mine else ()
         self.events.emit(
             "version",
@@ -291,7 +291,7 @@ class Trainer:
             val_loss,
             peer.journal.discarded_tokens,
         )
-        wire = peer.counter.sample()
+        wire = peer.wire()
         self.events.emit(
             "end",
             **{name: getattr(ending, name) for name in Ending.__dataclass_fields__},

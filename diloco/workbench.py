@@ -20,17 +20,17 @@ from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
 from diloco.errors import ConfigError
-from diloco.fragments import Fragment, Weights, named_parameters, read_fragment, write_fragment
+from diloco.fragments import Weights, named_parameters
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
-from diloco.island.bridge import Bridge
+from diloco.island.bridge import Bridge, Led
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divided
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
-from diloco.round import Line
+from diloco.round import Line, weights_at_anchor
 
 IDLE_S = 60.0
 """How often the other ranks are told that rank 0 still waits for the world."""
@@ -65,17 +65,10 @@ class Bench:
             "collect": self.inner.state_dict,
             "restore": self._restore,
         }
-        if isinstance(self.weights, Bridge):
-            self._tasks |= self.weights.tasks
 
-    @staticmethod
-    def follow(contract: Contract, site: Site, island: Island) -> None:
-        """The life of a rank that does not lead."""
-        Bench(contract, site, island, int(island.share())).serve()
-
-    def serve(self) -> None:
-        """Do what rank 0 announces, until the end."""
-        self.island.serve(self._tasks)
+    def serve(self, **tasks: Callable[..., object]) -> None:
+        """Do what rank 0 announces, until the end: what is told here, and `tasks`."""
+        self.island.serve({**self._tasks, **tasks})
 
     def _build(self) -> nn.Module:
         contract = self.contract
@@ -90,7 +83,7 @@ class Bench:
         own = named_parameters(model)
         if island.size == 1:
             return model, None, Weights(own)
-        return model, Copies(model, island.device), Bridge(own, own, island)
+        return model, Copies(model, island.device), self._bridged(Bridge(own, island))
 
     def _divided(self) -> tuple[nn.Module, Ranks, Weights]:
         """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
@@ -101,9 +94,14 @@ class Bench:
         assert isinstance(model, Transformer)
         ranks = divided(model, self.mesh, self.site, bf16=self.contract.inner.precision == "bf16")
         model.to_empty(device="cpu" if section.offload else island.device)
-        bridge = Bridge(whole, named_parameters(model), island)
-        bridge.begin()
-        return model, ranks, bridge
+        bridge = Bridge(named_parameters(model), island)
+        bridge.begin(whole)
+        return model, ranks, self._bridged(bridge)
+
+    def _bridged(self, bridge: Bridge) -> Weights:
+        """Under gossip rank 0 holds all of the outer state, and nobody announces the steps of a round."""
+        gossip = self.contract.membership.policy == "gossip"
+        return Led(bridge, self.island) if gossip and self.island.leads else bridge
 
     def _inner_section(self) -> Any:
         """Each rank trains its share of the peer's micro-batch."""
@@ -150,8 +148,6 @@ class Workbench(Bench):
         """One inner step of the whole island, at this many tokens of the run. Returns the mean loss."""
         shape = (block.shape[0], block.shape[1])
         self._announce("step", position=position, shape=shape)
-        if isinstance(self.weights, Bridge):
-            self.weights.moved()
         return self._step(position, shape, block)
 
     def idle(self) -> bool:
@@ -169,27 +165,13 @@ class Workbench(Bench):
 
     def evaluate(self, line: Line) -> float:
         """Held-out loss of the anchor (nats per token); local weights are put back afterwards."""
-        local = []
-        for fragment in line.layout.fragments:
-            line.fetch(fragment)
-            local.append(read_fragment(line.parameters, fragment))
-        try:
-            for fragment in line.layout.fragments:
-                self._put(line, fragment, line.state.fragments[fragment.index].anchor)
-            heldout = self.dataset.heldout(self.contract.eval.sequences)
+        heldout = self.dataset.heldout(self.contract.eval.sequences)
+        with weights_at_anchor(line):
             if not self.divided:  # rank 0 has all that it takes
                 return evaluate(self.model, heldout, self.contract.inner.batch_size, self.island.device)
             shape = (heldout.shape[0], heldout.shape[1])
             self._announce("evaluate", shape=shape)
             return self._evaluate(shape, heldout.contiguous())
-        finally:
-            for fragment, weights in zip(line.layout.fragments, local, strict=True):
-                self._put(line, fragment, weights)
-
-    def _put(self, line: Line, fragment: Fragment, flat: Tensor) -> None:
-        write_fragment(line.parameters, fragment, flat)
-        if self.divided:
-            line.flush(fragment)
 
     def to_save(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, JsonValue]]:
         """Tensors and numbers of the inner side, for a checkpoint: whole, so that any mesh can take them back."""

@@ -106,10 +106,13 @@ class Listener:
     def on_hello(self) -> Welcome:
         return WELCOME
 
-    def on_fetch_commits(self, since: int) -> list[Closed]:
+    def on_lanes(self) -> tuple[str, ...]:
+        return ("127.0.0.1:1", "127.0.0.1:2")
+
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
         return [closed for closed in self.closed if closed.commit.version > since]
 
-    def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         found = [closed.parts for closed in self.closed if closed.commit.mean_digest == mean_digest]
         return found[0] if found else None
 

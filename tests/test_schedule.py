@@ -16,7 +16,7 @@ from diloco.compress import open_codec
 from diloco.config import CodecSection, Contract, OuterSection
 from diloco.errors import ConfigError
 from diloco.feedback import left_over, with_residual
-from diloco.fragments import Layout
+from diloco.fragments import Layout, Weights
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
 from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
@@ -154,7 +154,7 @@ def line_of(name: str, start: Tensor, outer: OuterSection, **settings: object) -
     optimizer = open_outer(outer)
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
-    return Line(name, {"a": start.clone()}, layout, [codec], optimizer, Weighing(), state, **settings)  # type: ignore[arg-type]
+    return Line(name, Weights({"a": start.clone()}), layout, [codec], optimizer, Weighing(), state, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[Sent]) -> Closed:

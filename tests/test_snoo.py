@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco.config import InnerSection
-from diloco.fragments import named_parameters, read_fragment
+from diloco.fragments import Weights, read_fragment
 from diloco.inner import InnerLoop
 from diloco.models import build_model
 from tests.paper import BLOCKS, TOKENS, VOCAB, PaperRun, contract
@@ -63,7 +63,7 @@ def test_one_peer_is_snoo_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     )
     peer = run.peers["a"]
     ours, reference = inner_loop(optimizer), Snoo(inner_loop(optimizer))
-    peer.line.parameters = named_parameters(ours.model)
+    peer.line.weights = Weights.of(ours.model)
     start = weights(ours.model)
     losses = []
     for round_ in range(ROUNDS):

@@ -92,6 +92,8 @@ def check_size(payload: bytes, expected_bytes: int) -> None:
 
 def magnitude(values: Tensor) -> float:
     """The largest absolute value; inf or nan when one is there. A maximum is the same bits in any order."""
+    if not values.numel():
+        return 0.0
     low, high = torch.aminmax(values)
     return max(-low.item(), high.item())
 

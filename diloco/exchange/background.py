@@ -39,6 +39,11 @@ class Background:
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What failed."""
+        return self._failure
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure

@@ -11,19 +11,22 @@ import asyncio
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
 
 from diloco import failpoints
-from diloco.average import is_mean_of, max_part_bytes, mean_digest
+from diloco.average import digest_of, is_mean_of, max_part_bytes
 from diloco.clock import monotonic_s
-from diloco.compress import Codec, PayloadError
+from diloco.compress import Codec
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
+from diloco.exchange.lane import Lane, LaneTerms
+from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.link import (
     Kind,
     Link,
@@ -41,21 +44,14 @@ from diloco.exchange.probe import nobody_listens
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json
-from diloco.exchange.stepping import Stepping
-from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
 from diloco.outer import OuterOptimizer, OuterState, state_bytes
-from diloco.round import Ahead
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
 
 TICKS_PER_HEARTBEAT = 10
-STREAM_TRIES = 3
-STREAM_PAUSE_S = 0.1
-"""How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
-
 _FAILPOINTS = {m.Accept: "accept", m.Propose: "propose", m.Committed: "commit"}
 """Messages before and after which a drill can place a death."""
 
@@ -86,39 +82,17 @@ class Terms:
     """Limit for serving the state to joiners, bits per second; 0: none."""
 
 
-class Outlets:
-    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
-
-    What was averaged stays here, so that a stream that broke can begin again.
-    """
-
-    def __init__(self, parts: Sequence[int]) -> None:
-        self.waiting = set(parts)
-        """Parts that are not averaged yet."""
-        self.streams: list[asyncio.Task[None]] = []
-        self._count = len(parts)
-        self._ready: list[Part] = []
-        self._news = asyncio.Event()
-
-    def put(self, part: Part) -> None:
-        """One more is ready."""
-        self.waiting.remove(part.index)
-        self._ready.append(part)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def flow(self, fitted: Callable[[Part], Part]) -> AsyncIterator[Part]:
-        """All of them, as they get ready, `fitted` to their receiver."""
-        for index in range(self._count):
-            if index == self._count // 2:
-                failpoints.hit("mid-mean")
-            while index >= len(self._ready):
-                await self._news.wait()
-            yield fitted(self._ready[index])
-
-
-def _fitted(work: Work, receiver: str, part: Part) -> Part:
-    return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
+def lane_terms(terms: Terms) -> LaneTerms:
+    """What a lane needs of it."""
+    return LaneTerms(
+        terms.layout,
+        terms.codecs,
+        terms.optimizer,
+        terms.weighing,
+        terms.timing.stall_s,
+        terms.max_norm_ratio,
+        terms.radial,
+    )
 
 
 class Exchange(Background):
@@ -150,28 +124,33 @@ class Exchange(Background):
         self.refused: m.Reply = m.Reply.OK
         """The latest refusal of one of our messages."""
         self._on_reason = on_reason
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
-        self._work: Work | None = None
-        self._stepping: Stepping | None = None
-        """Of the version being made: attempts of one version have the parts in common that did not change."""
-        self._outlets: list[Outlets] = []
+        self.lane = Lane(lane_terms(terms), link, loop)
+        self.lane.head = self
+        self.lanes: list[Lane | RemoteLane] = [self.lane]
+        """By number: ours first, then those of the other ranks that divide the outer state."""
+        self._contents: dict[int, bytes] = {}
+        """Of the parts of the mean that is being made, what they hash to."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._moved = asyncio.Condition()
-        self._contribution: Contribution | None = None
         self._outcome: Future[Sequence[Closed] | Skip] = Future()
         """Of the latest offer, for the training side."""
         self._waiting: Future[Sequence[Closed] | Skip] | None = None
         """The same, as long as the offer stands."""
-        self._means: OrderedDict[str, Sequence[bytes]] = OrderedDict()
+        self._means: deque[str] = deque(maxlen=terms.rules.means_kept)
+        """Digests of the latest that are here, whole."""
         self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.layout, terms.optimizer))
         self._closed: deque[Closed] = deque()
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
         self._state_commit: Commit | None = None
+        self._numbers: dict[str, int] = {}
+        """Of the states that are held, by digest: what lanes call them."""
         self._snapshots = Snapshots(self._backlog)
         self._serving = RateLimit(terms.serve_bps)
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
+        self._lane_addresses: tuple[str, ...] = ()
 
     # ------------------------------------------------------------ for the training side (any thread)
 
@@ -232,7 +211,8 @@ class Exchange(Background):
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
         event = m.StateHeld(state.version, state.digest, commit if copied else None)
-        self._call(self._hold, state, commit, event, copied)
+        self.lane.hold(state)
+        self._call(self._hold, state, commit, event, copied, self.lane.held)
 
     def report(self, progress: Progress) -> None:
         """What the heartbeats tell of this peer."""
@@ -245,10 +225,7 @@ class Exchange(Background):
 
         Raises StateError, and TimeoutError after `timeout_s`.
         """
-        terms = self.terms
-        stall_s, lineage = terms.timing.stall_s, self.machine.lineage
-        task = download(self.link, sources, local, terms.layout, terms.optimizer, stall_s, progress, lineage)
-        future = asyncio.run_coroutine_threadsafe(task, self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, progress), self._loop)
         try:
             result = future.result(timeout_s)
         except TimeoutError:
@@ -257,6 +234,24 @@ class Exchange(Background):
         self.behind = False
         self._resync_from = []
         return result
+
+    async def _copy(
+        self, sources: Sequence[str], local: OuterState, progress: Callable[[int, int], None]
+    ) -> tuple[OuterState, StateOffer]:
+        terms, others = self.terms, self._others()
+        stall_s, lineage = terms.timing.stall_s, self.machine.lineage
+        for lane in others:
+            lane.begin_copy()
+
+        def elsewhere(buffer: str, part: int, data: bytes) -> None:
+            others[part % len(self.lanes) - 1].fill(buffer, part, data)
+
+        state, offer = await download(
+            self.link, sources, local, terms.layout, terms.optimizer, stall_s, progress, lineage, elsewhere
+        )
+        for lane in others:
+            lane.end_copy(offer.version, offer.steps)
+        return state, offer
 
     def alive(self) -> list[Member]:
         """Members of the view that are not suspected."""
@@ -299,6 +294,9 @@ class Exchange(Background):
 
     def stop(self) -> None:
         """End the tasks. The link and the server are the caller's."""
+        for lane in self._others():
+            lane.end()
+        self.lane.stop()
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -306,10 +304,33 @@ class Exchange(Background):
         """Peers to talk to, from a welcome or from the directory."""
         self._call(lambda: self.machine.roster.meet(members, monotonic_s()))
 
-    def start(self, address: str, directory: tuple[str, ...]) -> None:
-        """Begin to tick. `address`: where the server listens; `directory`: addresses of our directory node."""
-        self.directory = directory
+    def start(self, address: str, directory: tuple[str, ...], lanes: tuple[str, ...] = ()) -> None:
+        """Begin to tick. `address`: where the server listens; `directory`: addresses of our directory node; `lanes`:
+        where other ranks of ours listen (`seat`)."""
+        self.directory, self._lane_addresses = directory, lanes
         self._call(lambda: self._start(address))
+
+    def seat(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
+        """Other ranks divide the outer state with us: their connections, by rank. Before `start`."""
+        self.lanes += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
+
+    def elsewhere_bytes(self) -> tuple[int, int]:
+        """Sent and received by other ranks of ours, as far as they told."""
+        told = [lane.wire_bytes for lane in self._others()]
+        return sum(sent for sent, _ in told), sum(received for _, received in told)
+
+    def _raise_failure(self) -> None:
+        for lane in self._others():
+            self._failure = self._failure or lane.failure
+        self._failure = self._failure or self.lane.failure
+        super()._raise_failure()
+
+    def _others(self) -> list[RemoteLane]:
+        return [lane for lane in self.lanes if isinstance(lane, RemoteLane)]
+
+    @property
+    def _send_bps(self) -> int:
+        return self.link.send_bps + sum(lane.send_bps for lane in self._others())
 
     # ------------------------------------------------------------ the loop's thread from here on
 
@@ -331,19 +352,28 @@ class Exchange(Background):
         if self._closed:
             future.set_result(self._take_closed())
             return
-        self._contribution = contribution
+        self.lane.take(contribution)
         self._waiting = future
         c, pace = contribution, self.machine.progress.pace
         slack_s = self.overlap_tokens / pace if pace > 0 and not leaving else 0.0
-        offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.link.send_bps, slack_s)
+        offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self._send_bps, slack_s)
         self._feed(m.Offered(offer))
 
-    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool) -> None:
+    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool, number: int) -> None:
         self._state, self._state_commit = state, commit
+        self._numbers[state.digest] = number
         if copied:
             self._close_again(state.version)
         self._snapshots.forget(state.version, monotonic_s())
+        self._retain()
         self._feed(event)
+
+    def _retain(self) -> None:
+        """Lanes keep the latest state, and those that others are copying."""
+        read = self._snapshots.digests() | ({self._state.digest} if self._state is not None else set())
+        self._numbers = {digest: number for digest, number in self._numbers.items() if digest in read}
+        for lane in self.lanes:
+            lane.retain(tuple(self._numbers.values()))
 
     def _close_again(self, version: int) -> None:
         """A state that was copied may be older than what closed here: the versions in between are to be applied."""
@@ -372,15 +402,16 @@ class Exchange(Background):
             case m.BeginReduction(begin):
                 self._begin(begin)
             case m.SendContribution():
-                self._spawn(self._send_contribution(effect))
+                for lane in self.lanes:
+                    lane.send_contribution(effect)
             case m.RepairReduction(repair):
                 self._repair(repair)
             case m.FoldPart(version, attempt, part, omitted):
-                self._spawn(self._fold((version, attempt), part, omitted))
+                self._lane_of(part).fold((version, attempt), part, omitted)
             case m.SendMean(version, attempt, part, omitted):
-                self._put_in_outlets((version, attempt), part, omitted)
+                self._lane_of(part).send_mean((version, attempt), part, omitted)
             case m.SealMean(version, attempt):
-                self._spawn(self._seal((version, attempt)))
+                self._call(self._seal, (version, attempt))
             case m.FetchMean(commit, sources):
                 self._spawn(self._fetch_mean(commit, sources))
             case m.CatchUp(source, _):
@@ -439,144 +470,85 @@ class Exchange(Background):
             logger.warning("%s refuses: %s", by.peer, reply.name)
         self.refused = reply
 
-    async def _stream(self, to: Member, header: StreamHeader, parts: Callable[[], AsyncIterator[Part]]) -> None:
-        """Send parts, from the start again when the line breaks: the receiver ignores what it has."""
-        for _ in range(STREAM_TRIES):
-            if await self._stream_once(to, header, parts()) or self._work is None:
-                return
-            await asyncio.sleep(STREAM_PAUSE_S)
-            if self._work is None or self._work.key != (header.version, header.attempt):
-                return
-
-    async def _stream_once(self, to: Member, header: StreamHeader, parts: AsyncIterator[Part]) -> bool:
-        """Whether there is nothing more to try."""
-        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
-        try:
-            reply = await self.link.send_parts(to.address, header, parts, self.terms.timing.stall_s)
-        except LinkDown:
-            await self._lost(to)
-            return False
-        except LinkSlow as error:
-            logger.info("%s: %s", what, error)
-            return True
-        except LinkRefused as error:
-            logger.info("%s: %s", what, error)
-            reply = error.reply
-        if reply is not m.Reply.OK:
-            logger.debug("%s: %s", what, reply.name)
-        return reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY)
-
-    async def _send_contribution(self, effect: m.SendContribution) -> None:
-        contribution = self._contribution
-        if contribution is None:
-            return
-        start, stop = effect.span.start, effect.span.stop
-
-        async def parts() -> AsyncIterator[Part]:
-            for index in range(start, stop):
-                if index == (start + stop) // 2:
-                    failpoints.hit("mid-contribution")
-                yield Part(index, await asyncio.to_thread(contribution.parts.__getitem__, index))  # or it is encoded
-
-        failpoints.hit("before-contribution")
-        header = self._header(Kind.CONTRIBUTION, (effect.version, effect.attempt), effect.generation)
-        await self._stream(effect.to, header, parts)
-        failpoints.hit("after-contribution")
-
     # ------------------------------------------------------------ reducing
 
+    def _lane_of(self, part: int) -> Lane | RemoteLane:
+        return self.lanes[part % len(self.lanes)]
+
     def _begin(self, begin: m.Begin) -> None:
-        fragment = self.terms.layout.fragments[self.machine.fragment]
-        self._drop_work()
-        me = self.machine.me.peer
-        terms = self.terms
-        work = self._work = Work(begin, me, fragment, terms.codecs, terms.max_norm_ratio, terms.radial)
-        if self._contribution is not None:
-            work.take_own(self._contribution)
-        if self._state is None or self._state.version != begin.version - 1:
-            self._stepping = None
-        else:
-            share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
-            if not self._steps_from(self._state, fragment.index, share):
-                self._stepping = self._step_from(self._state, fragment.index, share)
-        self._open_outlets(work, work.owned())
+        state = self._state
+        number = self._numbers[state.digest] if state is not None and state.version == begin.version - 1 else 0
+        self._contents = {}
+        header = self._header(Kind.CONTRIBUTION, (begin.version, begin.attempt), 0)
+        for lane in self.lanes:
+            lane.begin(begin, self.machine.fragment, header, number)
         self._spawn(self._tell_moved())
 
     def _repair(self, repair: m.Repair) -> None:
         failpoints.hit("in-repair")
-        work = self._work
-        if work is not None and work.key == (repair.version, repair.attempt):
-            self._open_outlets(work, work.repair(repair.generation, repair.spans))
-            self._spawn(self._tell_moved())
+        before = self.lane.owners()
+        for lane in self.lanes:
+            lane.repair(repair)
+        after = self.lane.owners()
+        self._contents = {
+            part: content for part, content in self._contents.items() if after.get(part) == before.get(part)
+        }
+        self._spawn(self._tell_moved())
 
-    def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
-        """A stream to every receiver for these parts of mine, which are yet to be averaged."""
-        if not parts:
-            return
-        outlets = Outlets(parts)
-        for member in work.begin.receivers:
-            if member.peer != self.machine.me.peer:
-                header = self._header(Kind.MEAN, work.key, work.generation)
-                flow = partial(outlets.flow, partial(_fitted, work, member.peer))
-                outlets.streams.append(self._spawn(self._stream(member, header, flow)))
-        self._outlets.append(outlets)
+    # ------------------------------------------------------------ what lanes tell (Head)
 
-    def _drop_work(self) -> None:
-        """Streams whose parts were all averaged go on to their end: others may still need them."""
-        for outlets in self._outlets:
-            if outlets.waiting:
-                for stream in outlets.streams:
-                    stream.cancel()
-        self._outlets = []
-        self._work = None
+    def told(self, event: m.Event, content: bytes = b"") -> None:
+        """What came of something; a part of a mean counts only while its owner is who made it."""
+        if isinstance(event, m.PartFolded | m.MeanArrived):
+            key, owners = (event.version, event.attempt), self.lane.owners()
+            owner = event.sender if isinstance(event, m.MeanArrived) else self.name
+            if self.lane.key != key or owners.get(event.part) != owner:
+                return
+            self._contents[event.part] = content
+        self._feed(event)
 
-    def _put_in_outlets(self, key: tuple[int, int], part: int, omitted: Sequence[str]) -> None:
-        work = self._work
-        if work is None or work.key != key:
-            return
-        payload = work.mean[part]
-        assert payload is not None
-        places = [entry.peer for entry in work.begin.contributors]
-        sent = Part(part, payload, tuple(places.index(peer) for peer in omitted))
-        for outlets in self._outlets:
-            if part in outlets.waiting:
-                outlets.put(sent)
+    def lost(self, member: Member) -> None:
+        """A stream to this member broke."""
+        self._spawn(self._lost(member))
 
-    async def _fold(self, key: tuple[int, int], part: int, omitted: Sequence[str]) -> None:
-        work = self._work
-        if work is None or work.key != key:
-            return
-        failpoints.hit("before-fold")
-        try:
-            mean = await self._loop.run_in_executor(self._pool, work.fold, part, omitted)
-        except BadContribution as error:
-            self._feed(m.ContributionRefused(*key, error.sender, str(error)))
-            return
-        failpoints.hit("after-fold")
-        if work.keep(part, mean):
-            self._feed(m.PartFolded(*key, part))
-            await self._check_mean(work, part, mean)
+    async def admit(self, header: StreamHeader) -> m.Reply:
+        """Whether a lane may read this stream; waits until its reduction has begun here."""
+        reply = self.machine.admits(header.run, header.contract, header.lineage, header.sender, monotonic_s())
+        if reply is not m.Reply.OK:
+            return reply
+        if header.kind not in (Kind.CONTRIBUTION, Kind.MEAN):
+            return m.Reply.MALFORMED  # it is of another policy
+        key = (header.version, header.attempt)
+        if await self._reach(key, header.generation):
+            return m.Reply.OK
+        reached = self.machine.reducing or (self.machine.making, -1, 0)
+        return m.Reply.STALE if reached > (*key, header.generation) else m.Reply.TOO_EARLY
 
-    async def _check_mean(self, work: Work, part: int, mean: bytes) -> None:
-        """Raises PayloadError when nobody could apply it: then nobody must commit it. Steps by it, if we can."""
-        stepping = self._stepping if self._work is work else None  # another version's by now
-        check = work.check_mean if stepping is None else stepping.take
-        await self._loop.run_in_executor(self._pool, check, part, mean)
-
-    async def _seal(self, key: tuple[int, int]) -> None:
-        work = self._work
-        parts = work.whole() if work is not None and work.key == key else None
-        if parts is not None:
-            failpoints.hit("after-mean")
-            digest = await self._loop.run_in_executor(self._pool, mean_digest, parts)
-            self._keep_mean(digest, parts)
-            self._feed(m.MeanHeld(digest, *key))
+    def _seal(self, key: tuple[int, int]) -> None:
+        parts = self.terms.rules.parts[self.machine.fragment]
+        if self.lane.key != key or len(self._contents) < parts:
+            return  # a repair took parts away: they come once more
+        failpoints.hit("after-mean")
+        digest = digest_of(self._contents[part] for part in range(parts))
+        for lane in self.lanes:
+            lane.seal(key, digest)
+        self._kept_mean(digest)
+        self._feed(m.MeanHeld(digest, *key))
 
     def _keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        self._means[digest] = parts
-        self._means.move_to_end(digest)
-        while len(self._means) > self.terms.rules.means_kept:
-            self._means.popitem(last=False)
+        """A mean that others gave us, whole."""
+        lanes = len(self.lanes)
+        for number, lane in enumerate(self.lanes):
+            lane.keep_mean(digest, [part if index % lanes == number else b"" for index, part in enumerate(parts)])
+        self._kept_mean(digest)
+
+    def _kept_mean(self, digest: str) -> None:
+        if digest in self._means:
+            self._means.remove(digest)
+        self._means.append(digest)
+        kept = {*self._means, *self._backlog.means()}
+        for lane in self.lanes:
+            lane.keep_means(kept)
 
     async def _tell_moved(self) -> None:
         async with self._moved:
@@ -585,47 +557,27 @@ class Exchange(Background):
     # ------------------------------------------------------------ closing versions
 
     def _close(self, commit: Commit) -> None:
-        held = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
-        closed = Closed(commit, held)
+        state = self._state
+        fits = state is not None and commit.state_digest == state.digest
+        number = self._numbers[state.digest] if state is not None and fits else 0
+        closed, *_ = [lane.close(commit, number) for lane in self.lanes]
+        assert closed is not None
         if not self.machine.me.witness:
-            self._backlog.add(closed, self._snapshots.oldest_version())
-        self._drop_work()
-        self._contribution = None
+            self._backlog.add(Closed(commit, closed.parts), self._snapshots.oldest_version())
         with self._closed_changed:
-            self._closed.append(self._stepped(closed))
+            self._closed.append(closed)
             self._closed_changed.notify_all()
         if self._waiting is not None:
             self._answer(self._take_closed())
         self._spawn(self._tell_moved())
 
-    def _stepped(self, closed: Closed) -> Closed:
-        """End average and outer step on our own thread, if we know the state that the version was made on."""
-        state, commit = self._state, closed.commit
-        if state is None or not closed.parts or commit.state_digest != state.digest:
-            self._stepping = None
-            return closed
-        share = self.terms.weighing.share(commit.counted, commit.view)
-        if not self._steps_from(state, commit.fragment, share):
-            self._stepping = self._step_from(state, commit.fragment, share)
-        stepping, self._stepping = self._stepping, None
-        assert stepping is not None
-        return Ahead(commit, closed.parts, self._pool.submit(stepping.finish, closed.parts).result)
-
-    def _steps_from(self, state: OuterState, fragment: int, share: float) -> bool:
-        """Whether what was begun is this very step."""
-        begun = self._stepping
-        return begun is not None and (begun.state, begun.fragment.index, begun.share) == (state, fragment, share)
-
-    def _step_from(self, state: OuterState, fragment: int, share: float) -> Stepping:
-        terms = self.terms
-        return Stepping(state, terms.layout.fragments[fragment], terms.codecs, terms.optimizer, share)
-
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
         """Nothing that closed on our lineage, and was not applied yet, counts any more."""
         self.void_tokens += discarded_tokens
         self._backlog.clear()
-        self._drop_work()
-        self._contribution = None
+        for lane in self.lanes:
+            lane.drop()
+            lane.take(None)
         with self._closed_changed:
             self._closed.clear()
         self._resync_from = [source.address]
@@ -678,38 +630,11 @@ class Exchange(Background):
         return reply
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        reply = self.machine.admits(header.run, header.contract, header.lineage, header.sender, monotonic_s())
-        if reply is not m.Reply.OK:
-            return reply
-        if header.kind not in (Kind.CONTRIBUTION, Kind.MEAN):
-            return m.Reply.MALFORMED  # it is of another policy
-        key = (header.version, header.attempt)
-        work = await self._reach(key, header.generation)
-        if work is None:
-            reached = self.machine.reducing or (self.machine.making, -1, 0)
-            return m.Reply.STALE if reached > (*key, header.generation) else m.Reply.TOO_EARLY
-        try:
-            async for part in parts:
-                if self._work is not work:
-                    return m.Reply.STALE
-                reply = await self._take(work, header, part)
-                if reply is not m.Reply.OK:
-                    return reply
-        except LinkRefused as error:
-            if error.reply is not m.Reply.DAMAGED:
-                self._refuse(key, header.sender.peer, str(error))
-            elif work.damaged(header.sender.peer) >= STREAM_TRIES:
-                self._refuse(key, header.sender.peer, str(error), offence=False)
-            raise
-        return m.Reply.OK
+        return await self.lane.on_parts(header, parts)
 
-    def _refuse(self, key: tuple[int, int], sender: str, reason: str, offence: bool = True) -> m.Reply:
-        """Bytes that are no good: the attempt does not wait for better ones."""
-        self._feed(m.ContributionRefused(*key, sender, reason, offence))
-        return m.Reply.MALFORMED
-
-    async def _reach(self, key: tuple[int, int], generation: int) -> Work | None:
-        """Wait for our own `Begin` or `Repair`: bytes may overtake it. Not reading holds the sender back."""
+    async def _reach(self, key: tuple[int, int], generation: int) -> bool:
+        """Wait for our own `Begin` or `Repair`: bytes may overtake it. Not reading holds the sender back. False: it
+        did not come."""
         deadline_s = monotonic_s() + self.terms.timing.stall_s
         async with self._moved:
             while self._before((*key, generation)) and self.machine.making <= key[0]:
@@ -720,35 +645,12 @@ class Exchange(Background):
                     await asyncio.wait_for(self._moved.wait(), left_s)
                 except TimeoutError:
                     break
-        return self._work if self._work is not None and self._work.key == key else None
+        return self.lane.key == key
 
     def _before(self, moment: tuple[int, int, int]) -> bool:
         """Whether we have not come to this repair of this attempt yet."""
-        return self._work is None or (*self._work.key, self._work.generation) < moment
-
-    async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
-        sender, key = header.sender.peer, work.key
-        if not work.expects(header.kind, sender, part.index):
-            if work.generation:
-                return m.Reply.STALE  # it has another owner since a repair
-            return self._refuse(key, sender, f"part {part.index} is not its to send to me")
-        if len(part.payload) > work.max_bytes(header.kind, part.index):
-            return self._refuse(key, sender, f"part {part.index} has {len(part.payload)} bytes")
-        if header.kind is Kind.CONTRIBUTION:
-            work.put_contribution(sender, part.index, part.payload)
-            self._feed(m.ContributionArrived(*key, sender, part.index))
-            return m.Reply.OK
-        try:
-            omitted = work.named(part.omitted)
-            mean = work.received(part.index, part.payload, omitted)
-            await self._check_mean(work, part.index, mean)
-        except PayloadError as error:
-            return self._refuse(key, sender, f"sent a mean that does not decode: {error}")
-        if not work.expects(header.kind, sender, part.index):
-            return m.Reply.STALE  # repaired while we looked at it
-        work.put_mean(part.index, mean)
-        self._feed(m.MeanArrived(*key, sender, part.index, omitted))
-        return m.Reply.OK
+        work = self.lane.work
+        return work is None or (*work.key, work.generation) < moment
 
     def on_hello(self) -> Welcome:
         machine = self.machine
@@ -766,11 +668,25 @@ class Exchange(Background):
             machine.forks,
         )
 
-    def on_fetch_commits(self, since: int) -> list[Closed]:
-        return self._backlog.since(since)
+    def on_lanes(self) -> tuple[str, ...]:
+        return (self.machine.me.address, *self._lane_addresses)
 
-    def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
-        return self._means.get(digest)
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
+        found = []
+        for closed in self._backlog.since(since):
+            parts = await self.on_fetch_mean(closed.commit.mean_digest) if closed.parts else ()
+            if parts is None:
+                break
+            found.append(Closed(closed.commit, parts))
+        return found
+
+    async def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
+        own = self.lane.mean(digest)
+        others = [await lane.mean(digest) for lane in self._others()]
+        if own is None or None in others:
+            return None
+        by_lane = [own, *(parts for parts in others if parts is not None)]
+        return [by_lane[part % len(by_lane)][part] for part in range(len(own))]
 
     async def on_state_offer(self) -> StateOffer:
         if self._state is None:
@@ -778,15 +694,22 @@ class Exchange(Background):
         # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
         state, commit = self._state, self._state_commit if self.machine.commit is not None else None
         offer = await self._loop.run_in_executor(self._pool, make_offer, state, commit)
-        return self._snapshots.offer(state, offer, monotonic_s())
+        given = self._snapshots.offer(state, offer, monotonic_s())
+        self._retain()
+        return given
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         failpoints.hit("serving-state")
-        return self._snapshots.chunk(digest, chunk, monotonic_s())
+        entry = self._snapshots.entry(digest, chunk, monotonic_s())
+        if entry is None or digest not in self._numbers:
+            return None
+        lane = self._lane_of(entry.part)
+        found = lane.chunk(self._numbers[digest], entry)
+        return await found if isinstance(found, Awaitable) else found
 
     async def on_state_bytes(self, size_bytes: int) -> None:
         await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:
-        terms, send_bps = self.terms, self.link.send_bps
+        terms, send_bps = self.terms, self._send_bps
         return status_json(self.machine, self._state, terms.total_tokens, self.directory, send_bps, monotonic_s())

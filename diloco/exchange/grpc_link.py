@@ -109,7 +109,7 @@ class GrpcLink(Link):
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
         with _weather(address):
-            calls = [self._peer(address, lane).SendParts() for lane in self._bulk]  # type: ignore[call-arg]  # may be left out
+            calls = [self._peer(address, connection).SendParts() for connection in self._bulk]  # type: ignore[call-arg]  # may be left out
             outbox = Outbox(parts)
             try:
                 return await _all_ok([self._sending(call, stall_s).run(first, outbox) for call in calls])
@@ -121,6 +121,11 @@ class GrpcLink(Link):
         with _weather(address):
             answer = _there(await self._peer(address).Hello(request, timeout=timeout_s))
         return _parsed(convert.welcome_from_wire, answer)
+
+    async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
+        with _weather(address):
+            answer = _there(await self._peer(address).Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
+        return _parsed(convert.lanes_from_wire, answer)
 
     async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
@@ -180,9 +185,9 @@ class GrpcLink(Link):
     def _sending(self, call: PartsCall, stall_s: float) -> _Sending:
         return _Sending(call, stall_s, self._limit, self._uplink)
 
-    def _peer(self, address: str, lane: int = _CONTROL) -> PeerAsyncStub:
+    def _peer(self, address: str, connection: int = _CONTROL) -> PeerAsyncStub:
         """Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
-        key = address, lane
+        key = address, connection
         if key not in self._channels:
             channel = self._open(address)
             self._channels[key] = channel, PeerStub(channel)
@@ -494,14 +499,14 @@ class _Peer(PeerServicer):
 
     async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
-            for closed in self._service.on_fetch_commits(request.since):
+            for closed in await self._service.on_fetch_commits(request.since):
                 header = parts_pb2.CommitHeader(commit=convert.commit_to_wire(closed.commit), parts=len(closed.parts))
                 await self._write(context, parts_pb2.FetchCommitsReply(header=header))
                 await self._write_parts(context, _numbered(closed.parts), parts_pb2.FetchCommitsReply)
 
     async def FetchMean(self, request: parts_pb2.FetchMeanRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):
-            payloads = self._service.on_fetch_mean(request.mean_digest)
+            payloads = await self._service.on_fetch_mean(request.mean_digest)
             if payloads is None:
                 raise LinkRefused(Reply.STALE, "that mean is not here")
             await self._write(context, parts_pb2.FetchMeanReply(parts=len(payloads)))
@@ -520,6 +525,9 @@ class _Peer(PeerServicer):
                 for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, Pace(_FETCH_MESSAGE_BYTES)):
                     await self._service.on_state_bytes(sum(len(chunk.payload) for chunk in reply.chunks.chunks))
                     await self._write(context, reply)
+
+    async def Lanes(self, request: peer_pb2.LanesRequest, context: Context) -> peer_pb2.LanesReply:
+        return peer_pb2.LanesReply(addresses=self._service.on_lanes())
 
     async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
         return peer_pb2.StatusReply(json=self._service.on_status())

@@ -120,16 +120,17 @@ class _MemoryLink(Link):
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_hello()))
 
+    async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
+        return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_lanes()))
+
     async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
-        ask = _asynchronously(lambda service: service.on_fetch_commits(since))
-        found = await self._ask(address, stall_s, ask)
+        found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
         for closed in found:
             _check_sizes(closed.parts, max_part_bytes)
         return found
 
     async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
-        ask = _asynchronously(lambda service: service.on_fetch_mean(mean_digest))
-        payloads = await self._ask(address, stall_s, ask)
+        payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
         _check_sizes(payloads, max_part_bytes)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
-from diloco.fragments import Fragment, Layout
+from diloco.fragments import Layout
 from diloco.hashing import content_hash
-from diloco.outer import OuterOptimizer, OuterState, StateChunk, manifest_digest, part_bytes, places
+from diloco.outer import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk, manifest_digest, part_bytes, places
 from diloco.types import Closed, Commit
 
 logger = logging.getLogger(__name__)
@@ -33,10 +33,12 @@ PAUSE_S = 0.5
 """Between such passes."""
 SNAPSHOTS = 2
 """States kept for those who are copying them, besides the latest."""
-ELEMENT_BYTES = 4
 IDLE_S = 60.0
 """A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
 
+
+Elsewhere = Callable[[str, int, bytes], None]
+"""Takes a part of a buffer that another rank holds."""
 
 # ---------------------------------------------------------------- giving
 
@@ -96,6 +98,10 @@ class Backlog:
         """Whether the next version is kept, and so all after it."""
         return any(closed.commit.version == version + 1 for closed in self._closed)
 
+    def means(self) -> set[str]:
+        """Digests of the means of all that are kept."""
+        return {closed.commit.mean_digest for closed in self._closed}
+
     def clear(self) -> None:
         self._closed.clear()
         self._bytes = 0
@@ -127,13 +133,22 @@ class Snapshots:
         latest.read_at_s = now_s
         return latest.offer
 
-    def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
-        """One chunk of the state with that digest; None when it is not here (any more)."""
+    def digests(self) -> set[str]:
+        """Of the states that are kept."""
+        return set(self._kept)
+
+    def entry(self, digest: str, index: int, now_s: float) -> StateChunk | None:
+        """What a chunk is of the state with that digest, which is being read; None when it is not here (any more)."""
         snapshot = self._kept.get(digest)
         if snapshot is None or not 0 <= index < len(snapshot.manifest):
             return None
         snapshot.read_at_s = now_s
-        return snapshot.state.chunk(snapshot.manifest[index])
+        return snapshot.manifest[index]
+
+    def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
+        """One chunk of a state that is all here."""
+        entry = self.entry(digest, index, now_s)
+        return self._kept[digest].state.chunk(entry) if entry is not None else None
 
     def forget(self, version: int, now_s: float) -> None:
         """Drop what nobody reads, and that from which no commits lead on to `version`, where we stand."""
@@ -157,13 +172,14 @@ async def download(
     stall_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
     lineage: str = "",
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """The state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError when none
     can be copied whole.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is told (bytes here, bytes in all). Ends by itself when nothing arrives; a copy
-    that crawls is for the caller to cancel.
+    that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
     local_digest = await asyncio.to_thread(lambda: local.digest)
     copy: _Copy | None = None
@@ -180,7 +196,7 @@ async def download(
         if offer.digest == local_digest:
             return OuterState(offer.version, local.fragments), offer
         if copy is None:
-            copy = await asyncio.to_thread(_Copy, link, local, layout, stall_s, progress)
+            copy = await asyncio.to_thread(_Copy, link, local, layout, stall_s, progress, elsewhere)
         fetched_bytes = copy.fetched_bytes
         if await copy.fetch(offer.digest, manifest, holders):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
@@ -244,10 +260,17 @@ class _Copy:
     """The buffers of a state as they fill, whatever snapshot their chunks came from."""
 
     def __init__(
-        self, link: Link, local: OuterState, layout: Layout, stall_s: float, progress: Callable[[int, int], None]
+        self,
+        link: Link,
+        local: OuterState,
+        layout: Layout,
+        stall_s: float,
+        progress: Callable[[int, int], None],
+        elsewhere: Elsewhere | None,
     ) -> None:
         """Begin with a copy of `local`."""
         self._link = link
+        self._elsewhere = elsewhere
         self._layout = layout
         self._stall_s = stall_s
         self._progress = progress
@@ -300,8 +323,12 @@ class _Copy:
         if len(data) != self._size(chunk) or content_hash(data).hex() != chunk.digest:
             logger.warning("a chunk of the state does not match its hash")
             return False
-        start, stop = self._fragment(chunk).part_bounds(chunk.part)
-        self.buffers[chunk.buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
+        fragment = self._layout.fragments[int(chunk.buffer.partition("/")[0])]
+        if chunk.part in fragment.cuts:
+            start, stop = fragment.part_bounds(chunk.part)
+            self.buffers[chunk.buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
+        elif self._elsewhere is not None:
+            self._elsewhere(chunk.buffer, chunk.part, data)
         self._hashes[index] = chunk.digest
         self.here_bytes += len(data)
         self.fetched_bytes += len(data)
@@ -310,6 +337,3 @@ class _Copy:
 
     def _size(self, chunk: StateChunk) -> int:
         return part_bytes(self._layout, chunk.buffer, chunk.part)
-
-    def _fragment(self, chunk: StateChunk) -> Fragment:
-        return self._layout.fragments[int(chunk.buffer.partition("/")[0])]

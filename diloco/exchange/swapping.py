@@ -546,10 +546,13 @@ class Swapping(Background):
             terms.layout.digest, terms.data,
         )  # fmt: skip
 
-    def on_fetch_commits(self, since: int) -> list[Closed]:
+    def on_lanes(self) -> tuple[str, ...]:
+        return ()
+
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
         return []
 
-    def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         return None
 
     async def on_state_offer(self) -> StateOffer:

@@ -47,7 +47,8 @@ class Work:
         self.radial = radial
         self.mean: list[bytes | None] = [None] * fragment.parts
         self.generation = 0
-        self._owner: dict[int, str] = {}
+        self.owners: dict[int, str] = {}
+        """Of all parts, those that are held elsewhere, too."""
         self._payloads: dict[int, dict[str, bytes]] = {}
         self._own: Sequence[bytes] = ()
         self._damaged: Counter[str] = Counter()
@@ -69,8 +70,8 @@ class Work:
         return max_mean_bytes(self.codec(part), self._elements(part), len(self._contributors))
 
     def owned(self) -> list[int]:
-        """Parts that are mine to average."""
-        return [part for part, owner in self._owner.items() if owner == self.me]
+        """Parts that are mine to average, and held here."""
+        return [part for part in self.fragment.cuts if self.owners[part] == self.me]
 
     def take_own(self, contribution: Contribution) -> None:
         """My own contribution to the parts that I own does not travel."""
@@ -78,18 +79,20 @@ class Work:
             self._own = contribution.parts
 
     def repair(self, generation: int, spans: Sequence[Span]) -> list[int]:
-        """Owners changed. The parts that moved are empty again; returns those of them that are mine now."""
+        """Owners changed. The parts that moved are empty again; returns those of `owned` that are mine since."""
         self.generation = generation
         moved = self._assign(spans)
         for part in moved:
             self.mean[part] = None
-        return [part for part in moved if self._owner[part] == self.me]
+        return [part for part in moved if self.owners[part] == self.me and part in self.fragment.cuts]
 
     def expects(self, kind: Kind, sender: str, part: int) -> bool:
-        """Whether a part of that kind from that peer belongs to this reduction."""
+        """Whether a part of that kind from that peer belongs to this reduction, and here."""
+        if part not in self.fragment.cuts:
+            return False
         if kind is Kind.MEAN:
-            return self._owner.get(part) == sender
-        return self._owner.get(part) == self.me and sender in self._contributors
+            return self.owners.get(part) == sender
+        return self.owners.get(part) == self.me and sender in self._contributors
 
     def put_contribution(self, sender: str, part: int, payload: bytes) -> None:
         """Keep what was checked by `expects`. A part that is averaged already takes no more."""
@@ -139,7 +142,7 @@ class Work:
 
     def keep(self, part: int, mean: bytes) -> bool:
         """My mean of one part; frees what it was made of. False if the part has another owner by now."""
-        if self._owner[part] != self.me:
+        if self.owners[part] != self.me:
             return False
         self.mean[part] = mean
         self._payloads[part] = {}
@@ -157,18 +160,17 @@ class Work:
         return tuple(self._contributors[place] for place in places)
 
     def whole(self) -> list[bytes] | None:
-        """The mean. None if a repair took parts of it away: it will be whole once more."""
-        parts = [part for part in self.mean if part is not None]
-        return parts if len(parts) == self.fragment.parts else None
+        """What is held here of the mean, other parts being empty. None if a repair took some away, which come again."""
+        absent = any(self.mean[part] is None for part in self.fragment.cuts)
+        return None if absent else [part or b"" for part in self.mean]
 
     def _assign(self, spans: Sequence[Span]) -> list[int]:
         """Note who owns what; returns the parts whose owner is another than before."""
         owner = {part: span.owner for span in spans for part in range(span.start, span.stop)}
-        moved = [part for part, peer in owner.items() if self._owner.get(part) != peer]
-        self._owner = owner
+        moved = [part for part, peer in owner.items() if self.owners.get(part) != peer]
+        self.owners = owner
         self._payloads |= {part: {} for part in moved if owner[part] == self.me}
         return moved
 
     def _elements(self, part: int) -> int:
-        start, stop = self.fragment.part_bounds(part)
-        return stop - start
+        return self.fragment.size_of(part)

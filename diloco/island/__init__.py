@@ -75,13 +75,19 @@ class Island:
         return Island(rank, size, device, ranks_per_node)
 
     @property
+    def host(self) -> str:
+        """Where the other ranks reach rank 0."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
     def leads(self) -> bool:
         """Whether this rank talks to the world."""
         return self.rank == 0
 
     def announce(self, task: str, **details: Any) -> None:
-        """Rank 0 tells the others what to do with it now. `details` are JSON values."""
-        self.share(json.dumps([task, details]))
+        """Rank 0 tells the others what to do with it now; on them it does nothing. `details` are JSON values."""
+        if self.leads:
+            self.share(json.dumps([task, details]))
 
     def dismiss(self) -> None:
         """Rank 0 lets the others leave `serve`."""
@@ -121,6 +127,31 @@ class Island:
             if self.leads:
                 raise
             raise ResourceError("rank 0 of this island is gone", "its output says why") from error
+
+    def all(self, fine: bool) -> bool:
+        """Whether it is fine on every rank."""
+        return self.total(torch.tensor([not fine], dtype=torch.float64)).item() == 0
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum of host tensors over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each rank gives, by rank, on rank 0; nothing on the others."""
+        if self.size == 1:
+            return [data]
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
+        most = int(sizes.max())
+        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8) if most else torch.empty(0)
+        if not most:
+            return [b""] * self.size if self.leads else []
+        every = [torch.empty_like(padded) for _ in range(self.size)] if self.leads else None
+        dist.gather(padded, every)
+        found = every or []
+        return [bytes(one.numpy())[:size] for one, size in zip(found, sizes.tolist(), strict=False)]
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""

@@ -1,23 +1,22 @@
-"""The bridge between the canonical layout and what the ranks of an island hold of it.
+"""The bridge between the canonical layout and what the ranks of an island hold of a model.
 
-A round works on rank 0, on whole parameters by name. Before it reads a fragment, that is gathered from the ranks; after
-it wrote one, that is spread over them: parameter by parameter, so that no accelerator ever holds more than one whole
-parameter beside its share of the model. Only the fragment that a version moves crosses the bridge, twice each way at
-most. Rank 0's host holds a copy of all parameters for it, 4 bytes each, beside the outer state (8 bytes each).
+A round works on parts of the canonical layout, and every rank on its own: whatever the mesh is, each reads what it
+needs of the parameters, and writes what it has. Parameter by parameter, so that no rank ever holds more than one whole
+parameter beside its share of the model and of the fragment that moves.
 
-What is gathered from shares and spread again is bit for bit the same, whatever the mesh.
+What is read from shares and written again is bit for bit the same, whatever the mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.fragments import Fragment, Weights
+from diloco.fragments import Entry, Fragment, Spot, Weights
 from diloco.island import Island
 
 
@@ -32,7 +31,6 @@ def spread(value: Tensor, into: Tensor) -> Tensor:
 
     All ranks call it together; what others than rank 0 give as `value` is not looked at.
     """
-    share = into.to_local() if isinstance(into, DTensor) else into
     device = into.device_mesh.device_type if isinstance(into, DTensor) else into.device
     whole = (
         value.to(device, into.dtype)
@@ -40,57 +38,111 @@ def spread(value: Tensor, into: Tensor) -> Tensor:
         else torch.empty(into.shape, dtype=into.dtype, device=device)
     )
     dist.broadcast(whole, 0)
+    return take(whole, into)
+
+
+def take(whole: Tensor, into: Tensor) -> Tensor:
+    """This rank's share of a tensor that every rank has, into `into`, which it returns."""
     if isinstance(into, DTensor):
-        whole = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None).to_local()
-    share.copy_(whole)
+        share = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None).to_local()
+        into.to_local().copy_(share)
+    else:
+        into.copy_(whole)
     return into
 
 
+Plan = list[tuple[Entry, list[list[Spot]]]]
+
+
 class Bridge(Weights):
-    """A model's parameters for the rounds on rank 0. The other ranks do what rank 0 announces (`tasks`)."""
+    """A model's parameters on the ranks of an island. All of them read and write together."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], held: Mapping[str, Tensor], island: Island) -> None:
-        """`held`: what this rank holds of each parameter. `parameters`: on rank 0 whole and fp32, where `held` are not
-        whole; else they are the same."""
-        super().__init__(parameters)
-        self._held = {name: tensor.detach() for name, tensor in held.items()}
+    def __init__(self, held: Mapping[str, Tensor], island: Island) -> None:
+        """`held`: what this rank holds of each parameter."""
+        super().__init__({name: tensor.detach() for name, tensor in held.items()})
         self._island = island
-        self._divided = any(isinstance(tensor, DTensor) for tensor in held.values())
-        self._current: set[int] = set()
-        self.tasks = {"fetch": self._gather, "flush": self._scatter}
-
-    def fetch(self, fragment: Fragment) -> None:
-        """Gather a fragment's parameters, unless nothing has moved them since that was done last."""
-        if self._divided and fragment.index not in self._current:
-            names = [entry.name for entry in fragment.entries]
-            self._island.announce("fetch", names=names)
-            self._gather(names)
-        self._current.add(fragment.index)
-
-    def flush(self, fragment: Fragment) -> None:
-        """Spread a fragment's parameters."""
-        names = [entry.name for entry in fragment.entries]
-        self._island.announce("flush", names=names)
-        self._scatter(names)
-        self._current.add(fragment.index)
-
-    def begin(self) -> None:
-        """All ranks together, once: rank 0's whole parameters become everybody's shares."""
-        self._scatter(self._held)
-
-    def moved(self) -> None:
-        """An inner step has moved all parameters."""
-        self._current.clear()
+        self._plans: dict[tuple[int, int], Plan] = {}
 
     @torch.no_grad()
-    def _gather(self, names: Iterable[str]) -> None:
-        for name in names:
-            whole = collect(self._held[name])
-            if self._island.leads:
-                self.parameters[name].copy_(whole)
+    def begin(self, values: Mapping[str, Tensor]) -> None:
+        """Rank 0's `values` of whole parameters become everybody's shares."""
+        for name, held in self.parameters.items():
+            spread(values[name].detach() if self._island.leads else held, held)
 
     @torch.no_grad()
-    def _scatter(self, names: Iterable[str]) -> None:
-        for name in names:
-            held = self._held[name]
-            spread(self.parameters[name].detach() if self._island.leads else held, held)
+    def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
+        """Every rank gets the parts that its `fragment` holds."""
+        flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
+        for entry, lanes in self._plan(fragment):
+            whole = self._whole(entry.name).flatten()
+            for spot in lanes[self._island.rank]:
+                flat[spot.offset : spot.offset + spot.elements].copy_(whole[spot.start : spot.stop])
+        return flat
+
+    @torch.no_grad()
+    def write(self, fragment: Fragment, flat: Tensor) -> None:
+        """Every rank gives the parts that its `fragment` holds, and takes its shares of the parameters."""
+        for entry, lanes in self._plan(fragment):
+            own = [flat[spot.offset : spot.offset + spot.elements] for spot in lanes[self._island.rank]]
+            held = self.parameters[entry.name]
+            whole = self._assembled(entry, torch.cat([*own, torch.empty(0)]), lanes, fragment.lanes)
+            take(whole.to(held.dtype), held)
+
+    def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
+        """As for a whole model, all at once."""
+        self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))
+
+    def _whole(self, name: str) -> Tensor:
+        """A parameter, on every rank."""
+        held = self.parameters[name]
+        return held.full_tensor() if isinstance(held, DTensor) else held
+
+    def _assembled(self, entry: Entry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
+        """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
+        if holders == 1:
+            whole = own if self._island.leads else torch.empty(entry.elements)
+            whole = whole.to(self._island.device)
+            dist.broadcast(whole, 0)
+            return whole.view(entry.shape)
+        most = max(sum(spot.elements for spot in spots) for spots in lanes)
+        padded = torch.cat([own, torch.empty(most - own.numel())]).to(self._island.device)
+        every = padded.new_empty(most * len(lanes))
+        dist.all_gather_into_tensor(every, padded)
+        whole = padded.new_empty(entry.elements)
+        for lane, spots in enumerate(lanes):
+            begin = lane * most
+            for spot in spots:
+                whole[spot.start : spot.stop] = every[begin : begin + spot.elements]
+                begin += spot.elements
+        return whole.view(entry.shape)
+
+    def _plan(self, fragment: Fragment) -> Plan:
+        """Of each parameter of a fragment: where its pieces are in the flat buffer of each rank."""
+        key = fragment.index, fragment.lanes
+        if key not in self._plans:
+            shares = [fragment.on_lane(rank, fragment.lanes).spots for rank in range(self._island.size)]
+            by_name: list[dict[str, list[Spot]]] = [{} for _ in shares]
+            for spots, named in zip(shares, by_name, strict=True):
+                for spot in spots:
+                    named.setdefault(spot.name, []).append(spot)
+            self._plans[key] = [(entry, [named.get(entry.name, []) for named in by_name]) for entry in fragment.entries]
+        return self._plans[key]
+
+
+class Led(Weights):
+    """A bridge for a peer whose rank 0 holds the whole outer state: it has the others do what it does."""
+
+    def __init__(self, bridge: Bridge, island: Island) -> None:
+        super().__init__(bridge.parameters)
+        self._bridge, self._island = bridge, island
+
+    def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
+        self._island.announce("read", fragment=fragment.index)
+        return self._bridge.read(fragment, into)
+
+    def write(self, fragment: Fragment, flat: Tensor) -> None:
+        self._island.announce("write", fragment=fragment.index)
+        self._bridge.write(fragment, flat)
+
+    def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
+        self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))

@@ -24,7 +24,7 @@ from diloco.wire.v1 import peer_pb2 as peer
 
 WIRE_VERSION: Final = 1
 
-MAX_LIST = 4096
+MAX_LIST = MAX_LANES = 4096
 MAX_TEXT = 256
 """Characters of a name, an address, a digest."""
 MAX_REASON = 4096
@@ -501,6 +501,13 @@ def welcome_from_wire(message: peer.Welcome) -> Welcome:
         data=_text(message.data, "data"),
         forks=_items(message.forks, _fork_from_wire, "forks"),
     )
+
+
+def lanes_from_wire(message: peer.LanesReply) -> tuple[str, ...]:
+    """Addresses; whether they can be dialled, whoever dials them sees."""
+    if len(message.addresses) > MAX_LANES or any(len(address) > MAX_TEXT for address in message.addresses):
+        raise ValueError(f"{len(message.addresses)} lanes, at most {MAX_LANES} of at most {MAX_TEXT} characters may be")
+    return tuple(message.addresses)
 
 
 def state_offer_to_wire(offer: StateOffer) -> peer.StateOffer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from diloco.compress import PayloadError
 from diloco.data import leases
 from diloco.exchange import messages as m
+from diloco.fragments import Weights
 from diloco.outer import OuterState
 from diloco.round import (
     Diverged,
@@ -51,7 +52,7 @@ class Training:
         plan = host.world.plan
         self.line = Line(
             host.name,
-            setup.parameters(),
+            Weights(setup.parameters()),
             setup.layout,
             setup.codecs,
             setup.optimizer,
@@ -313,7 +314,8 @@ class Training:
     def _save(self) -> None:
         line = self.line
         trained = line.trained
-        local = {name: tensor.clone() for name, tensor in weights_to_keep(line).items()} if trained.tokens else {}
+        with weights_to_keep(line):
+            local = {name: tensor.clone() for name, tensor in line.parameters.items()} if trained.tokens else {}
         pieces = self.books.pieces() if local else None
         snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
         if not self.host.world.disks[self.host.name].save(snapshot):

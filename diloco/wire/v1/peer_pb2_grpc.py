@@ -71,6 +71,11 @@ class PeerStub:
                 request_serializer=diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateRequest.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateReply.FromString,
                 _registered_method=True)
+        self.Lanes = channel.unary_unary(
+                '/diloco.wire.v1.Peer/Lanes',
+                request_serializer=diloco_dot_wire_dot_v1_dot_peer__pb2.LanesRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_peer__pb2.LanesReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/diloco.wire.v1.Peer/Status',
                 request_serializer=diloco_dot_wire_dot_v1_dot_peer__pb2.StatusRequest.SerializeToString,
@@ -130,6 +135,13 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lanes(self, request, context):
+        """Where parts are to be sent: part p to lane p mod n.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For people: JSON.
         """
@@ -174,6 +186,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.FetchState,
                     request_deserializer=diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateRequest.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateReply.SerializeToString,
+            ),
+            'Lanes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lanes,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_peer__pb2.LanesRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_peer__pb2.LanesReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -370,6 +387,33 @@ class Peer:
             '/diloco.wire.v1.Peer/FetchState',
             diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateRequest.SerializeToString,
             diloco_dot_wire_dot_v1_dot_parts__pb2.FetchStateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lanes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.Peer/Lanes',
+            diloco_dot_wire_dot_v1_dot_peer__pb2.LanesRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_peer__pb2.LanesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,8 @@ class PeerStub:
     """A snapshot of anchor and outer state, to be fetched by FetchState from all that offer the same."""
     FetchState: _grpc.UnaryStreamMultiCallable[_parts_pb2.FetchStateRequest, _parts_pb2.FetchStateReply]
     """Chunks of a snapshot. Refused as STALE when it is gone."""
+    Lanes: _grpc.UnaryUnaryMultiCallable[_peer_pb2.LanesRequest, _peer_pb2.LanesReply]
+    """Where parts are to be sent: part p to lane p mod n."""
     Status: _grpc.UnaryUnaryMultiCallable[_peer_pb2.StatusRequest, _peer_pb2.StatusReply]
     """For people: JSON."""
 
@@ -67,6 +69,8 @@ class PeerAsyncStub(PeerStub):
     """A snapshot of anchor and outer state, to be fetched by FetchState from all that offer the same."""
     FetchState: _aio.UnaryStreamMultiCallable[_parts_pb2.FetchStateRequest, _parts_pb2.FetchStateReply]  # type: ignore[assignment]
     """Chunks of a snapshot. Refused as STALE when it is gone."""
+    Lanes: _aio.UnaryUnaryMultiCallable[_peer_pb2.LanesRequest, _peer_pb2.LanesReply]  # type: ignore[assignment]
+    """Where parts are to be sent: part p to lane p mod n."""
     Status: _aio.UnaryUnaryMultiCallable[_peer_pb2.StatusRequest, _peer_pb2.StatusReply]  # type: ignore[assignment]
     """For people: JSON."""
 
@@ -126,6 +130,14 @@ class PeerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parts_pb2.FetchStateReply], _abc.AsyncIterator[_parts_pb2.FetchStateReply]]:
         """Chunks of a snapshot. Refused as STALE when it is gone."""
+
+    @_abc_1.abstractmethod
+    def Lanes(
+        self,
+        request: _peer_pb2.LanesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_peer_pb2.LanesReply, _abc.Awaitable[_peer_pb2.LanesReply]]:
+        """Where parts are to be sent: part p to lane p mod n."""
 
     @_abc_1.abstractmethod
     def Status(

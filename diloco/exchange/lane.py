@@ -1,0 +1,515 @@
+"""A lane: the bytes of the parts that one rank of an island holds, on their way from and to other peers.
+
+A peer of one rank has one lane. Where several ranks divide the outer state, each has a lane of its own, with
+connections of its own: it encodes, sends, receives, averages and steps its parts. What is to be done with them the
+first rank decides, whose `Exchange` drives the protocol; a lane tells it what came of it. Part p is held by lane
+p mod L, on every peer for its own number of lanes L, so that each lane has its share of what a peer owns, sends and
+receives, whoever owns what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from diloco import failpoints
+from diloco.compress import Codec, PayloadError
+from diloco.exchange import messages as m
+from diloco.exchange.background import Background
+from diloco.exchange.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
+from diloco.exchange.stepping import Stepping
+from diloco.exchange.work import BadContribution, Work
+from diloco.fragments import Layout
+from diloco.hashing import content_hash
+from diloco.outer import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
+from diloco.round import Ahead
+from diloco.types import Closed, Commit, Contribution, Member
+from diloco.weighing import Weighing
+
+logger = logging.getLogger(__name__)
+
+STREAM_TRIES = 3
+STREAM_PAUSE_S = 0.1
+"""How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
+
+Key = tuple[int, int]
+"""The version being made, and the attempt at it."""
+
+
+@dataclass(frozen=True)
+class LaneTerms:
+    """What a lane needs to know of the run."""
+
+    layout: Layout
+    """Of the parts that are held here. Without fragments for a witness."""
+    codecs: Sequence[Codec]
+    """By group of parameters (`Fragment.group_of`)."""
+    optimizer: OuterOptimizer
+    weighing: Weighing
+    stall_s: float
+    max_norm_ratio: float = 0.0
+    """A contribution that is so many times larger than the others' is refused; 0: none is."""
+    radial: bool = False
+    """Lengths and directions are averaged apart (`diloco.radial`)."""
+
+
+class Head(Protocol):
+    """Whom a lane serves: the exchange, in this process or on another rank."""
+
+    def told(self, event: m.Event, content: bytes = b"") -> None:
+        """What came of something. `content`: of a part of a mean, its `content_hash`."""
+
+    def lost(self, member: Member) -> None:
+        """A stream to this member broke."""
+
+    def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
+        """Whether a stream may be read; waits until the reduction that it belongs to has begun here."""
+
+
+class Outlets:
+    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
+
+    What was averaged stays here, so that a stream that broke can begin again.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.waiting = set(parts)
+        """Parts that are not averaged yet."""
+        self.streams: list[asyncio.Task[None]] = []
+        self._count = len(parts)
+        self._ready: list[Part] = []
+        self._news = asyncio.Event()
+
+    def put(self, part: Part) -> None:
+        """One more is ready."""
+        self.waiting.remove(part.index)
+        self._ready.append(part)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def flow(self, fitted: Callable[[Part], Part], wanted: Collection[int]) -> AsyncIterator[Part]:
+        """Those of `wanted`, as they get ready, `fitted` to their receiver."""
+        for index in range(self._count):
+            if index == self._count // 2:
+                failpoints.hit("mid-mean")
+            while index >= len(self._ready):
+                await self._news.wait()
+            if self._ready[index].index in wanted:
+                yield fitted(self._ready[index])
+
+
+def _fitted(work: Work, receiver: str, part: Part) -> Part:
+    return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
+
+
+class Lane(Background):
+    """One rank's. Methods are for the loop's thread, but for those that say otherwise."""
+
+    def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self.terms, self.link = terms, link
+        self.head: Head | None = None
+        self.work: Work | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
+        self._header: StreamHeader | None = None
+        self._stepping: Stepping | None = None
+        """Of the version being made: attempts of one version have the parts in common that did not change."""
+        self._outlets: list[Outlets] = []
+        self._contribution: Contribution | None = None
+        self._means: dict[str, Sequence[bytes]] = {}
+        """By digest; what other lanes hold is empty."""
+        self.held = 0
+        """Counts the states that were held here: the latest one's number, the same on all ranks of an island."""
+        self._latest: OuterState | None = None
+        self._states: dict[int, OuterState] = {}
+        self._copy: dict[str, bytearray] = {}
+        self._copied: OuterState | None = None
+        self._closed: dict[int, tuple[int, Closed]] = {}
+        self._news = threading.Condition()
+        self._routes: dict[Member, tuple[str, ...]] = {}
+
+    # ------------------------------------------------------------ for the training side (any thread)
+
+    def hold(self, state: OuterState) -> None:
+        """The training side stands at `state` now."""
+        if state is not self._latest:
+            self._latest = state
+            self.held += 1
+            self._call(self._states.__setitem__, self.held, state)
+
+    def offer(self, contribution: Contribution) -> None:
+        """To be sent when a reduction that counts us begins."""
+        self._call(self.take, contribution)
+
+    def closed(self, commit: Commit) -> Closed:
+        """A version that closed, with what is here of its mean, or with the step by it. Waits for it.
+
+        For ranks that do not lead. Raises TimeoutError.
+        """
+        digest = commit.mean_digest
+        with self._news:
+            here = self._news.wait_for(lambda: commit.version in self._closed or digest in self._means, 60.0)
+            if not here:
+                raise TimeoutError(f"the mean of version {commit.version} did not come")
+            number, closed = self._closed.pop(commit.version, (0, None))
+        fits = closed is not None and closed.commit == commit and number == self.held
+        return closed if closed is not None and fits else Closed(commit, self._means[digest])
+
+    def copied(self) -> OuterState:
+        """The state that was copied from other peers. Waits for it. Raises TimeoutError."""
+        with self._news:
+            if not self._news.wait_for(lambda: self._copied is not None, 60.0):
+                raise TimeoutError("the copied state did not come")
+            state, self._copied = self._copied, None
+        assert state is not None
+        return state
+
+    def stop(self) -> None:
+        """End the tasks. The link is the caller's."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------ reducing
+
+    def take(self, contribution: Contribution | None) -> None:
+        """What a reduction that counts us sends; None: nothing any more."""
+        self._contribution = contribution
+
+    def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
+        """Make room for an attempt. `number`: of the state that it is made on, if that is held; else 0."""
+        self.drop()
+        terms, me = self.terms, header.sender.peer
+        piece = terms.layout.fragments[fragment]
+        work = self.work = Work(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
+        self._header = header
+        if self._contribution is not None:
+            work.take_own(self._contribution)
+        share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
+        if not self._steps_from(number, fragment, share):
+            self._stepping = self._step_from(number, fragment, share)
+        self._open_outlets(work, work.owned())
+
+    def repair(self, repair: m.Repair) -> None:
+        """Owners changed."""
+        work = self.work
+        if work is not None and work.key == (repair.version, repair.attempt):
+            self._open_outlets(work, work.repair(repair.generation, repair.spans))
+
+    def drop(self) -> None:
+        """The attempt is over. Streams whose parts were all averaged go on to their end: others may need them."""
+        for outlets in self._outlets:
+            if outlets.waiting:
+                for stream in outlets.streams:
+                    stream.cancel()
+        self._outlets = []
+        self.work = None
+
+    def send_contribution(self, effect: m.SendContribution) -> None:
+        """Stream our encoded parts of a span to its owner."""
+        self._spawn(self._send_contribution(effect))
+
+    def fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
+        """Average a part that we own."""
+        self._spawn(self._fold(key, part, omitted))
+
+    def send_mean(self, key: Key, part: int, omitted: Sequence[str]) -> None:
+        """Send an averaged part to everybody."""
+        work = self.work
+        if work is None or work.key != key:
+            return
+        payload = work.mean[part]
+        assert payload is not None
+        places = [entry.peer for entry in work.begin.contributors]
+        sent = Part(part, payload, tuple(places.index(peer) for peer in omitted))
+        for outlets in self._outlets:
+            if part in outlets.waiting:
+                outlets.put(sent)
+
+    def seal(self, key: Key, digest: str) -> None:
+        """The mean is complete, on all lanes together, and this is its digest."""
+        parts = self.work.whole() if self.work is not None and self.work.key == key else None
+        if parts is not None:
+            self.keep_mean(digest, parts)
+
+    def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+        """Keep the mean with that digest; of `parts` only those that are held here need be there."""
+        with self._news:
+            self._means[digest] = parts
+            self._news.notify_all()
+
+    def keep_means(self, digests: Collection[str]) -> None:
+        """Forget all other means."""
+        self._means = {digest: parts for digest, parts in self._means.items() if digest in digests}
+
+    def mean(self, digest: str) -> Sequence[bytes] | None:
+        """What is here of it."""
+        return self._means.get(digest)
+
+    def close(self, commit: Commit, number: int) -> Closed:
+        """A version closed. Ends its step on our own thread, if it was made on the state `number`, which is held."""
+        parts = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
+        closed = self._stepped(Closed(commit, parts), number)
+        self.drop()
+        self._contribution = None
+        with self._news:
+            self._closed = {v: entry for v, entry in self._closed.items() if v > commit.version - 8}
+            self._closed[commit.version] = number, closed
+            self._news.notify_all()
+        return closed
+
+    def _stepped(self, closed: Closed, number: int) -> Closed:
+        commit = closed.commit
+        stepping = None
+        if closed.parts and commit.fragment >= 0:
+            share = self.terms.weighing.share(commit.counted, commit.view)
+            begun = self._steps_from(number, commit.fragment, share)
+            stepping = self._stepping if begun else self._step_from(number, commit.fragment, share)
+        self._stepping = None
+        if stepping is None:
+            return closed
+        return Ahead(commit, closed.parts, self._pool.submit(stepping.finish, closed.parts).result)
+
+    def _steps_from(self, number: int, fragment: int, share: float) -> bool:
+        """Whether what was begun is this very step."""
+        begun, state = self._stepping, self._states.get(number)
+        return begun is not None and (begun.state, begun.fragment.index, begun.share) == (state, fragment, share)
+
+    def _step_from(self, number: int, fragment: int, share: float) -> Stepping | None:
+        state, terms = self._states.get(number), self.terms
+        if state is None:
+            return None
+        return Stepping(state, terms.layout.fragments[fragment], terms.codecs, terms.optimizer, share)
+
+    @property
+    def key(self) -> Key | None:
+        """Of the attempt that is under way."""
+        return self.work.key if self.work is not None else None
+
+    def owners(self) -> Mapping[int, str]:
+        """Who owns which part in it, of all parts."""
+        return self.work.owners if self.work is not None else {}
+
+    # ------------------------------------------------------------ the state, for other peers
+
+    def retain(self, numbers: Collection[int]) -> None:
+        """Forget older states than the latest of these, but for these."""
+        latest = max(numbers, default=0)
+        self._states = {n: state for n, state in self._states.items() if n in numbers or n > latest}
+
+    def chunk(self, number: int, entry: StateChunk) -> bytes | None:
+        """A part of a state that is held here; None if that is gone."""
+        state = self._states.get(number)
+        return state.chunk(entry) if state is not None else None
+
+    def begin_copy(self) -> None:
+        """A state is about to be copied from other peers; it begins with what stands here."""
+        assert self._latest is not None
+        self._copied = None
+        self._copy = {name: bytearray(buffer.numpy().data) for name, buffer in self._latest.buffers()}
+
+    def fill(self, buffer: str, part: int, data: bytes) -> None:
+        """A part of it."""
+        start, stop = self.terms.layout.fragments[int(buffer.partition("/")[0])].part_bounds(part)
+        self._copy[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
+
+    def end_copy(self, version: int, steps: Sequence[int]) -> None:
+        """That was all."""
+        copy, self._copy = self._copy, {}
+        state = OuterState.assemble(version, steps, copy, self.terms.layout, self.terms.optimizer)
+        with self._news:
+            self._copied = state
+            self._news.notify_all()
+
+    # ------------------------------------------------------------ sending
+
+    async def _send_contribution(self, effect: m.SendContribution) -> None:
+        contribution, work = self._contribution, self.work
+        if contribution is None or work is None:
+            return
+        span = effect.span
+        wanted = [part for part in work.fragment.cuts if span.start <= part < span.stop]
+
+        async def flow(parts: Sequence[int]) -> AsyncIterator[Part]:
+            for index in parts:
+                if index == parts[len(parts) // 2]:
+                    failpoints.hit("mid-contribution")
+                yield Part(index, await asyncio.to_thread(contribution.parts.__getitem__, index))  # or it is encoded
+
+        await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
+        failpoints.hit("after-contribution")
+
+    def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
+        """A stream to every receiver for these parts of ours, which are yet to be averaged."""
+        if not parts:
+            return
+        outlets = Outlets(parts)
+        header = self._headed(Kind.MEAN, work.generation)
+        for member in work.begin.receivers:
+            if member.peer != work.me:
+                flow = partial(outlets.flow, partial(_fitted, work, member.peer))
+                outlets.streams.append(self._spawn(self._stream(member, header, parts, flow)))
+        self._outlets.append(outlets)
+
+    def _headed(self, kind: Kind, generation: int) -> StreamHeader:
+        assert self._header is not None
+        return replace(self._header, kind=kind, generation=generation)
+
+    async def _stream(
+        self,
+        to: Member,
+        header: StreamHeader,
+        parts: Sequence[int],
+        flow: Callable[[Sequence[int]], AsyncIterator[Part]],
+    ) -> None:
+        """Send parts to the lanes that hold them there, from the start again when a line breaks: the receiver ignores
+        what it has."""
+        if not parts:
+            return
+        for _ in range(STREAM_TRIES):
+            addresses = await self._lanes_of(to)
+            if addresses is not None:
+                break
+            await asyncio.sleep(STREAM_PAUSE_S)
+        else:
+            return
+        lanes = len(addresses)
+        each = [(address, [part for part in parts if part % lanes == lane]) for lane, address in enumerate(addresses)]
+        await asyncio.gather(*(self._send(to, address, header, partial(flow, some)) for address, some in each if some))
+
+    async def _lanes_of(self, member: Member) -> tuple[str, ...] | None:
+        """The addresses of a member's lanes; None: it does not answer."""
+        if member not in self._routes:
+            try:
+                others = await self.link.lanes(member.address, self.terms.stall_s)
+            except (LinkDown, LinkSlow, LinkRefused):
+                self._head.lost(member)
+                return None
+            self._routes = {known: found for known, found in self._routes.items() if known.peer != member.peer}
+            self._routes[member] = others or (member.address,)
+        return self._routes[member]
+
+    async def _send(
+        self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncIterator[Part]]
+    ) -> None:
+        for _ in range(STREAM_TRIES):
+            if await self._send_once(to, address, header, parts()) or self.work is None:
+                return
+            await asyncio.sleep(STREAM_PAUSE_S)
+            if self.work is None or self.work.key != (header.version, header.attempt):
+                return
+
+    async def _send_once(self, to: Member, address: str, header: StreamHeader, parts: AsyncIterator[Part]) -> bool:
+        """Whether there is nothing more to try."""
+        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
+        try:
+            reply = await self.link.send_parts(address, header, parts, self.terms.stall_s)
+        except LinkDown:
+            self._head.lost(to)
+            return False
+        except LinkSlow as error:
+            logger.info("%s: %s", what, error)
+            return True
+        except LinkRefused as error:
+            logger.info("%s: %s", what, error)
+            reply = error.reply
+        if reply is not m.Reply.OK:
+            logger.debug("%s: %s", what, reply.name)
+        return reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY)
+
+    # ------------------------------------------------------------ receiving
+
+    @property
+    def _head(self) -> Head:
+        assert self.head is not None
+        return self.head
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        """A stream of another peer."""
+        reply = await self._head.admit(header)
+        if reply is not m.Reply.OK:
+            return reply
+        work = self.work
+        key = header.version, header.attempt
+        if work is None or work.key != key:
+            return m.Reply.STALE
+        try:
+            async for part in parts:
+                if self.work is not work:
+                    return m.Reply.STALE
+                reply = await self._take(work, header, part)
+                if reply is not m.Reply.OK:
+                    return reply
+        except LinkRefused as error:
+            if error.reply is not m.Reply.DAMAGED:
+                self._refuse(key, header.sender.peer, str(error))
+            elif work.damaged(header.sender.peer) >= STREAM_TRIES:
+                self._refuse(key, header.sender.peer, str(error), offence=False)
+            raise
+        return m.Reply.OK
+
+    def _refuse(self, key: Key, sender: str, reason: str, offence: bool = True) -> m.Reply:
+        """Bytes that are no good: the attempt does not wait for better ones."""
+        self._head.told(m.ContributionRefused(*key, sender, reason, offence))
+        return m.Reply.MALFORMED
+
+    async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
+        sender, key = header.sender.peer, work.key
+        if not work.expects(header.kind, sender, part.index):
+            if work.generation:
+                return m.Reply.STALE  # it has another owner since a repair
+            return self._refuse(key, sender, f"part {part.index} is not its to send to me")
+        if len(part.payload) > work.max_bytes(header.kind, part.index):
+            return self._refuse(key, sender, f"part {part.index} has {len(part.payload)} bytes")
+        if header.kind is Kind.CONTRIBUTION:
+            work.put_contribution(sender, part.index, part.payload)
+            self._head.told(m.ContributionArrived(*key, sender, part.index))
+            return m.Reply.OK
+        try:
+            omitted = work.named(part.omitted)
+            mean = work.received(part.index, part.payload, omitted)
+            content = await self._check(work, part.index, mean)
+        except PayloadError as error:
+            return self._refuse(key, sender, f"sent a mean that does not decode: {error}")
+        if not work.expects(header.kind, sender, part.index):
+            return m.Reply.STALE  # repaired while we looked at it
+        work.put_mean(part.index, mean)
+        self._head.told(m.MeanArrived(*key, sender, part.index, omitted), content)
+        return m.Reply.OK
+
+    async def _fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
+        work = self.work
+        if work is None or work.key != key:
+            return
+        failpoints.hit("before-fold")
+        try:
+            mean, content = await self._loop.run_in_executor(self._pool, _folded, work, part, omitted)
+        except BadContribution as error:
+            self._head.told(m.ContributionRefused(*key, error.sender, str(error)))
+            return
+        failpoints.hit("after-fold")
+        if work.keep(part, mean):
+            self._head.told(m.PartFolded(*key, part), content)
+            await self._check(work, part, mean)
+
+    async def _check(self, work: Work, part: int, mean: bytes) -> bytes:
+        """The `content_hash` of a part of a mean. Raises PayloadError when nobody could apply it: then nobody must
+        commit it. Steps by it, if we can."""
+        stepping = self._stepping if self.work is work else None  # another version's by now
+        check = work.check_mean if stepping is None else stepping.take
+        return await self._loop.run_in_executor(self._pool, _checked, check, part, mean)
+
+
+def _checked(check: Callable[[int, bytes], None], part: int, mean: bytes) -> bytes:
+    check(part, mean)
+    return content_hash(mean)
+
+
+def _folded(work: Work, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
+    mean = work.fold(part, omitted)
+    return mean, content_hash(mean)

@@ -1,0 +1,274 @@
+"""The lanes of other ranks: what the first rank's exchange asks of them, and what they tell it.
+
+One connection from each rank to the first, over the network that the ranks of an island share. It belongs to the
+island, as those of torch.distributed do: whoever is on it was let in by a key that rank 0 made and told over these. So
+plain objects travel on it, pickled, in order. Payloads of parts cross it only where others catch up or copy the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from diloco.average import max_part_bytes
+from diloco.errors import ResourceError
+from diloco.exchange import messages as m
+from diloco.exchange.lane import Head, Key, Lane
+from diloco.exchange.link import LinkRefused, Part, Service, StateOffer, StreamHeader, Welcome
+from diloco.outer import StateChunk
+from diloco.types import Closed, Commit, Member
+
+logger = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+NUMBER = "number"
+"""A question's; its answer has the same."""
+
+
+class Channel:
+    """Objects to and from another rank. Reading and writing have a thread each; what arrives is handled on the loop."""
+
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        loop: asyncio.AbstractEventLoop,
+        handle: Callable[[str, tuple[Any, ...]], Any],
+        gone: Callable[[], None],
+    ) -> None:
+        """`handle`: of a method's name and arguments; what it returns answers a question, at once or when it is done.
+        `gone`: called when the other rank is."""
+        self._connection, self._loop, self._handle, self._gone = connection, loop, handle, gone
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._asked = 0
+        for work in (self._write, self._read):
+            threading.Thread(target=work, name="lane", daemon=True).start()
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Have `method` called there, after all that was posted before."""
+        self._outgoing.put((None, method, arguments))
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """The same, and wait for what it returns."""
+        self._asked += 1
+        future = self._questions[self._asked] = self._loop.create_future()
+        self._outgoing.put((self._asked, method, arguments))
+        return await future
+
+    def close(self) -> None:
+        """After all that was posted."""
+        self._outgoing.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (item := self._outgoing.get()) is not None:
+                self._connection.send(item)
+        except OSError:
+            pass  # the reader sees it, too
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._loop.call_soon_threadsafe(self._arrived, *self._connection.recv())
+        except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
+            try:
+                self._loop.call_soon_threadsafe(self._gone)
+            except RuntimeError:
+                return
+
+    def _arrived(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
+        if method == NUMBER:
+            self._questions.pop(arguments[0]).set_result(arguments[1])
+            return
+        result = self._handle(method, arguments)
+        if number is not None:
+            self._loop.create_task(self._answer(number, result))
+
+    async def _answer(self, number: int, result: Any) -> None:
+        self._outgoing.put((None, NUMBER, (number, await result if isinstance(result, Awaitable) else result)))
+
+
+class RemoteLane:
+    """Another rank's lane, for the exchange. Methods as in `Lane`; whatever returns nothing is only posted."""
+
+    def __init__(
+        self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: Head, rank: int
+    ) -> None:
+        self._head, self._rank = head, rank
+        self.failure: ResourceError | None = None
+        self.send_bps = 0
+        self.wire_bytes = (0, 0)
+        """Sent and received there."""
+        self._closing = False
+        self.channel = Channel(connection, loop, self._handle, self._lost)
+
+    def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if method == "rates":
+            self.send_bps, *wire = arguments
+            self.wire_bytes = (wire[0], wire[1])
+            return None
+        assert method in ("told", "lost", "admit")
+        return getattr(self._head, method)(*arguments)
+
+    def _lost(self) -> None:
+        if not self._closing:
+            self.failure = ResourceError(f"rank {self._rank} of this island is gone", "its output says why")
+
+    def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
+        self.channel.post("begin", begin, fragment, header, number)
+
+    def repair(self, repair: m.Repair) -> None:
+        self.channel.post("repair", repair)
+
+    def drop(self) -> None:
+        self.channel.post("drop")
+
+    def take(self, contribution: None) -> None:
+        self.channel.post("take", contribution)
+
+    def send_contribution(self, effect: m.SendContribution) -> None:
+        self.channel.post("send_contribution", effect)
+
+    def fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
+        self.channel.post("fold", key, part, omitted)
+
+    def send_mean(self, key: Key, part: int, omitted: Sequence[str]) -> None:
+        self.channel.post("send_mean", key, part, omitted)
+
+    def seal(self, key: Key, digest: str) -> None:
+        self.channel.post("seal", key, digest)
+
+    def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+        self.channel.post("keep_mean", digest, parts)
+
+    def keep_means(self, digests: Collection[str]) -> None:
+        self.channel.post("keep_means", digests)
+
+    def close(self, commit: Commit, number: int) -> None:
+        self.channel.post("close", commit, number)
+
+    def retain(self, numbers: Collection[int]) -> None:
+        self.channel.post("retain", numbers)
+
+    def begin_copy(self) -> None:
+        self.channel.post("begin_copy")
+
+    def fill(self, buffer: str, part: int, data: bytes) -> None:
+        self.channel.post("fill", buffer, part, data)
+
+    def end_copy(self, version: int, steps: Sequence[int]) -> None:
+        self.channel.post("end_copy", version, steps)
+
+    async def mean(self, digest: str) -> Sequence[bytes] | None:
+        found: Sequence[bytes] | None = await self.channel.ask("mean", digest)
+        return found
+
+    async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
+        found: bytes | None = await self.channel.ask("chunk", number, entry)
+        return found
+
+    def end(self) -> None:
+        """Nothing more."""
+        self._closing = True
+        self.channel.close()
+
+
+class FirstRank:
+    """The head of a lane on another rank: what the lane tells goes to the exchange of rank 0."""
+
+    def __init__(self, address: Address, key: bytes, rank: int, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
+        """Raises OSError, EOFError and AuthenticationError when rank 0 does not let us in."""
+        connection = Client(address, authkey=key)
+        connection.send(rank)
+        self._lane = lane
+        self._channel = Channel(connection, loop, self._handle, lambda: None)
+        lane.head = self
+
+    def told(self, event: m.Event, content: bytes = b"") -> None:
+        self._channel.post("told", event, content)
+
+    def lost(self, member: Member) -> None:
+        self._channel.post("lost", member)
+
+    def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
+        return self._channel.ask("admit", header)
+
+    def rates(self, send_bps: int, sent: int, received: int) -> None:
+        """How fast others take what this rank sends, and how many bytes it has sent and received."""
+        self._channel.post("rates", send_bps, sent, received)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        return getattr(self._lane, method)(*arguments)
+
+
+class LaneService(Service):
+    """What a rank that does not lead answers to other peers: it takes parts, and nothing else."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self.max_part_bytes = max_part_bytes(lane.terms.layout, lane.terms.codecs)
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        return await self._lane.on_parts(header, parts)
+
+    async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
+        raise _not_here()
+
+    def on_hello(self) -> Welcome:
+        raise _not_here()
+
+    def on_lanes(self) -> tuple[str, ...]:
+        raise _not_here()
+
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
+        raise _not_here()
+
+    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+        raise _not_here()
+
+    async def on_state_offer(self) -> StateOffer:
+        raise _not_here()
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        raise _not_here()
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        raise _not_here()
+
+    def on_status(self) -> str:
+        raise _not_here()
+
+
+def _not_here() -> LinkRefused:
+    return LinkRefused(m.Reply.MALFORMED, "this is one of several ranks of a peer: ask at its first one's address")
+
+
+class Door:
+    """Where the lanes of other ranks come in, on rank 0."""
+
+    def __init__(self, host: str, key: bytes) -> None:
+        """`host`: where the other ranks reach this one."""
+        local = host in ("127.0.0.1", "localhost")
+        self._listener = Listener(("127.0.0.1" if local else "0.0.0.0", 0), backlog=1024, authkey=key)
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.address[1])
+
+    def let_in(self, count: int) -> dict[int, Connection[Any, Any]]:
+        """The connections of so many other ranks, by rank."""
+        connections: dict[int, Connection[Any, Any]] = {}
+        while len(connections) < count:
+            connection = self._listener.accept()
+            connections[int(connection.recv())] = connection
+        self._listener.close()
+        return connections

@@ -1,0 +1,146 @@
+"""A rank that does not lead its island: it does to its parts of the outer state what rank 0 does to its own.
+
+Rank 0 lives the peer's life (`diloco.peer`) and announces each step of the straight line. Between steps the exchange of
+rank 0 has this rank's lane send, receive and average its parts (`diloco.exchange.lane`).
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from diloco.compress import PayloadError
+from diloco.config import Contract, Site
+from diloco.encoding import Encoder
+from diloco.exchange.address import join_address, split_address
+from diloco.exchange.lane import Lane, LaneTerms
+from diloco.exchange.lanes import FirstRank, LaneService
+from diloco.exchange.runtime import Runtime, reachable
+from diloco.exchange.sockets import SocketCounter
+from diloco.fragments import Layout
+from diloco.island import Island
+from diloco.peer import compiled_codecs, lanes_of, open_line
+from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anchor, weights_to_keep, withdraw
+from diloco.types import Closed, Commit
+from diloco.workbench import Bench
+
+
+def follow(contract: Contract, site: Site, island: Island) -> None:
+    """The life of a rank that does not lead."""
+    bench = Bench(contract, site, island, int(island.share()))
+    if contract.membership.policy == "gossip":
+        _serve_whole(bench, contract, island)
+    else:
+        Follower(bench, contract, site, island).serve()
+
+
+def _serve_whole(bench: Bench, contract: Contract, island: Island) -> None:
+    """Rank 0 has all of the outer state: help it read and write the model."""
+    fragments = Layout.agreed(bench.weights.shapes, contract).on_lane(island.rank, 1).fragments
+    nothing = torch.empty(0)
+    bench.serve(
+        read=lambda fragment: bench.weights.read(fragments[fragment]),
+        write=lambda fragment: bench.weights.write(fragments[fragment], nothing),
+    )
+
+
+class Follower:
+    """One rank's line and lane."""
+
+    def __init__(self, bench: Bench, contract: Contract, site: Site, island: Island) -> None:
+        self.bench, self.site, self.island = bench, site, island
+        compiled_codecs(site.device.compile_codecs)
+        self._encoder = Encoder()
+        self.line = open_line("", contract, bench.weights, self._encoder, island, lanes_of(site, island))
+        self._counter = SocketCounter()
+        self._runtime: Runtime | None = None
+        self._lane: Lane | None = None
+        self._first: FirstRank | None = None
+        self._standing = ExitStack()
+        self._contract = contract
+
+    def serve(self) -> None:
+        """Do what rank 0 announces, until the end."""
+        try:
+            self.bench.serve(
+                meet=self._meet,
+                measure=self._measure,
+                withdraw=lambda: withdraw(self.line),
+                apply=self._apply,
+                adopt=self._adopt,
+                drop=lambda: dropped(self.line),
+                stand_at_anchor=lambda: self._standing.enter_context(weights_at_anchor(self.line)),
+                stand_without_foreseen=lambda: self._standing.enter_context(weights_to_keep(self.line)),
+                stand_back=self._standing.close,
+            )
+        finally:
+            self._close()
+
+    def _meet(self, host: str, port: int, key: str, name: str, toward: str | None) -> None:
+        """Open our lane, and let rank 0 know where others reach it."""
+        self.line.peer = name
+        address = ""
+        if self.island.rank < lanes_of(self.site, self.island):
+            address = self._open_lane((host, port), bytes.fromhex(key), toward)
+        self._hold()
+        self.island.gather(address.encode())
+
+    def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
+        site, line = self.site, self.line
+        lanes = lanes_of(site, self.island)
+        runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
+        membership, averaging = self._contract.membership, self._contract.outer.averaging
+        terms = LaneTerms(
+            line.layout,
+            line.codecs,
+            line.optimizer,
+            line.weighing,
+            site.timeouts.stall_s,
+            membership.max_norm_ratio,
+            averaging == "radial",
+        )
+        lane = self._lane = Lane(terms, runtime.link, runtime.loop)
+        self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
+        host, port = split_address(site.network.listen)
+        served = runtime.serve(LaneService(lane), join_address(host, port + self.island.rank if port else 0))
+        if not site.network.advertise:
+            return reachable(served, toward)
+        return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
+
+    def _measure(self, staleness: float, trainers: int) -> None:
+        try:
+            self.line.sent = measured(self.line, staleness, trainers, {})
+        except PayloadError:
+            return  # rank 0 has found the same, and says what becomes of it
+        if self._lane is not None:
+            self._lane.offer(self.line.sent.contribution)
+        self.island.all(True)
+
+    def _apply(self, commit: str, counted: bool) -> None:
+        record = Commit.from_bytes(commit.encode())
+        closed = self._lane.closed(record) if self._lane is not None else Closed(record, ())
+        move_anchor(self.line, closed, counted, {})
+        self._hold()
+
+    def _adopt(self) -> None:
+        adopted(self.line, self._lane.copied() if self._lane is not None else self.line.state)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Our lane is to know what we stand at before anybody goes on."""
+        if self._lane is not None and self._first is not None and self._runtime is not None:
+            self._lane.hold(self.line.state)
+            wire = self._counter.sample()
+            sent, received = (wire.sent, wire.received) if wire else (0, 0)
+            self._first.rates(self._runtime.link.send_bps, sent, received)
+        self.island.all(True)
+
+    def _close(self) -> None:
+        self._encoder.close()
+        if self._first is not None:
+            self._first.close()
+        if self._lane is not None:
+            self._lane.stop()
+        if self._runtime is not None:
+            self._runtime.close()
