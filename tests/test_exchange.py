@@ -122,6 +122,7 @@ def test_an_altered_state_is_noticed_and_copied_anew(world: LocalWorld) -> None:
     assert world.peers[0].commits[-1].counted[2].tokens == 20
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("world", [{"membership": {"backlog_versions": 2}}], indirect=True)
 def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld) -> None:
     """It was cut off, was dropped, comes back, keeps its progress and is counted again."""

@@ -36,6 +36,7 @@ CODECS: list[BlockCodec] = [
     BinnedCodec(64, 8),
     BinnedCodec(WHOLE_PART, 8),
 ]
+slow = pytest.mark.slow(queued=False)
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 any_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -262,9 +263,9 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: 
     ("right", "wrong", "codec"),
     [
         ("found.largest / 127", "found.largest * (1.0f / 127)", "int8"),
-        ("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int"),
-        ("weight * values[i]", "weight * 0.99999994f * values[i]", "int8"),
-        ("0x45D9F3B", "0x45D9F3D", "int8-stochastic"),
+        pytest.param("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int", marks=slow),
+        pytest.param("weight * values[i]", "weight * 0.99999994f * values[i]", "int8", marks=slow),
+        pytest.param("0x45D9F3B", "0x45D9F3D", "int8-stochastic", marks=slow),
     ],
 )
 def test_a_library_with_other_bits_is_not_used(

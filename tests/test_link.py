@@ -466,6 +466,7 @@ def test_a_cancelled_sender_cancels_the_service(net):
     play(net, scenario)
 
 
+@pytest.mark.slow(queued=False)
 def test_a_peer_back_at_its_address_is_reached_within_two_seconds(net):
     async def scenario(net: Net) -> None:
         address = await net.start(Listener())
