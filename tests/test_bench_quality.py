@@ -125,6 +125,7 @@ BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 
 """At least and at most; zstd may save some."""
 
 
+@pytest.mark.slow(queued=False)
 def test_quick(tmp_path: Path) -> None:
     path = tmp_path / "quality.json"
     done = start("--rows", ",".join(BITS), "--seeds", "1", "--json", str(path))

@@ -38,6 +38,10 @@ CODECS: list[BlockCodec] = [
 ]
 slow = pytest.mark.slow(queued=False)
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+each_kind = pytest.mark.parametrize(
+    "codec", [pytest.param(codec, marks=() if codec.block in (64, 256) else slow) for codec in CODECS], ids=str
+)
+"""The same, quick with two sizes of a block."""
 any_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -105,13 +109,13 @@ def test_sizes_that_differ_wildly_and_weights_that_round(codec: BlockCodec, libr
         assert_same(codec, spread, library, weight)
 
 
-@each_codec
+@each_kind
 @given(values=st.lists(any_fp32, min_size=1, max_size=80))
 def test_any_values(codec: BlockCodec, values: list[float], library: CDLL) -> None:
     assert_same(codec, torch.tensor(values), library)
 
 
-@each_codec
+@each_kind
 @given(seed=st.integers(0, 2**32), elements=st.integers(1, 600))
 def test_any_codes(codec: BlockCodec, seed: int, elements: int, library: CDLL) -> None:
     """Bytes that `encode` never makes, behind headers that it may make."""
