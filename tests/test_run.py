@@ -69,7 +69,7 @@ def test_found_join_leave_join_late_kill(tmp_path: Path) -> None:
         after = a.reaches(at + 1, ["a", "d"], deadline_s=40.0)["version"]
         a.reaches(after + 2)
         lines = a.log.read_text()
-        assert "view changed: b " in lines
+        assert "view changed: b left" in lines
         assert "view changed: c lost" in lines
         for peer in (a, d):
             peer.interrupt()
