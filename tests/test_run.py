@@ -168,6 +168,7 @@ def test_majority_silent_trains_on_until_evicted(tmp_path: Path) -> None:
         told = run_cli("evict", a.ticket(), "b")
         assert told.returncode == 0, told.stderr
         a.reaches(stuck + 2, ["a"])
+        assert a.events("view")[-1]["left"] == [{"peer": "b", "reason": "lost"}]
 
 
 @pytest.mark.slow
