@@ -18,8 +18,8 @@ hypothesis.settings.load_profile("diloco")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Tests that start processes, which mostly wait, queue in one worker, while another takes all others: those that
-    are slow without waiting, too, and those that name a group of their own."""
+    """Slow tests, which mostly start processes and wait for them, queue in one worker, while another takes all others:
+    those marked `slow(queued=False)`, too, and those that name a group of their own."""
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):

@@ -208,6 +208,7 @@ def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow(queued=False)
 def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World]) -> None:
     world = make(3)
     a, b, c = world.peers

@@ -498,6 +498,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------- how fast
 
 
+@pytest.mark.slow(queued=False)
 def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_message(net):
     async def scenario(net: Net) -> None:
         services = [Listener(), Listener()]
@@ -553,6 +554,7 @@ def test_the_link_notices_how_fast_others_take_what_it_sends():
     play(GrpcNet, scenario)
 
 
+@pytest.mark.slow(queued=False)
 def test_a_sender_that_is_slow_itself_learns_nothing_of_its_link():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())
