@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import use_compiled
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.config import Contract, Site, contract_from_json
+from diloco.data.leases import handed_back
 from diloco.encoding import Encode, Encoder, encode_now
 from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
 from diloco.exchange.address import is_loopback, split_address
@@ -469,9 +471,18 @@ class Peer:
         old = {member.peer for member in before.view} if before else set()
         new = {member.peer for member in after.view}
         if old != new:
-            handed_back = self.exchange.said_goodbye()
-            left = [{"peer": peer, "reason": "left" if peer in handed_back else "lost"} for peer in sorted(old - new)]
+            reasons = self._reasons(old - new, before, after)
+            left = [{"peer": peer, "reason": reasons[peer]} for peer in sorted(reasons)]
             self.events.emit("view", version=after.version, joined=sorted(new - old), left=left)
+
+    def _reasons(self, gone: AbstractSet[str], before: Commit | None, after: Commit) -> dict[str, str]:
+        """Who left and who was lost. Whoever leaves with its last contribution says goodbye when that is counted, which
+        is too late to be heard here; but the commit hands its data back. Of those without any, a goodbye tells."""
+        used = {counted.peer: counted.blocks for counted in after.counted}
+        in_good_order = dict.fromkeys(self.exchange.said_goodbye(), True)
+        if before is not None:
+            in_good_order |= handed_back(before.leases, used, after.leases)
+        return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}
 
     def report(self, **changes: str | int | float) -> None:
         """Change what the heartbeats say of us. A loss that is not finite is left out: others refuse such a message."""

@@ -18,8 +18,9 @@ hypothesis.settings.load_profile("diloco")
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Tests that start processes run one after another, in one worker, while another takes all others, and those that
-    name a group of their own."""
+    """Slow tests, which mostly start processes and wait for them, queue in one worker, while another takes all others:
+    those marked `slow(queued=False)`, too, and those that name a group of their own."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("xdist_group"):
+        slow = item.get_closest_marker("slow")
+        if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("slow"))

@@ -92,9 +92,9 @@ class LocalPeer:
         address = f"{name}:1"
         gate = LocalGate(world, address, welcome)
         directory = world.directory / name if world.directory else None
-        self.peer = Peer(
-            name, world.contract, SITE, Weights.of(self.model), gate, Events(None, name), directory=directory
-        )  # type: ignore[arg-type]
+        self.told: list[dict[str, Any]] = []
+        events = Events(None, name, [self.told.append])
+        self.peer = Peer(name, world.contract, SITE, Weights.of(self.model), gate, events, directory=directory)  # type: ignore[arg-type]
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}
@@ -121,8 +121,8 @@ class LocalPeer:
     def enter(self) -> None:
         assert self.peer.enter(lambda: True, self.on_closed)
 
-    def round(self) -> Any:
-        return self.peer.round(self.inner_steps, self.on_closed, lambda: True)
+    def round(self, leaving: bool = False) -> Any:
+        return self.peer.round(self.inner_steps, self.on_closed, lambda: True, lambda: leaving)
 
     @property
     def version(self) -> int:

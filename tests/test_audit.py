@@ -287,6 +287,7 @@ def test_folders_that_do_not_go_together(run: PaperRun, tmp_path: Path) -> None:
         audit([tmp_path / "empty"])
 
 
+@pytest.mark.slow(queued=False)
 def test_the_command(run: PaperRun) -> None:
     done = run_cli("audit", str(run.root), "--json")
     assert done.returncode == 0, done.stderr

@@ -125,6 +125,7 @@ BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 
 """At least and at most; zstd may save some."""
 
 
+@pytest.mark.slow(queued=False)
 def test_quick(tmp_path: Path) -> None:
     path = tmp_path / "quality.json"
     done = start("--rows", ",".join(BITS), "--seeds", "1", "--json", str(path))
@@ -142,6 +143,7 @@ def test_quick(tmp_path: Path) -> None:
     assert runs["ddp"]["bytes_per_token"] > 10 * runs["int4"]["bytes_per_token"]
 
 
+@pytest.mark.slow(queued=False)
 def test_quick_async(tmp_path: Path) -> None:
     path = tmp_path / "async.json"
     chosen = "sync*,*-scratch,gossip"
@@ -162,6 +164,7 @@ def test_quick_async(tmp_path: Path) -> None:
     assert 0 < runs["gossip"]["loss"] < 1.1 * math.log(256)
 
 
+@pytest.mark.slow(queued=False)
 def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:
     done = start("--rows", "fp32,int8", "--seeds", "1000", "--jobs", "2")
     assert done.stderr is not None

@@ -541,7 +541,7 @@ def run(script: str, directory: Path) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in result.stdout.splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_killed_at_every_operation_on_the_disk(tmp_path: Path) -> None:
     lives = run(EVERY_OPERATION, tmp_path)
     exits = [exit_code for exit_code, _ in lives]
@@ -550,7 +550,7 @@ def test_killed_at_every_operation_on_the_disk(tmp_path: Path) -> None:
     assert any(between for _, between in lives)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     unfinished = [count for (count,) in run(RANDOM_MOMENTS, tmp_path)]
     assert len(unfinished) == 25

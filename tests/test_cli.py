@@ -32,22 +32,26 @@ def test_mistyped_key(tmp_path: Path) -> None:
     fails(10, "unknown key inner.batchsize", "peer", str(contract))
 
 
+@pytest.mark.slow(queued=False)
 def test_site_key_in_a_contract(tmp_path: Path) -> None:
     contract = tmp_path / "c.toml"
     contract.write_text(QUICK.read_text() + '\n[network]\nlisten = "127.0.0.1:0"\n')
     fails(10, "[network]", "peer", str(contract))
 
 
+@pytest.mark.slow(queued=False)
 def test_missing_contract() -> None:
     fails(10, "contract not found", "peer", "configs/qick.toml")
 
 
+@pytest.mark.slow(queued=False)
 def test_contract_of_another_version(tmp_path: Path) -> None:
     contract = tmp_path / "c.toml"
     contract.write_text(QUICK.read_text().replace("[run]", "[run]\ncontract_version = 9"))
     fails(16, "contract version 9", "peer", str(contract))
 
 
+@pytest.mark.slow(queued=False)
 def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "nothing to do", "peer")
     fails(2, "do not go together", "peer", str(QUICK), "--join", "127.0.0.1:1")
@@ -60,16 +64,19 @@ def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
 
 
+@pytest.mark.slow(queued=False)
 def test_open_to_the_world_needs_insecure() -> None:
     fails(2, "lets anybody in", "peer", str(QUICK), "--set", "network.listen=0.0.0.0:0")
 
 
+@pytest.mark.slow(queued=False)
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_SECRET", "guess me")
     fails(2, "at least 16", "peer", str(QUICK))
     fails(2, "at least 16", "status", "127.0.0.1:1")
 
 
+@pytest.mark.slow(queued=False)
 def test_resume_from_nothing(tmp_path: Path) -> None:
     fails(13, str(tmp_path), "peer", "--resume", str(tmp_path))
 

@@ -508,6 +508,7 @@ def test_bombs_allocate_little(bomb: str) -> None:
 # ---------------------------------------------------------------- fuzzing
 
 
+@pytest.mark.slow(queued=False)
 def test_fuzzing_finds_nothing() -> None:
     script = Path(__file__).parent.parent / "scripts" / "fuzz-codecs"
     command = [sys.executable, str(script), "--seconds", "0.03", "--seed", "7"]

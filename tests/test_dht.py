@@ -377,6 +377,7 @@ def test_works_on_after_ctrl_c(owner: tuple[subprocess.Popen[str], int]) -> None
     assert process.wait(10) == 0
 
 
+@pytest.mark.slow(queued=False)
 def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
     dead = Directory.start("run")
     addresses = dead.addresses

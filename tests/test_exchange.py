@@ -22,7 +22,7 @@ from tests.local import LocalPeer, LocalWorld
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[LocalWorld]:
-    made = LocalWorld(3, **getattr(request, "param", {}))
+    made = LocalWorld(**{"count": 3, **getattr(request, "param", {})})
     yield made
     made.close()
 
@@ -122,6 +122,7 @@ def test_an_altered_state_is_noticed_and_copied_anew(world: LocalWorld) -> None:
     assert world.peers[0].commits[-1].counted[2].tokens == 20
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("world", [{"membership": {"backlog_versions": 2}}], indirect=True)
 def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld) -> None:
     """It was cut off, was dropped, comes back, keeps its progress and is counted again."""
@@ -202,6 +203,21 @@ def test_a_joiner_gets_the_state_and_is_counted(world: LocalWorld) -> None:
         world.rounds(first, 1)
     assert part.result() == ["p0", "p1", "p2", "p9"]
     agree(world.peers)
+
+
+@pytest.mark.parametrize("world", [{"count": 5}], indirect=True)
+def test_a_leaver_and_a_dead_peer_of_the_same_version_are_told_apart(world: LocalWorld) -> None:
+    """By everybody, though the goodbye comes after the commit that counts the leaver's last contribution."""
+    *staying, dead, leaver = world.peers
+    world.rounds(world.peers, 1)
+    dead.peer.close()
+    last = world.pool.submit(leaver.round, True)
+    world.rounds(staying, 1)
+    assert [entry.peer for entry in last.result(10.0)[-1].commit.counted] == ["p0", "p1", "p2", "p4"]
+    for peer in staying:
+        (view,) = (event for event in peer.told if event["kind"] == "view" and event["left"])
+        assert view["left"] == [{"peer": "p3", "reason": "lost"}, {"peer": "p4", "reason": "left"}]
+    leaver.peer.leave("left")
 
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "fp32", "zstd": False}}], indirect=True)

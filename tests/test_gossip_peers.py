@@ -94,6 +94,7 @@ def test_what_is_trained_while_a_swap_is_on_its_way_is_kept(make: Callable[..., 
     assert a.peer.line.trained.tokens == 3 * TOKENS
 
 
+@pytest.mark.slow(queued=False)
 def test_peers_that_pull_apart_stay_together_and_end_alike(make: Callable[..., World]) -> None:
     world = make(3, run={"name": "gossip", "total_tokens": 3 * 40 * TOKENS}, inner={"steps": 2})
     all_done = lambda: all(peer.peer.finishing for peer in world.peers)  # noqa: E731
@@ -207,6 +208,7 @@ def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow(queued=False)
 def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World]) -> None:
     world = make(3)
     a, b, c = world.peers

@@ -36,7 +36,12 @@ CODECS: list[BlockCodec] = [
     BinnedCodec(64, 8),
     BinnedCodec(WHOLE_PART, 8),
 ]
+slow = pytest.mark.slow(queued=False)
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
+each_kind = pytest.mark.parametrize(
+    "codec", [pytest.param(codec, marks=() if codec.block in (64, 256) else slow) for codec in CODECS], ids=str
+)
+"""The same, quick with two sizes of a block."""
 any_fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -104,13 +109,13 @@ def test_sizes_that_differ_wildly_and_weights_that_round(codec: BlockCodec, libr
         assert_same(codec, spread, library, weight)
 
 
-@each_codec
+@each_kind
 @given(values=st.lists(any_fp32, min_size=1, max_size=80))
 def test_any_values(codec: BlockCodec, values: list[float], library: CDLL) -> None:
     assert_same(codec, torch.tensor(values), library)
 
 
-@each_codec
+@each_kind
 @given(seed=st.integers(0, 2**32), elements=st.integers(1, 600))
 def test_any_codes(codec: BlockCodec, seed: int, elements: int, library: CDLL) -> None:
     """Bytes that `encode` never makes, behind headers that it may make."""
@@ -262,9 +267,9 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: 
     ("right", "wrong", "codec"),
     [
         ("found.largest / 127", "found.largest * (1.0f / 127)", "int8"),
-        ("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int"),
-        ("weight * values[i]", "weight * 0.99999994f * values[i]", "int8"),
-        ("0x45D9F3B", "0x45D9F3D", "int8-stochastic"),
+        pytest.param("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int", marks=slow),
+        pytest.param("weight * values[i]", "weight * 0.99999994f * values[i]", "int8", marks=slow),
+        pytest.param("0x45D9F3B", "0x45D9F3D", "int8-stochastic", marks=slow),
     ],
 )
 def test_a_library_with_other_bits_is_not_used(

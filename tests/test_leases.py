@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.leases import advance, count, found, front, joined, without_front
+from diloco.data.leases import advance, count, found, front, handed_back, joined, without_front
 from diloco.types import Blocks, Leases
 
 
@@ -46,6 +46,15 @@ def test_what_a_leaver_hands_back_is_given_out_first() -> None:
 def test_what_the_dead_held_is_lost_for_good() -> None:
     leases = advance(found(["a", "b"], 10), {"b": 3}, ["a", "c"], 10)
     assert leases == Leases(30, {"a": (Blocks(0, 10),), "c": (Blocks(20, 30),)}, lost=7)
+
+
+def test_who_left_and_who_died_can_be_told_apart() -> None:
+    """In one version, whoever gets the leaver's blocks; there is nothing to tell of one that used all of its own."""
+    before, used = found(list("abcd"), 10), {"b": 3, "d": 10}
+    for need in (10, 25):
+        after = advance(before, used, ["a", "e"], need, leaving={"b", "d"})
+        assert handed_back(before, used, after) == {"b": True, "c": False}
+    assert handed_back(before, {}, before) == {}
 
 
 def test_a_peer_that_stays_is_not_leaving() -> None:

@@ -469,6 +469,7 @@ def test_a_cancelled_sender_cancels_the_service(net):
     play(net, scenario)
 
 
+@pytest.mark.slow(queued=False)
 def test_a_peer_back_at_its_address_is_reached_within_two_seconds(net):
     async def scenario(net: Net) -> None:
         address = await net.start(Listener())
@@ -500,6 +501,7 @@ async def until(condition: Callable[[], bool]) -> None:
 # ---------------------------------------------------------------- how fast
 
 
+@pytest.mark.slow(queued=False)
 def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_message(net):
     async def scenario(net: Net) -> None:
         services = [Listener(), Listener()]
@@ -555,6 +557,7 @@ def test_the_link_notices_how_fast_others_take_what_it_sends():
     play(GrpcNet, scenario)
 
 
+@pytest.mark.slow(queued=False)
 def test_a_sender_that_is_slow_itself_learns_nothing_of_its_link():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())

@@ -224,6 +224,7 @@ def of_world(world: LocalWorld, start: OuterState) -> Replay:
     return Workshop(chain_of(books), shelf, line.codecs, line.optimizer, line.weighing, lambda: start, {}).replay(quiet)
 
 
+@pytest.mark.slow(queued=False)
 def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
     world = LocalWorld(3, tmp_path)
     try:

@@ -313,6 +313,7 @@ def test_an_empty_directory_is_a_page(tmp_path: Path) -> None:
     assert write_plot(tmp_path).is_file()
 
 
+@pytest.mark.slow(queued=False)
 def test_a_run_of_hundreds_of_versions_stays_small(tmp_path: Path) -> None:
     events = peer_events(200)
     write_events(tmp_path / "events.jsonl", [event for event in events if event["kind"] != "eval"])

@@ -287,6 +287,7 @@ def test_when_nobody_offers_what_fits_the_copy_fails_at_once(state: OuterState) 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow(queued=False)
 def test_a_member_that_cannot_be_reached_is_asked_again(state: OuterState) -> None:
     async def scenario() -> None:
         members = Members(Holder(state))

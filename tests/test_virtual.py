@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from tests.peers import run_cli
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 SEEDS, PER_TEST = 1000, 50
+slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {"no-majority": 20, "early-divisor": 40, "early-progress": 5, "private-mean": 5, "stale-life": 200}
 
 
@@ -47,7 +49,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
+def every(seeds: int, quick: int) -> list[Any]:
+    """The first of each batch; those from `quick` on are slow."""
+    return [pytest.param(first, marks=slow if first >= quick else ()) for first in range(0, seeds, PER_TEST)]
+
+
+@pytest.mark.parametrize("first", every(SEEDS, quick=150))
 def test_seeds_hold(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST))
     assert not tally.violations
@@ -59,14 +66,14 @@ def test_seeds_that_once_broke_something_hold() -> None:
     assert not run_seeds([1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404]).violations
 
 
-@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+@pytest.mark.parametrize("first", every(100, quick=PER_TEST))
 def test_seeds_hold_under_async(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST), Choice(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
 
-@pytest.mark.parametrize("first", range(0, 100, PER_TEST))
+@pytest.mark.parametrize("first", every(100, quick=PER_TEST))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
     tally = run_seeds(range(first, first + PER_TEST), Choice(speeds="0.1:1"))
@@ -162,7 +169,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
     assert three["Committed"] < 3 * one["Committed"]
 
 
-@pytest.mark.parametrize("bug", planted.BUGS)
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=slow if bug == "stale-life" else ()) for bug in planted.BUGS])
 def test_planted_bug_is_noticed(bug: str) -> None:
     (caught,) = catch_planted(NOTICED_WITHIN[bug], [bug])
     assert caught.seeds, f"{caught.what}: not noticed in {NOTICED_WITHIN[bug]} seeds"
@@ -227,7 +234,7 @@ def test_a_failure_is_shrunk_to_what_matters() -> None:
     assert kind_of(replace(short, seed=short.seed)) == ""
 
 
-@pytest.mark.slow
+@slow
 def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "virtual.json"
     done = run_cli("simulate", "--virtual", "--seeds", "0:40", "--json", str(file))
@@ -241,7 +248,7 @@ def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     assert told.stdout.partition(f"{RULE}\n")[2] == TRANSCRIPTS[0].read_text().partition(f"{RULE}\n")[2]
 
 
-@pytest.mark.slow
+@slow
 def test_what_was_done_until_an_interruption_is_told() -> None:
     def interrupt(done: int, total: int, violations: int) -> None:
         raise KeyboardInterrupt

@@ -108,6 +108,7 @@ def test_a_share_of_a_nesterov_step_on_paper() -> None:
     assert after.anchor.item() == pytest.approx(9.29)
 
 
+@pytest.mark.slow(queued=False)
 @given(st.floats(0.0, 0.99), st.integers(2, 64))
 def test_in_the_end_a_gradient_goes_as_far_in_small_steps_as_in_whole_ones(momentum: float, peers: int) -> None:
     """One contribution of `peers`, and nothing more for a long time: lr g / (peers (1 - momentum))."""

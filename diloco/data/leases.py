@@ -49,6 +49,17 @@ def advance(
     return Leases(cursor, held, returned, lost)
 
 
+def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[str, bool]:
+    """Of each peer that held blocks and holds none any more: whether others may have those that it had not used.
+
+    True for whoever left, False for the dead (`advance`). Those that had used all of theirs are not among the keys.
+    """
+    there = [*after.returned, *(blocks for held in after.held.values() for blocks in held)]
+    gone = {peer: held for peer, held in before.held.items() if peer not in after.held}
+    unused = {peer: held[-1].stop - 1 for peer, held in gone.items() if used.get(peer, 0) < count(held)}
+    return {peer: any(blocks.start <= last < blocks.stop for blocks in there) for peer, last in unused.items()}
+
+
 def count(held: Iterable[Blocks]) -> int:
     """Blocks in all."""
     return sum(map(len, held))
