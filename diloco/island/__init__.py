@@ -142,16 +142,13 @@ class Island:
         """What each rank gives, by rank, on rank 0; nothing on the others."""
         if self.size == 1:
             return [data]
-        sizes = torch.empty(self.size, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]))
-        most = int(sizes.max())
-        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8) if most else torch.empty(0)
-        if not most:
-            return [b""] * self.size if self.leads else []
-        every = [torch.empty_like(padded) for _ in range(self.size)] if self.leads else None
-        dist.gather(padded, every)
-        found = every or []
-        return [bytes(one.numpy())[:size] for one, size in zip(found, sizes.tolist(), strict=False)]
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        most = max(1, *(int(size) for size in sizes))
+        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+        every = [torch.empty_like(padded) for _ in range(self.size)] if self.leads else []
+        dist.gather(padded, every or None)
+        return [bytes(one.numpy())[: int(size)] for one, size in zip(every, sizes, strict=False)]
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""

@@ -106,13 +106,13 @@ class Bridge(Weights):
             return whole.view(entry.shape)
         most = max(sum(spot.elements for spot in spots) for spots in lanes)
         padded = torch.cat([own, torch.empty(most - own.numel())]).to(self._island.device)
-        every = padded.new_empty(most * len(lanes))
-        dist.all_gather_into_tensor(every, padded)
+        every = [torch.empty_like(padded) for _ in lanes]
+        dist.all_gather(every, padded)
         whole = padded.new_empty(entry.elements)
-        for lane, spots in enumerate(lanes):
-            begin = lane * most
+        for spots, pieces in zip(lanes, every, strict=True):
+            begin = 0
             for spot in spots:
-                whole[spot.start : spot.stop] = every[begin : begin + spot.elements]
+                whole[spot.start : spot.stop] = pieces[begin : begin + spot.elements]
                 begin += spot.elements
         return whole.view(entry.shape)
 
