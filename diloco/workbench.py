@@ -27,7 +27,8 @@ from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
-from diloco.island.parallel import Copies, checkpoint_blocks, divided
+from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
+from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
 from diloco.round import Line
@@ -51,7 +52,7 @@ class Bench:
         self.divided = island.size > 1 and divides(sizes, site.mesh)
         self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
         if island.size > 1:
-            balance_together(self.model)
+            balance_together(self.model, self.mesh.of_one_stage() if self.mesh.size("pp") > 1 else None)
         seed_everything(contract.run.seed)
         compiled = site.device.compile and not self.divided  # else its blocks are
         total = contract.run.total_tokens
@@ -99,11 +100,29 @@ class Bench:
         with torch.device("meta"):
             model = self._build()
         assert isinstance(model, Transformer)
-        ranks = divided(model, self.mesh, self.site, bf16=self.contract.inner.precision == "bf16")
+        bf16 = self.contract.inner.precision == "bf16"
+        if self.mesh.size("pp") > 1:
+            return self._in_stages(model, whole, bf16=bf16)
+        ranks = divided(model, self.mesh, self.site, bf16=bf16)
         model.to_empty(device="cpu" if section.offload else island.device)
         bridge = Bridge(whole, named_parameters(model), island)
         bridge.begin()
         return model, ranks, bridge
+
+    def _in_stages(
+        self, model: Transformer, whole: dict[str, Tensor], *, bf16: bool
+    ) -> tuple[nn.Module, Ranks, Weights]:
+        """A model, given on the meta device, of which each rank has some layers, and a share of those."""
+        section, device = self.site.mesh, self.island.device
+        length = self.contract.data.sequence_length
+        stages, layers = cut_into_stages(model, self.mesh, section, self.contract.model, length, bf16=bf16)
+        for stage in stages.stages:
+            divide(stage.part, stage, self.mesh, self.site, bf16=bf16)
+        stages.to_empty(device=device)
+        column = column_of(model, layers, self.mesh, section, device)
+        bridge = Bridge(whole, named_parameters(stages), self.island, column)
+        bridge.begin()
+        return stages, Pipelined(stages, model, self.mesh, section, column), bridge
 
     def _inner_section(self) -> Any:
         """Each rank trains its share of the peer's micro-batch."""

@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.config import Contract, MeshSection, ModelSection, Site
 from diloco.errors import ConfigError
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+DIMENSIONS = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")
 """Outermost first: what needs the fastest links comes last."""
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
 """Ranks that differ in these train on different rows."""
-MODEL_DIMENSIONS = ("cp", "ep", "tp")
+MODEL_DIMENSIONS = ("pp", "cp", "ep", "tp")
 """Ranks that differ in these compute one model together."""
 
 Sizes = Mapping[str, int]
@@ -71,6 +72,11 @@ class Mesh:
             return self.along("dp_replicate", "dp_shard")
         shares = self.along(*names)._flatten("_".join(names))
         return DeviceMesh._concatenate([self.along("dp_replicate"), shares])
+
+    def of_one_stage(self) -> ProcessGroup:
+        """The ranks that differ from this one in anything but `pp`. All ranks make it together."""
+        names = tuple(name for name in self.sizes if name != "pp")
+        return self.along(*names)._flatten("stage").get_group()
 
     @cached_property
     def _places(self) -> Sizes:
