@@ -558,9 +558,10 @@ class MeshSection(Section):
     """Copies of the model, each of which trains on rows of its own."""
     pp: MeshSize = 1
     """Pipeline parallel: ranks that have some layers each. They are far from each other, so in different nodes where
-    there are several: little goes between them. The micro-batches on their way are those of the contract,
-    `inner.accumulation` of them in a step; the fewer, the longer ranks wait ((pp - 1) / (accumulation + pp - 1) of a
-    step under `gpipe` and `1f1b`)."""
+    there are several: little goes between them. A step has `inner.accumulation` x `micro_batches` micro-batches; with m
+    of them, ranks wait for (pp - 1) / (m + pp - 1) of a step under `gpipe` and `1f1b`, so m should be 4 pp or more."""
+    micro_batches: PositiveInt = 1
+    """Pieces that a rank's share of each micro-batch of the contract is cut into; more keep a pipeline busy."""
     schedule: PipelineSchedule = "1f1b"
     """For `pp` > 1, in which order micro-batches go through. `gpipe`: all forwards, then all back (arXiv 1811.06965);
     `1f1b`: back as soon as possible, so that a rank keeps the activations of `pp` micro-batches at most (2104.04473);

@@ -250,7 +250,8 @@ class InnerLoop:
         self.model.zero_grad(set_to_none=True)
 
     def expert_imbalance(self) -> list[float]:
-        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model."""
+        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model. Of a pipeline: of the
+        blocks that this rank has."""
         return [round(router.imbalance(), 3) for router in self._routers]
 
     def state_dict(self) -> State:

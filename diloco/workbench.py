@@ -29,7 +29,7 @@ from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
 from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
-from diloco.models import build_model
+from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
 from diloco.round import Line
 
@@ -78,6 +78,12 @@ class Bench:
         """Do what rank 0 announces, until the end."""
         self.island.serve(self._tasks)
 
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters of the whole model, shared ones once."""
+        pipeline = self.ranks.pipeline if self.ranks else None
+        return count_parameters(pipeline.whole_model if pipeline else self.model)
+
     def _build(self) -> nn.Module:
         contract = self.contract
         return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
@@ -125,9 +131,9 @@ class Bench:
         return stages, Pipelined(stages, model, self.mesh, section, column), bridge
 
     def _inner_section(self) -> Any:
-        """Each rank trains its share of the peer's micro-batch."""
+        """Each rank trains its share of the peer's micro-batch, in pieces."""
         share = self.contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
-        return self.contract.inner.model_copy(update={"batch_size": share})
+        return self.contract.inner.model_copy(update={"batch_size": share // self.site.mesh.micro_batches})
 
     # ------------------------------------------------------------ what all ranks do together
 

@@ -61,11 +61,9 @@ class Stage(nn.Module):
         # Around the forward pass only: the engine goes forwards and backwards in one call.
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
             out: Tensor = self.part(x)
-        for router in routers(self.part) if self.training else ():
-            loss = router.take_loss()
-            if isinstance(loss, Tensor):
-                out = _AlsoMinimised.apply(out, loss * self.share)  # type: ignore[no-untyped-call]
-        return out
+        losses = [router.take_loss() for router in routers(self.part)] if self.training else []
+        loss = sum(losses)
+        return _AlsoMinimised.apply(out, loss * self.share) if isinstance(loss, Tensor) else out  # type: ignore
 
 
 class _AlsoMinimised(torch.autograd.Function):
@@ -74,7 +72,7 @@ class _AlsoMinimised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
         ctx.dtype = loss.dtype
-        return out.view_as(out)
+        return out.clone()  # the engine detaches what a stage gives in place, which a view is not for
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
