@@ -544,8 +544,11 @@ MeshSize = Annotated[int, Field(ge=-1)]
 """Ranks along one dimension of the mesh; -1: all that the other dimensions leave."""
 
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv"]
+
+
 class MeshSection(Section):
-    """How the ranks of this island share the work: `dp_replicate` x `dp_shard` x `cp` x `ep` x `tp` is
+    """How the ranks of this island share the work: `dp_replicate` x `pp` x `dp_shard` x `cp` x `ep` x `tp` is
     their number. `cp` and `ep` divide what their ranks have in common as `dp_shard` does.
 
     What peers exchange does not depend on it, so islands of different meshes train one model together.
@@ -553,6 +556,19 @@ class MeshSection(Section):
 
     dp_replicate: MeshSize = 1
     """Copies of the model, each of which trains on rows of its own."""
+    pp: MeshSize = 1
+    """Pipeline parallel: ranks that have some layers each. They are far from each other, so in different nodes where
+    there are several: little goes between them. A step has `inner.accumulation` x `micro_batches` micro-batches; with m
+    of them, ranks wait for (pp - 1) / (m + pp - 1) of a step under `gpipe` and `1f1b`, so m should be 4 pp or more."""
+    micro_batches: PositiveInt = 1
+    """Pieces that a rank's share of each micro-batch of the contract is cut into; more keep a pipeline busy."""
+    schedule: PipelineSchedule = "1f1b"
+    """For `pp` > 1, in which order micro-batches go through. `gpipe`: all forwards, then all back (arXiv 1811.06965);
+    `1f1b`: back as soon as possible, so that a rank keeps the activations of `pp` micro-batches at most (2104.04473);
+    `interleaved-1f1b`: the same with several stages on each rank, so that waiting is shorter; `zero-bubble`: who would
+    wait computes gradients of weights (ZB-1P, 2401.10241); `zbv`: the same with stages that go there and back."""
+    chunks: Annotated[int, Field(ge=2)] = 2
+    """Stages of each rank under `interleaved-1f1b` and `zero-bubble`; `zbv` has 2."""
     dp_shard: MeshSize = -1
     """Ranks that share one copy, as `shard` says, and train on rows of their own."""
     cp: MeshSize = 1
@@ -572,7 +588,7 @@ class MeshSection(Section):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        names = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+        names = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")
         sizes: dict[str, int] = {name: getattr(self, name) for name in names}
         for name, size in sizes.items():
             if size == 0:

@@ -14,7 +14,6 @@ from diloco.data.reader import BlockReader
 from diloco.errors import ConfigError, ResourceError
 from diloco.gossip import GossipPeer
 from diloco.island import Island
-from diloco.models import count_parameters
 from diloco.peer import Gate
 from diloco.telemetry import Events
 from diloco.trainer import REPORT_EVERY_S, Ending
@@ -106,7 +105,7 @@ class GossipTrainer:
             "start",
             run=self.contract.run.name,
             contract_digest=self.contract.digest,
-            parameters=count_parameters(self.bench.model),
+            parameters=self.bench.parameters,
             resumed_version=peer.version,
             blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from diloco.config import InnerSection
 from diloco.errors import StateError
 from diloco.fragments import named_parameters
 from diloco.models.moe import routers
+from diloco.models.transformer import token_loss
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
 
 Forward = Callable[[Tensor], Tensor]
@@ -79,13 +79,37 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 def next_token_loss(model: Forward, block: Tensor) -> Tensor:
     """Mean cross-entropy (nats, fp32 scalar) of each token of `block`, int64 (n, L + 1), given those before it."""
-    logits = model(block[:, :-1])
-    # fp32 also under autocast: a sum over the vocabulary in bf16 would be good to 2 digits.
-    return F.cross_entropy(logits.flatten(0, -2).float(), block[:, 1:].flatten())
+    return token_loss(model(block[:, :-1]), block[:, 1:])
+
+
+class Pipeline(Protocol):
+    """What inner steps ask of ranks that have some layers of the model each (`diloco.island.pipeline`)."""
+
+    whole_model: nn.Module
+    """On the meta device: all parameters, of which a rank has some."""
+
+    def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Add the gradient of the mean loss over micro-batches of one shape. Returns that loss."""
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """`next_token_loss`, without a gradient."""
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a parameter is this rank's to count in the norm."""
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Of the whole gradient, from the norm of what each rank counts."""
+
+    def any_has(self, names: Sequence[str]) -> set[str]:
+        """All that any of the ranks gives."""
 
 
 class Ranks(Protocol):
     """What inner steps ask of whoever spreads the model over ranks (`diloco.island.parallel`)."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Where a rank has some layers of the model only."""
 
     @property
     def forward(self) -> nn.Module:
@@ -100,15 +124,18 @@ class Ranks(Protocol):
     def settle(self) -> None:
         """After forward passes without backward passes."""
 
-    def collect(self, value: Tensor) -> Tensor:
-        """A copy on the host of a tensor laid out like a parameter, whole; on other ranks than 0 it may be empty."""
+    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
+        """A copy on the host of a tensor laid out like the parameter of this name, whole; on other ranks than 0 it may
+        be empty. None: this rank has nothing of it, but knows its shape."""
 
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rank 0's `value`, whole, as a new tensor laid out like `like`."""
+    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
+        """Rank 0's `value`, whole, as a new tensor laid out like `like`; None on a rank that has nothing of it."""
 
 
 class Alone:
     """One process that has the whole model."""
+
+    pipeline = None
 
     def __init__(self, forward: nn.Module) -> None:
         self.forward = forward
@@ -122,10 +149,12 @@ class Alone:
     def settle(self) -> None:
         pass
 
-    def collect(self, value: Tensor) -> Tensor:
+    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
+        assert value is not None
         return value.detach().to("cpu", copy=True)
 
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
+        assert like is not None
         return value.to(like.device, copy=True)
 
 
@@ -178,8 +207,10 @@ class InnerLoop:
 
     def _backward(self, block: Tensor) -> Tensor:
         """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
-        total = torch.zeros((), device=self.device)
         micro_batches = torch.split(block, self.section.batch_size)
+        if self._ranks.pipeline is not None:
+            return self._ranks.pipeline.backward(micro_batches)
+        total = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
@@ -193,9 +224,12 @@ class InnerLoop:
 
     def _norm(self) -> Tensor:
         """The global norm of the gradient."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        pipeline = self._ranks.pipeline
+        counted = [p for p in self._parameters if pipeline is None or pipeline.counts(p)]
+        gradients = [p.grad for p in counted if p.grad is not None]
         norms = [self._ranks.whole(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
-        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+        norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+        return norm if pipeline is None else pipeline.norm(norm)
 
     def _update(self) -> None:
         """Clip by the global norm and let the optimizer move the parameters."""
@@ -216,7 +250,8 @@ class InnerLoop:
         self.model.zero_grad(set_to_none=True)
 
     def expert_imbalance(self) -> list[float]:
-        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model."""
+        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model. Of a pipeline: of the
+        blocks that this rank has."""
         return [round(router.imbalance(), 3) for router in self._routers]
 
     def state_dict(self) -> State:
@@ -225,9 +260,14 @@ class InnerLoop:
         Tensors are whole, whatever the ranks hold of them; all ranks call it together, and it is rank 0's to use.
         """
         state: State = {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
-        for name, parameter in self._named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{name}/{key}"] = self._ranks.collect(value)
+        own = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self._named_parameters()}
+        remembered = {name for name, values in own.items() if values}
+        if self._ranks.pipeline is not None:
+            remembered = self._ranks.pipeline.any_has(sorted(remembered))
+        for name, (like, keys) in self._expected().items():
+            for key in sorted(keys) if name in remembered else ():
+                shape = torch.Size() if key == "step" else like.shape
+                state[f"{name}/{key}"] = self._ranks.collect(name, own.get(name, {}).get(key), shape)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor | int | float]) -> None:
@@ -243,7 +283,10 @@ class InnerLoop:
             if not isinstance(value, Tensor):
                 continue
             parameter_name, _, key = name.rpartition("/")
-            parameter = named[parameter_name]
+            parameter = named.get(parameter_name)
+            if parameter is None:  # another rank's layer
+                self._ranks.spread(value, None)
+                continue
             like = parameter.detach() if value.ndim else torch.empty((), device=parameter.device)
             self.optimizer.state[parameter][key] = self._ranks.spread(value, like)
 
@@ -252,10 +295,20 @@ class InnerLoop:
         if not all(isinstance(state.get(name), int) for name in ("steps", "nonfinite_steps")):
             raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        _check_state(tensors, dict(self._named_parameters()), _state_keys(self.optimizer))
+        _check_state(tensors, self._expected())
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         return list(named_parameters(self.model).items())
+
+    def _expected(self) -> dict[str, tuple[Tensor, set[str]]]:
+        """Of each parameter of the model: one like it, and what the optimizer remembers once that has moved."""
+        keys = _state_keys(self.optimizer)
+        if self._ranks.pipeline is not None:  # all of one kind: Muon has no pipeline
+            whole = self._ranks.pipeline.whole_model
+            moved = [p for group in parameter_groups(whole, 0.0) for p in group["params"]]
+            keys = dict.fromkeys(moved, _group_keys(self.optimizer.param_groups[0]))
+            return {name: (p, keys.get(p, set())) for name, p in named_parameters(whole).items()}
+        return {name: (p, keys.get(p, set())) for name, p in self._named_parameters()}
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
@@ -285,24 +338,23 @@ def _group_keys(group: Mapping[str, Any]) -> set[str]:
     return {"momentum_buffer"} if "ns_steps" in group else set()
 
 
-def _check_state(tensors: Mapping[str, Tensor], named: Mapping[str, Tensor], keys: Mapping[Tensor, set[str]]) -> None:
+def _check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Tensor, set[str]]]) -> None:
     """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
     got: dict[str, set[str]] = {}
     for entry, value in tensors.items():
         name, _, key = entry.rpartition("/")
         got.setdefault(name, set()).add(key)
-        parameter = named.get(name)
-        shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
+        shape = None if name not in expected else () if key == "step" else tuple(expected[name][0].shape)
         if tuple(value.shape) != shape:
             raise StateError(
                 f"inner optimizer state {entry}: shape {tuple(value.shape)}, this model expects {shape}",
                 "resume with the contract that wrote the checkpoint",
             )
     for name, found in got.items():
-        expected = keys[named[name]]
-        if found != expected:
+        keys = expected[name][1]
+        if found != keys:
             raise StateError(
-                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
+                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(keys)}",
                 "resume with the contract that wrote the checkpoint",
             )
 
@@ -321,13 +373,19 @@ def evaluate(
     try:
         with torch.no_grad(), ranks.micro_batch(last=True):
             batches = torch.split(blocks, batch_size)
-            losses = (ranks.whole(next_token_loss(ranks.forward, rows.to(device))).item() for rows in batches)
+            losses = (_loss(ranks, rows.to(device)).item() for rows in batches)
             total = math.fsum(loss * len(rows) for loss, rows in zip(losses, batches, strict=True))
     finally:
         ranks.settle()
         for module, training in modes:
             module.training = training
     return total / len(blocks)
+
+
+def _loss(ranks: Ranks, rows: Tensor) -> Tensor:
+    if ranks.pipeline is not None:
+        return ranks.pipeline.loss(rows)
+    return ranks.whole(next_token_loss(ranks.forward, rows))
 
 
 def seed_everything(seed: int) -> None:

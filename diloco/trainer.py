@@ -16,7 +16,6 @@ from diloco.data.leases import front
 from diloco.data.reader import BlockReader
 from diloco.errors import ResourceError
 from diloco.island import Island
-from diloco.models import count_parameters
 from diloco.peer import Gate, Peer
 from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import FLIGHT, Events
@@ -259,7 +258,7 @@ class Trainer:
             "start",
             run=self.contract.run.name,
             contract_digest=self.contract.digest,
-            parameters=count_parameters(self.bench.model),
+            parameters=self.bench.parameters,
             resumed_version=self.peer.line.state.version,
             blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,

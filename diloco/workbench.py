@@ -27,8 +27,9 @@ from diloco.island.bridge import Bridge, Led
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
-from diloco.island.parallel import Copies, checkpoint_blocks, divided
-from diloco.models import build_model
+from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
+from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
+from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
 from diloco.round import Line, weights_at_anchor
 
@@ -51,7 +52,7 @@ class Bench:
         self.divided = island.size > 1 and divides(sizes, site.mesh)
         self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
         if island.size > 1:
-            balance_together(self.model)
+            balance_together(self.model, self.mesh.of_one_stage() if self.mesh.size("pp") > 1 else None)
         seed_everything(contract.run.seed)
         compiled = site.device.compile and not self.divided  # else its blocks are
         total = contract.run.total_tokens
@@ -69,6 +70,12 @@ class Bench:
     def serve(self, **tasks: Callable[..., object]) -> None:
         """Do what rank 0 announces, until the end: what is told here, and `tasks`."""
         self.island.serve({**self._tasks, **tasks})
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters of the whole model, shared ones once."""
+        pipeline = self.ranks.pipeline if self.ranks else None
+        return count_parameters(pipeline.whole_model if pipeline else self.model)
 
     def _build(self) -> nn.Module:
         contract = self.contract
@@ -92,7 +99,10 @@ class Bench:
         with torch.device("meta"):
             model = self._build()
         assert isinstance(model, Transformer)
-        ranks = divided(model, self.mesh, self.site, bf16=self.contract.inner.precision == "bf16")
+        bf16 = self.contract.inner.precision == "bf16"
+        if self.mesh.size("pp") > 1:
+            return self._in_stages(model, whole, bf16=bf16)
+        ranks = divided(model, self.mesh, self.site, bf16=bf16)
         model.to_empty(device="cpu" if section.offload else island.device)
         bridge = Bridge(named_parameters(model), island)
         bridge.begin(whole)
@@ -103,10 +113,25 @@ class Bench:
         gossip = self.contract.membership.policy == "gossip"
         return Led(bridge, self.island) if gossip and self.island.leads else bridge
 
+    def _in_stages(
+        self, model: Transformer, whole: dict[str, Tensor], *, bf16: bool
+    ) -> tuple[nn.Module, Ranks, Weights]:
+        """A model, given on the meta device, of which each rank has some layers, and a share of those."""
+        section, device = self.site.mesh, self.island.device
+        length = self.contract.data.sequence_length
+        stages, layers = cut_into_stages(model, self.mesh, section, self.contract.model, length, bf16=bf16)
+        for stage in stages.stages:
+            divide(stage.part, stage, self.mesh, self.site, bf16=bf16)
+        stages.to_empty(device=device)
+        column = column_of(model, layers, self.mesh, section, device)
+        bridge = Bridge(named_parameters(stages), self.island, column)
+        bridge.begin(whole)
+        return stages, Pipelined(stages, model, self.mesh, section, column), self._bridged(bridge)
+
     def _inner_section(self) -> Any:
-        """Each rank trains its share of the peer's micro-batch."""
+        """Each rank trains its share of the peer's micro-batch, in pieces."""
         share = self.contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
-        return self.contract.inner.model_copy(update={"batch_size": share})
+        return self.contract.inner.model_copy(update={"batch_size": share // self.site.mesh.micro_batches})
 
     # ------------------------------------------------------------ what all ranks do together
 

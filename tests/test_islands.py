@@ -15,11 +15,11 @@ pytestmark = pytest.mark.slow
 
 SHAPES = {
     "a": (),
-    "b": ("device.ranks=2", "mesh.shard=parameters"),
-    "c": ("device.ranks=4", "mesh.shard=parameters", "mesh.tp=2"),
+    "b": ("device.ranks=2", "mesh.tp=2"),
+    "c": ("device.ranks=4", "mesh.shard=parameters", "mesh.pp=2", "mesh.micro_batches=2"),
 }
 VERSIONS = 3
-FOUNDER = ("--set", "eval.every_versions=1", "--set", "device.step_s=0.05")
+FOUNDER = ("--set", "eval.every_versions=1", "--set", "model.layers=2", "--set", "device.step_s=0.05")
 """Not as fast as it could: what the others need to start again is not spent on hundreds of versions meanwhile."""
 
 

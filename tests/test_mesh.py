@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 
-from diloco.config import Contract, MeshSection, Site, load_site
+from diloco.config import Contract, MeshSection, ModelSection, Site, load_site
 from diloco.errors import ConfigError, UsageError
 from diloco.island import given_ranks
-from diloco.island.mesh import DIMENSIONS, Mesh, check, sizes_of
+from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, sizes_of
+from diloco.island.pipeline import SCHEDULES
+from diloco.island.stages import cut, layer_costs, stages_of
 
 CONTRACT = Contract.model_validate(
     {
@@ -38,6 +42,7 @@ def section(**keys: Any) -> MeshSection:
         ({"tp": 2}, 4, {"dp_replicate": 2, "tp": 2}),
         ({"ep": 2, "cp": 2}, 8, {"dp_replicate": 2, "ep": 2, "cp": 2}),
         ({"ep": -1, "dp_shard": 2, "shard": "parameters"}, 8, {"dp_shard": 2, "ep": 4}),
+        ({"pp": 2, "tp": 2, "shard": "optimizer"}, 8, {"pp": 2, "dp_shard": 2, "tp": 2}),
     ],
 )
 def test_what_is_left_goes_to_one_dimension(keys: dict[str, Any], ranks: int, expected: dict[str, int]) -> None:
@@ -76,6 +81,7 @@ def test_a_mesh_that_makes_no_sense_is_refused_when_it_is_read(override: str, ca
     ("keys", "ranks", "per_node", "cause", "fix"),
     [
         ({}, 8, 8, "inner.batch_size (4) does not divide by 8", "mesh.tp"),
+        ({"micro_batches": 4}, 2, 2, "mesh.micro_batches (4) does not divide the 2 sequences", "divisor of 2"),
         ({"tp": 4}, 4, 4, "mesh.tp (4) does not divide model.heads (6)", "one of 1, 2"),
         ({"tp": 3}, 3, 3, "mesh.tp (3) does not divide model.kv_heads (2)", "one of 1, 2"),
         ({"tp": 2}, 4, 1, "does not divide the 1 ranks of a node", "lower mesh.tp"),
@@ -135,6 +141,41 @@ def test_device_settings_that_do_not_go_with_it_are_refused(
         check(sizes_of(site.mesh, 2), site, CONTRACT.model_copy(update={"model": model}), 2)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "device", "model", "accumulation", "cause", "fix"),
+    [
+        (
+            {"pp": 6},
+            {},
+            {},
+            8,
+            "mesh.pp (6) under mesh.schedule '1f1b' makes 6 stages, and model.layers is 4",
+            "most 4",
+        ),
+        ({"pp": 4, "schedule": "zero-bubble"}, {}, {}, 8, "makes 8 stages, and model.layers is 4", "at most 2"),
+        ({"pp": 2, "schedule": "interleaved-1f1b", "chunks": 3}, {}, {}, 8, "makes 6 stages", '"1f1b"'),
+        ({"pp": 4}, {}, {}, 2, "keeps mesh.pp (4) micro-batches on their way, and inner", "most 2"),
+        ({"pp": 2, "schedule": "zero-bubble"}, {}, {}, 3, "a multiple of mesh.pp (2) micro-batches", '"1f1b"'),
+        ({"pp": 2, "schedule": "interleaved-1f1b"}, {}, {}, 3, "a multiple of mesh.pp (2)", "mesh.micro_batches"),
+        ({"pp": 2, "schedule": "zbv"}, {}, {}, 4, "model.tied = false", '"zero-bubble"'),
+        ({"pp": 2, "schedule": "zbv", "chunks": 3}, {}, {"tied": False, "layers": 6}, 4, "not 3", "mesh.chunks"),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"compile": True}, {}, 4, "splits the backward pass", '"1f1b"'),
+        ({"pp": 2, "schedule": "zero-bubble"}, {"checkpointing": "full"}, {}, 4, "splits the backward", '"1f1b"'),
+        ({"pp": 2, "shard": "optimizer", "offload": True}, {}, {}, 4, "mesh.offload does not go with mesh.pp", "leave"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused(
+    mesh: dict[str, Any], device: dict[str, Any], model: dict[str, Any], accumulation: int, cause: str, fix: str
+) -> None:
+    site = Site.model_validate({"mesh": mesh, "device": device})
+    inner = CONTRACT.inner.model_copy(update={"accumulation": accumulation})
+    sections = {"inner": inner, "model": CONTRACT.model.model_copy(update=model)}
+    with pytest.raises(ConfigError) as raised:
+        check(sizes_of(site.mesh, site.mesh.pp), site, CONTRACT.model_copy(update=sections), 8)
+    assert cause in raised.value.cause
+    assert fix in raised.value.fix
+
+
 def test_another_model_than_ours_is_not_divided() -> None:
     model = CONTRACT.model.model_copy(update={"kind": "hf", "hf_config": "there"})
     mesh = section(shard="parameters")
@@ -148,6 +189,62 @@ def test_ranks_of_one_tensor_parallel_group_are_neighbours_and_share_their_rows(
     assert [mesh.place("tp") for mesh in meshes[:5]] == [0, 1, 2, 3, 0]
     assert [mesh.place("dp_replicate", "dp_shard") for mesh in meshes] == [rank // 4 for rank in range(24)]
     assert meshes[0].size("dp_replicate", "dp_shard") == 6
+
+
+def test_stages_are_further_from_each_other_than_what_divides_them() -> None:
+    sizes = sizes_of(section(pp=2, tp=2, dp_replicate=2, shard="parameters"), 16)
+    assert [Mesh(sizes, rank).place("pp") for rank in range(16)] == 2 * (4 * [0] + 4 * [1])
+    assert [Mesh(sizes, rank).place("tp") for rank in range(4)] == [0, 1, 0, 1]
+    rows = [Mesh(sizes, rank).place(*DATA_DIMENSIONS) for rank in range(16)]
+    assert rows[:8] == [0, 0, 1, 1, 0, 0, 1, 1]  # the stages of one copy see the same
+    assert rows[8:] == [2, 2, 3, 3, 2, 2, 3, 3]
+
+
+# ---------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize(
+    ("costs", "pieces", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [2, 2]),
+        ([1, 1, 1, 1, 1], 2, [3, 2]),
+        ([1, 1, 1, 1, 3], 2, [4, 1]),  # a large vocabulary: the last stage has the head
+        ([1, 1, 1, 1, 3], 3, [2, 2, 1]),
+        ([5, 1, 1, 1, 1, 1], 3, [1, 3, 2]),
+        ([1, 1, 1], 3, [1, 1, 1]),
+        ([1, 1, 9], 1, [3]),
+    ],
+)
+def test_stages_are_equally_costly(costs: list[float], pieces: int, expected: list[int]) -> None:
+    found = cut(costs, pieces)
+    assert [len(piece) for piece in found] == expected
+    assert [layer for piece in found for layer in piece] == list(range(len(costs)))
+
+
+def test_no_cut_has_a_cheaper_worst_stage() -> None:
+    generator = random.Random(1)
+    for _ in range(50):
+        costs = [float(generator.randint(1, 9)) for _ in range(8)]
+        every = [(0, *ends, 8) for ends in combinations(range(1, 8), 3)]
+        least = min(max(sum(costs[a:b]) for a, b in pairwise(ends)) for ends in every)
+        assert max(sum(costs[layer] for layer in piece) for piece in cut(costs, 4)) == least
+
+
+def test_what_a_layer_costs() -> None:
+    """A block's matrices, attention over half of the sequence, and the vocabulary once, in the head."""
+    model = ModelSection(layers=3, dim=8, heads=2, kv_heads=1, ffn_dim=16, qk_norm=False)
+    block = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8 * 10 / 2
+    assert layer_costs(model, 100, 10) == [block + 8, block, block + 800]
+    experts = model.model_copy(update={"experts": 4, "experts_per_token": 2, "shared_experts": 1, "expert_dim": 16})
+    assert layer_costs(experts, 100, 10)[1] == block + 2 * 3 * 8 * 16 + 8 * 4
+
+
+def test_which_stages_a_rank_has() -> None:
+    places = {name: [stages_of(place, section(schedule=name), 3) for place in range(3)] for name in SCHEDULES}
+    assert places["gpipe"] == places["1f1b"] == [[0], [1], [2]]
+    assert places["interleaved-1f1b"] == places["zero-bubble"] == [[0, 3], [1, 4], [2, 5]]
+    assert places["zbv"] == [[0, 5], [1, 4], [2, 3]]
+    assert stages_of(1, section(schedule="interleaved-1f1b", chunks=3), 2) == [1, 3, 5]
 
 
 def test_muon_needs_whole_matrices() -> None:

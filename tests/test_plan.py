@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import pairwise, product
@@ -15,8 +17,9 @@ import pytest
 import torch
 
 from diloco.compress import open_codec
-from diloco.config import CodecChoice, ModelSection, load_contract
+from diloco.config import CodecChoice, Contract, ModelSection, Site, load_contract
 from diloco.errors import ConfigError, UsageError
+from diloco.island.mesh import check, sizes_of
 from diloco.models import build_model, count_parameters
 from diloco.models.presets import PRESETS
 from diloco.plan.answer import Plan, make_plan
@@ -400,6 +403,34 @@ def test_one_command_with_a_preset_works(tmp_path: Path) -> None:
     assert all(math.prod(one[name] for name in PLACED) == one["world"] == 8 for one in tree["layouts"])
     assert len(tree["memory"]) == 12
     assert tree["model"]["name"] == "scaling-10b"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"layout": "dp_shard=2,tp=2,pp=2"}, {"shard": "optimizer", "tp": 2, "pp": 2, "schedule": "1f1b"}),
+        ({"layout": "dp_shard=4,pp=2", "virtual_stages": 3}, {"schedule": "interleaved-1f1b", "chunks": 3}),
+        ({"layout": "dp_shard=2,pp=4", "batch": 4, "micro_batch": 2}, {"schedule": "gpipe"}),
+        ({"layout": "dp_shard=8"}, {"dp_shard": 8}),
+    ],
+)
+def test_the_first_layout_is_said_as_a_site_that_runs(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    plan = planned(**given)
+    text = plan_text(plan)
+    keys = tomllib.loads("\n".join(re.findall(r"\[mesh\] (.*)", text)[0].split(" and ")[0].split(", ")))
+    assert keys.items() >= expected.items()
+    batch_size, accumulation = map(int, re.findall(r"inner.batch_size = (\d+), inner.accumulation = (\d+)", text)[0])
+    assert batch_size * accumulation == plan.question.job.batch
+    site = Site.model_validate({"mesh": keys})
+    contract = Contract.model_validate(
+        {
+            "run": {"name": "plan", "total_tokens": 1},
+            "model": dict(PRESETS["scaling-1.3b"]),
+            "data": {"sequence_length": plan.question.job.sequence_length},
+            "inner": {"batch_size": batch_size, "accumulation": accumulation},
+        }
+    )
+    check(sizes_of(site.mesh, 8), site, contract, 8)
 
 
 def test_the_table_as_rows(tmp_path: Path) -> None:

@@ -4,41 +4,71 @@ A round works on parts of the canonical layout, and every rank on its own: whate
 needs of the parameters, and writes what it has. Parameter by parameter, so that no rank ever holds more than one whole
 parameter beside its share of the model and of the fragment that moves.
 
-What is read from shares and written again is bit for bit the same, whatever the mesh.
+What is read from shares and written again is bit for bit the same, whatever the mesh. A rank of a pipeline has the
+parameters of its stages only: those of others it gets along its `Column`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.fragments import Entry, Fragment, Spot, Weights
+from diloco.fragments import Entry, Fragment, NamedShapes, Spot, Weights
 from diloco.island import Island
+
+
+@dataclass(frozen=True)
+class Column:
+    """The ranks of an island at one place of all stages of a pipeline: any can get what one of them has."""
+
+    group: dist.ProcessGroup
+    shapes: Mapping[str, torch.Size]
+    """Of all parameters of the model, by name in model order."""
+    holders: Mapping[str, int]
+    """The rank in this column that has a parameter; the first one, where two have it."""
+    device: torch.device
+
+    def told(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
+        """On all ranks: what the holder of a parameter has of this shape, fp32. Others' `value` is not looked at."""
+        holder = self.holders[name]
+        if dist.get_rank() == holder:
+            assert value is not None
+            whole = whole_of(value).to(self.device).contiguous()
+        else:
+            whole = torch.empty(shape, device=self.device)
+        dist.broadcast(whole, holder, self.group)
+        return whole
+
+
+def whole_of(value: Tensor) -> Tensor:
+    """A tensor of which each rank may have a share, whole on each of them. They call it together."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
 def collect(value: Tensor) -> Tensor:
     """A copy of a tensor as a plain one on rank 0's host; empty on other ranks. All of them call it together."""
-    whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+    whole = whole_of(value)
     return whole.to("cpu", copy=True) if dist.get_rank() == 0 else torch.empty(0)
 
 
-def spread(value: Tensor, into: Tensor) -> Tensor:
+def spread(value: Tensor, into: Tensor | None, device: torch.device | str | None = None) -> Tensor | None:
     """Rank 0's `value`, whole and on any device, into a tensor that each rank may hold a share of. Returns `into`.
 
-    All ranks call it together; what others than rank 0 give as `value` is not looked at.
+    All ranks call it together; of what others than rank 0 give as `value` only the shape is looked at. None: this rank
+    has nothing of it, and `value` travels as fp32 over `device`.
     """
-    device = into.device_mesh.device_type if isinstance(into, DTensor) else into.device
-    whole = (
-        value.to(device, into.dtype)
-        if dist.get_rank() == 0
-        else torch.empty(into.shape, dtype=into.dtype, device=device)
-    )
+    dtype = torch.float32 if into is None else into.dtype
+    if into is not None:
+        device = into.device_mesh.device_type if isinstance(into, DTensor) else into.device
+    leads = dist.get_rank() == 0
+    whole = value.to(device, dtype) if leads else torch.empty(value.shape, dtype=dtype, device=device)
     dist.broadcast(whole, 0)
-    return take(whole, into)
+    return take(whole, into) if into is not None else None
 
 
 def take(whole: Tensor, into: Tensor) -> Tensor:
@@ -57,24 +87,41 @@ Plan = list[tuple[Entry, list[list[Spot]]]]
 class Bridge(Weights):
     """A model's parameters on the ranks of an island. All of them read and write together."""
 
-    def __init__(self, held: Mapping[str, Tensor], island: Island) -> None:
-        """`held`: what this rank holds of each parameter."""
+    def __init__(self, held: Mapping[str, Tensor], island: Island, column: Column | None = None) -> None:
+        """`held`: what this rank holds of each parameter. `column`: where stages of a pipeline hold other parameters
+        each."""
         super().__init__({name: tensor.detach() for name, tensor in held.items()})
-        self._island = island
+        self._island, self._column = island, column
         self._plans: dict[tuple[int, int], Plan] = {}
+
+    @property
+    def shapes(self) -> NamedShapes:
+        if self._column is None:
+            return super().shapes
+        return [(name, tuple(shape)) for name, shape in self._column.shapes.items()]
 
     @torch.no_grad()
     def begin(self, values: Mapping[str, Tensor]) -> None:
         """Rank 0's `values` of whole parameters become everybody's shares."""
-        for name, held in self.parameters.items():
-            spread(values[name].detach() if self._island.leads else held, held)
+        for name, shape in self.shapes:
+            value = values[name].detach() if self._island.leads else torch.empty(shape, device="meta")
+            spread(value, self.parameters.get(name), self._island.device)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        """A parameter as the ranks hold it now, whole on each of them. They call it together."""
+        held = self.parameters.get(name)
+        if self._column is not None:
+            return self._column.told(name, held, self._column.shapes[name])
+        assert held is not None
+        return whole_of(held)
 
     @torch.no_grad()
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
         """Every rank gets the parts that its `fragment` holds."""
         flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
         for entry, lanes in self._plan(fragment):
-            whole = self._whole(entry.name).flatten()
+            whole = self.whole(entry.name).flatten()
             for spot in lanes[self._island.rank]:
                 flat[spot.offset : spot.offset + spot.elements].copy_(whole[spot.start : spot.stop])
         return flat
@@ -84,18 +131,14 @@ class Bridge(Weights):
         """Every rank gives the parts that its `fragment` holds, and takes its shares of the parameters."""
         for entry, lanes in self._plan(fragment):
             own = [flat[spot.offset : spot.offset + spot.elements] for spot in lanes[self._island.rank]]
-            held = self.parameters[entry.name]
+            held = self.parameters.get(entry.name)
             whole = self._assembled(entry, torch.cat([*own, torch.empty(0)]), lanes, fragment.lanes)
-            take(whole.to(held.dtype), held)
+            if held is not None:
+                take(whole.to(held.dtype), held)
 
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
         """As for a whole model, all at once."""
         self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))
-
-    def _whole(self, name: str) -> Tensor:
-        """A parameter, on every rank."""
-        held = self.parameters[name]
-        return held.full_tensor() if isinstance(held, DTensor) else held
 
     def _assembled(self, entry: Entry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
         """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
@@ -135,6 +178,10 @@ class Led(Weights):
     def __init__(self, bridge: Bridge, island: Island) -> None:
         super().__init__(bridge.parameters)
         self._bridge, self._island = bridge, island
+
+    @property
+    def shapes(self) -> NamedShapes:
+        return self._bridge.shapes
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
         self._island.announce("read", fragment=fragment.index)

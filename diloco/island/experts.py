@@ -32,11 +32,14 @@ def divided_experts(model: nn.Module) -> list[DividedExperts]:
     return [module for module in model.modules() if isinstance(module, DividedExperts)]
 
 
-def balance_together(model: nn.Module) -> None:
-    """Let an auxiliary loss see the loads of all ranks, which share a batch, as if it were one rank's."""
+def balance_together(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Let an auxiliary loss see the loads of all ranks, which share a batch, as if it were one rank's.
+
+    `group`: the ranks that have the same layers; None: all.
+    """
 
     def total(loads: Tensor) -> Tensor:
-        dist.all_reduce(loads)
+        dist.all_reduce(loads, group=group)
         return loads
 
     for router in routers(model):

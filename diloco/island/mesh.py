@@ -12,16 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from diloco.config import Contract, MeshSection, ModelSection, Site
 from diloco.errors import ConfigError
+from diloco.island.stages import SPLIT, count_stages
 
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+DIMENSIONS = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")
 """Outermost first: what needs the fastest links comes last."""
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
 """Ranks that differ in these train on different rows."""
-MODEL_DIMENSIONS = ("cp", "ep", "tp")
+MODEL_DIMENSIONS = ("pp", "cp", "ep", "tp")
 """Ranks that differ in these compute one model together."""
 
 Sizes = Mapping[str, int]
@@ -72,6 +74,11 @@ class Mesh:
         shares = self.along(*names)._flatten("_".join(names))
         return DeviceMesh._concatenate([self.along("dp_replicate"), shares])
 
+    def of_one_stage(self) -> ProcessGroup:
+        """The ranks that differ from this one in anything but `pp`. All ranks make it together."""
+        names = tuple(name for name in self.sizes if name != "pp")
+        return self.along(*names)._flatten("stage").get_group()
+
     @cached_property
     def _places(self) -> Sizes:
         places: dict[str, int] = {}
@@ -107,7 +114,11 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
     if contract.inner.batch_size % data:
         cause = f"inner.batch_size ({contract.inner.batch_size}) does not divide by {data} data-parallel ranks"
         raise ConfigError(cause, "start a number of ranks that divides it, or share the work by mesh.tp")
-    fix = 'set mesh.shard = "none", and mesh.cp, mesh.ep and mesh.tp to 1: the ranks are copies then'
+    share = contract.inner.batch_size // data
+    if share % section.micro_batches:
+        cause = f"mesh.micro_batches ({section.micro_batches}) does not divide the {share} sequences of a micro-batch"
+        raise ConfigError(cause, f"set it to a divisor of {share}, which is inner.batch_size by data-parallel ranks")
+    fix = 'set mesh.shard = "none", and mesh.pp, mesh.cp, mesh.ep and mesh.tp to 1: the ranks are copies then'
     if divides(sizes, section) and model.kind != "transformer":
         raise ConfigError(f"model.kind {model.kind!r} cannot be divided over ranks", fix)
     if model.kind != "transformer" and site.device.checkpointing != "none":
@@ -119,6 +130,8 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
         raise ConfigError("device.compile does not go with mesh.cp and mesh.ep", "set device.compile = false")
     if divides(sizes, section) and contract.inner.optimizer == "muon":
         raise ConfigError("inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them", fix)
+    if sizes["pp"] > 1:
+        _check_pipeline(sizes["pp"], site, contract)
     if sizes["tp"] > 1:
         _check_tensor_parallel(sizes, section, contract, ranks_per_node)
     if sizes["cp"] > 1:
@@ -157,6 +170,37 @@ def _check_divides(name: str, ranks: int, numbers: Mapping[str, int]) -> None:
             fitting = [str(size) for size in range(1, common + 1) if common % size == 0]
             cause = f"mesh.{name} ({ranks}) does not divide {what} ({number})"
             raise ConfigError(cause, f"set mesh.{name} to one of {', '.join(fitting)}")
+
+
+def _check_pipeline(pp: int, site: Site, contract: Contract) -> None:
+    section, model = site.mesh, contract.model
+    schedule = f"mesh.schedule {section.schedule!r}"
+    stages = count_stages(section, pp)
+    if model.layers < stages:
+        most = model.layers * pp // stages
+        cause = f"mesh.pp ({pp}) under {schedule} makes {stages} stages, and model.layers is {model.layers}"
+        raise ConfigError(cause, f"set mesh.pp to at most {most}" if most > 1 else 'set mesh.schedule = "1f1b"')
+    if section.schedule == "zbv" and model.tied:
+        raise ConfigError(f"{schedule} is for model.tied = false", 'set mesh.schedule = "zero-bubble"')
+    if section.schedule == "zbv" and section.chunks != 2:
+        raise ConfigError(f"{schedule} has 2 stages on each rank, not {section.chunks}", "leave mesh.chunks out")
+    if section.schedule in SPLIT and (site.device.compile or site.device.checkpointing != "none"):
+        cause = f"{schedule} splits the backward pass, which goes with neither device.compile nor device.checkpointing"
+        raise ConfigError(cause, 'leave these out, or set mesh.schedule = "1f1b"')
+    if section.offload:
+        raise ConfigError(f"mesh.offload does not go with mesh.pp ({pp})", "leave it out: more stages need less memory")
+    _check_micro_batches(pp, section, contract.inner.accumulation * section.micro_batches)
+
+
+def _check_micro_batches(pp: int, section: MeshSection, micro_batches: int) -> None:
+    schedule = f"mesh.schedule {section.schedule!r}"
+    said = f"inner.accumulation x mesh.micro_batches is {micro_batches}"
+    if section.schedule != "gpipe" and micro_batches < pp:
+        cause = f"{schedule} keeps mesh.pp ({pp}) micro-batches on their way, and {said}"
+        raise ConfigError(cause, f'raise mesh.micro_batches, set mesh.pp to at most {micro_batches}, or use "gpipe"')
+    if section.schedule in ("interleaved-1f1b", "zero-bubble") and micro_batches % pp:
+        cause = f"{schedule} needs a multiple of mesh.pp ({pp}) micro-batches, and {said}"
+        raise ConfigError(cause, 'change mesh.micro_batches, or set mesh.schedule = "1f1b"')
 
 
 def _check_tensor_parallel(sizes: Sizes, section: MeshSection, contract: Contract, ranks_per_node: int) -> None:

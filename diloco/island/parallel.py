@@ -52,6 +52,8 @@ Checkpointing = Literal["none", "selective", "full"]
 class Copies:
     """Ranks that each hold the whole model (DistributedDataParallel)."""
 
+    pipeline = None
+
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """`model` is on `device` already. Rank 0's weights become everybody's."""
         self.forward = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
@@ -67,17 +69,21 @@ class Copies:
     def settle(self) -> None:
         """After forward passes without backward passes there is nothing to put back."""
 
-    def collect(self, value: Tensor) -> Tensor:
+    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
         """A copy on the host, on rank 0."""
+        assert value is not None
         return collect(value)
 
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
         """Rank 0's value on every rank."""
+        assert like is not None
         return spread(value, torch.empty_like(like))
 
 
 class Divided:
     """Ranks that each hold a share of the model (FSDP2, tensor parallelism)."""
+
+    pipeline = None
 
     def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh) -> None:
         assert isinstance(model, FSDPModule)
@@ -100,12 +106,14 @@ class Divided:
         """A loss, or a norm of the gradient, of which each rank may have a part."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def collect(self, value: Tensor) -> Tensor:
+    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
         """The whole tensor on the host of rank 0."""
+        assert value is not None
         return collect(value)
 
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
+    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
         """Rank 0's value, each rank's share of it."""
+        assert like is not None
         return spread(value, torch.empty_like(like))
 
     def settle(self) -> None:
@@ -116,12 +124,21 @@ class Divided:
 
 
 def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -> Divided:
-    """Divide a model over the mesh, in place, as `[mesh]` and `[device]` of the site have it.
+    """Divide a model over the mesh, in place (`divide`)."""
+    divide(model, model, mesh, site, bf16=bf16)
+    return Divided(model, site.mesh, mesh)
+
+
+def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16: bool) -> None:
+    """Divide a model, or a part of one, over the mesh, in place, as `[mesh]` and `[device]` of the site have it.
 
     Parameters become DTensors where they are: a model on the meta device takes no memory, and gets its own (`to_empty`)
-    and its values afterwards. `bf16`: what is gathered travels as bf16, and gradients are reduced in fp32.
-    Raises ConfigError when the vocabulary does not divide.
+    and its values afterwards. `root`: what is called, the model or the stage around it, which has no other parameters.
+    `bf16`: what is gathered travels as bf16, and gradients are reduced in fp32. Raises ConfigError when the vocabulary
+    does not divide.
     """
+    # Stages gather their parameters once for all micro-batches.
+    by_block = site.mesh.shard == "parameters" and mesh.size("pp") == 1
     if mesh.size("tp") > 1:
         split_matrices(model, mesh, sequence_parallel=site.mesh.sequence_parallel)
     if mesh.size("cp") > 1:
@@ -130,7 +147,7 @@ def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -
         divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
-        for block in model.blocks:
+        for block in model.blocks.values():
             block.compile()
     policy: dict[str, Any] = {
         "mesh": mesh.copies_of_shares("cp", "ep"),
@@ -144,14 +161,13 @@ def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -
         # An expert's copies are on fewer ranks. Sharded by another dimension than the one that `ep` divides.
         apart = {**policy, "mesh": mesh.copies_of_shares("cp"), "shard_placement_fn": lambda _: Shard(1)}
         for experts in divided_experts(model):
-            fully_shard(experts, reshard_after_forward=site.mesh.shard == "parameters", mp_policy=precision, **apart)
+            fully_shard(experts, reshard_after_forward=by_block, mp_policy=precision, **apart)
     for router in routers(model) if bf16 else ():
         fully_shard(router, reshard_after_forward=False, **policy)  # stays fp32, as its scores are
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=site.mesh.shard == "parameters", mp_policy=precision, **policy)
+    for block in model.blocks.values():
+        fully_shard(block, reshard_after_forward=by_block, mp_policy=precision, **policy)
     # What is in no block stays gathered from its first use to its last: a tied head is the embedding. It stays fp32.
-    fully_shard(model, reshard_after_forward=False, **policy)
-    return Divided(model, site.mesh, mesh)
+    fully_shard(root, reshard_after_forward=False, **policy)
 
 
 # ---------------------------------------------------------------- tensor parallelism
@@ -177,23 +193,23 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     loss. Logits come out as a DTensor divided by vocabulary. Raises ConfigError when that does not divide.
     """
     tp = mesh.along("tp")
-    rows = model.embed.num_embeddings
-    if rows % tp.size():
-        raise ConfigError(f"mesh.tp ({tp.size()}) does not divide the vocabulary ({rows})", "set model.vocab_size")
+    if model.vocab_size % tp.size():
+        cause = f"mesh.tp ({tp.size()}) does not divide the vocabulary ({model.vocab_size})"
+        raise ConfigError(cause, "set model.vocab_size")
+    model.hidden_pieces = tp.size() if sequence_parallel else 1
     between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    for block in model.blocks:
+    for block in model.blocks.values():
         parallelize_module(block, tp, _block_plan(model, between, norm))
-    top: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "norm": norm,
-    }
+    if model.embed is not None:
+        parallelize_module(model.embed, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
     if model.head is not None:
-        top["head"] = ColwiseParallel()
-    parallelize_module(model, tp, top)
-    # The product with the head is no module where the head is the embedding, so its input is made whole here.
-    whole = PrepareModuleOutput(output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False)
-    parallelize_module(model.norm, tp, whole)
+        parallelize_module(model.head, tp, ColwiseParallel())
+    if model.norm is not None:
+        parallelize_module(model.norm, tp, norm)
+        # The product with the head is no module where the head is the embedding, so its input is made whole here.
+        whole = PrepareModuleOutput(output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False)
+        parallelize_module(model.norm, tp, whole)
 
 
 def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
@@ -212,7 +228,7 @@ def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelSt
         **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
         "ffn.down": RowwiseParallel(output_layouts=between),
     }
-    block = model.blocks[0]
+    block = next(iter(model.blocks.values()))
     assert isinstance(block, Block)
     if isinstance(block.attn.q_norm, nn.RMSNorm):
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, heads, E): each rank has some
@@ -232,9 +248,9 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
     if how == "none":
         return
     context: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-    for index, block in enumerate(model.blocks):
+    for name, block in model.blocks.items():
         wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **(context if how == "selective" else {}))
-        model.blocks[index] = wrapped
+        model.blocks[name] = wrapped
 
 
 PRODUCTS = {

@@ -10,6 +10,7 @@ needs no care, and the parameters are all there is to exchange.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -120,18 +121,30 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy (nats, fp32 scalar) of logits (B, T, V) for the tokens that follow, int64 (B, T)."""
+    # fp32 also under autocast: a sum over the vocabulary in bf16 would be good to 2 digits.
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
 class Transformer(nn.Module):
-    """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state."""
+    """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state.
+
+    A `part` of it takes and gives hidden states (B, T, D) where others come before and after it.
+    """
 
     def __init__(self, section: ModelSection, vocab_size: int, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
+        self.vocab_size, self.width = vocab_size, section.dim
         self.head_dim = section.dim // section.heads
         self.rope_theta = section.rope_theta
         self.piece = 0
         """Which piece of the sequences it is called with, counted in pieces of that length."""
-        self.embed = nn.Embedding(vocab_size, section.dim)
-        self.blocks = nn.ModuleList(Block(section, feed_forward) for _ in range(section.layers))
-        self.norm = nn.RMSNorm(section.dim, NORM_EPS)
+        self.hidden_pieces = 1
+        """Into how many pieces hidden states are cut along T between blocks, beside those of `piece`."""
+        self.embed: nn.Embedding | None = nn.Embedding(vocab_size, section.dim)
+        self.blocks = nn.ModuleDict({str(layer): Block(section, feed_forward) for layer in range(section.layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(section.dim, NORM_EPS)
         self.head = None if section.tied else nn.Linear(section.dim, vocab_size, bias=False)
         self.reset_parameters()
 
@@ -150,10 +163,33 @@ class Transformer(nn.Module):
                 writes_residual = name.endswith(WRITE_RESIDUAL)
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        cos, sin = rotary_table(length, self.head_dim, self.rope_theta, tokens.device, self.piece * length)
-        x = self.embed(tokens)  # (B, T, D)
-        for block in self.blocks:
+    def part(self, layers: range) -> Transformer:
+        """A copy with these blocks only, and with the embedding if it has the first one, norm and head if the last.
+
+        Parameters keep their names. Where the head is the embedding, the last part has that as well.
+        """
+        part = copy.deepcopy(self)
+        ends = layers.stop == len(self.blocks)
+        for name in self.blocks:
+            if int(name) not in layers:
+                del part.blocks[name]
+        if layers.start > 0 and not (ends and self.head is None):
+            part.embed = None
+        if not ends:
+            part.norm = part.head = None
+        return part
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.is_floating_point()  # of the part before: (B, T, D)
+        length = x.shape[1] * (self.hidden_pieces if hidden else 1)
+        cos, sin = rotary_table(length, self.head_dim, self.rope_theta, x.device, self.piece * length)
+        if not hidden:
+            assert self.embed is not None
+            x = self.embed(x)
+        for block in self.blocks.values():
             x = block(x, cos, sin)
-        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
+        if self.norm is None:
+            return x
+        head = self.head or self.embed
+        assert head is not None
+        return F.linear(self.norm(x), head.weight)

@@ -117,7 +117,7 @@ def _table_layout(question: Question) -> Layout:
 
 def _memory_rows(question: Question) -> Iterator[MemoryRow]:
     layout, micro_batch = _table_layout(question), question.micro_batch or 1
-    for stage, name in enumerate(STAGES):
+    for stage, name in enumerate(STAGES[: layout.last_zero_stage + 1]):
         for recompute in RECOMPUTE:
             memory = memory_of(question.job, Choice(layout, stage, recompute, micro_batch))
             yield MemoryRow(name, recompute, memory, question.hardware.holds(memory.total))

@@ -53,6 +53,11 @@ class Layout:
         """The same for an expert, which is on one rank of `ep` anyway."""
         return self.dp_shard * self.cp
 
+    @property
+    def last_zero_stage(self) -> int:
+        """How far `mesh.shard` divides: a stage of a pipeline has its parameters and gradients whole during a step."""
+        return 1 if self.pp > 1 else 3
+
     def __str__(self) -> str:
         sizes = [f"{name} {size}" for name, size in asdict(self).items() if size > 1]
         return " x ".join(sizes) or "one rank"

@@ -72,7 +72,7 @@ def _choices(job: Job, layout: Layout, recompute: Recompute | None, micro_batch:
     shared = job.batch // layout.data_ranks
     sizes = [micro_batch] if micro_batch else [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
     # Under DDP `dp_shard` is `dp_replicate` by another name, which is tried as such.
-    first_stage, last_stage = 1 if layout.dp_shard > 1 else 0, 3 if layout.shard_ranks > 1 else 0
+    first_stage, last_stage = 1 if layout.dp_shard > 1 else 0, layout.last_zero_stage if layout.shard_ranks > 1 else 0
     for stage in range(first_stage, last_stage + 1):
         for again in [recompute] if recompute else RECOMPUTE:
             yield from (Choice(layout, stage, again, size) for size in sizes if shared % size == 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 
 from diloco.columns import aligned
 from diloco.plan.answer import DAY_S, WANTED_UTILISATION, Plan, WanRow
 from diloco.plan.hardware import USABLE, Hardware
-from diloco.plan.job import RECOMPUTE, STAGES
+from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job
 from diloco.plan.published import UTILISATIONS, Cell
 from diloco.plan.ranking import Ranked
 from diloco.plan.step import Step
@@ -83,9 +84,37 @@ def _layouts(plan: Plan) -> list[str]:
     head = f"{fitting} of {len(plan.ranked)} layouts fit, the fastest first"
     if not fitting:
         head = "no layout fits: more GPUs, a smaller --batch, or --recompute full; the nearest ones"
-    pipelined = any(one.choice.layout.pp > 1 for one in plan.ranked[:SHOWN_LAYOUTS])
-    note = ["  (pp is arithmetic only: [mesh] of a site has no pipeline yet)"] if pipelined else []
-    return [head, *aligned(rows), *note]
+    return [head, *aligned(rows), *_site(plan.ranked[0].choice, plan.question.job)]
+
+
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+"""`mesh.shard` by ZeRO stage."""
+
+
+def _site(choice: Choice, job: Job) -> list[str]:
+    """What to write to get a layout: keys of the site, and of the contract."""
+    layout, micro_batches = choice.layout, choice.micro_batches(job)
+    keys = {"shard": f'"{SHARDS[choice.stage]}"'}
+    keys |= {name: str(size) for name, size in asdict(layout).items() if size > 1}
+    if layout.pp > 1:
+        pieces = job.pieces(layout.pp)
+        interleaved = pieces > 1 and micro_batches % layout.pp == 0
+        keys["schedule"] = f'"{schedule_for(layout.pp, micro_batches, interleaved=interleaved)}"'
+        keys |= {"chunks": str(pieces)} if interleaved else {}
+    checkpointing = ' and [device] checkpointing = "full"' if choice.recompute == "full" else ""
+    mesh = ", ".join(f"{name} = {value}" for name, value in keys.items())
+    batch_size = choice.micro_batch * layout.data_ranks
+    return [
+        f"  the first as a site: [mesh] {mesh}{checkpointing}",
+        f"  with a contract's inner.batch_size = {batch_size}, inner.accumulation = {micro_batches}",
+    ]
+
+
+def schedule_for(stages: int, micro_batches: int, *, interleaved: bool) -> str:
+    """`mesh.schedule` of a pipeline: as good as its micro-batches allow."""
+    if micro_batches < stages:
+        return "gpipe"
+    return "interleaved-1f1b" if interleaved else "1f1b"
 
 
 def _collectives(best: Ranked) -> list[str]:

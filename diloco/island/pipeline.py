@@ -1,0 +1,284 @@
+"""Pipeline parallelism: stages of layers on different ranks, by torch's own engine (torch.distributed.pipelining).
+
+A step is one call of a schedule: micro-batches go through the stages and their gradients come back, sent from rank to
+rank. A stage is a part of our transformer, made before tensor parallelism and FSDP2 divide it further; the engine
+drives FSDP2, too: a stage's parameters are gathered once for all micro-batches of a step, and its gradients divided
+after the last, whatever `mesh.shard` says, as a stage is a small part of the model anyway.
+
+Where the head is the embedding, the first stage and the last have it both: their gradients are summed, and as both take
+the same optimizer steps they stay the same bits. It counts once in the norm of the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from diloco.config import MeshSection, ModelSection, PipelineSchedule
+from diloco.fragments import named_parameters
+from diloco.island.bridge import Column, spread
+from diloco.island.mesh import Mesh
+from diloco.island.stages import LOOPED, count_stages, cut, layer_costs, stages_of
+from diloco.models.moe import routers
+from diloco.models.transformer import Transformer, token_loss
+
+SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+class Stage(nn.Module):
+    """Tokens int64 (B, T) or hidden states fp32 (B, T, D) -> hidden states, or logits (B, T, V) of the last stage."""
+
+    def __init__(self, part: Transformer, *, bf16: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.share = 1.0
+        """Of one micro-batch in a step's loss."""
+        self._bf16 = bf16
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Around the forward pass only: the engine goes forwards and backwards in one call.
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
+            out: Tensor = self.part(x)
+        losses = [router.take_loss() for router in routers(self.part)] if self.training else []
+        loss = sum(losses)
+        return _AlsoMinimised.apply(out, loss * self.share) if isinstance(loss, Tensor) else out  # type: ignore
+
+
+class _AlsoMinimised(torch.autograd.Function):
+    """The first argument; the second is minimised as if it were added to the loss, which another rank computes."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return out.clone()  # the engine detaches what a stage gives in place, which a view is not for
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        return gradient, torch.ones((), dtype=ctx.dtype, device=gradient.device)
+
+
+class Stages(nn.ModuleList):
+    """The stages that a rank has, as one module. Parameters have the names they have in the whole model."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages:
+            yield from stage.part.named_parameters(*args, **kwargs)
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [stage for stage in self if isinstance(stage, Stage)]
+
+
+def cut_into_stages(
+    whole: Transformer, mesh: Mesh, section: MeshSection, model: ModelSection, sequence_length: int, *, bf16: bool
+) -> tuple[Stages, list[range]]:
+    """This rank's stages of a model on the meta device, and the layers of each stage of the pipeline."""
+    costs = layer_costs(model, whole.vocab_size, sequence_length)
+    layers = cut(costs, count_stages(section, mesh.size("pp")))
+    mine = stages_of(mesh.place("pp"), section, mesh.size("pp"))
+    return Stages(Stage(whole.part(layers[stage]), bf16=bf16) for stage in mine), layers
+
+
+def column_of(
+    whole: Transformer, layers: Sequence[range], mesh: Mesh, section: MeshSection, device: torch.device
+) -> Column:
+    """Where this rank finds each parameter of the model."""
+    group, ranks = mesh.along("pp").get_group(), mesh.size("pp")
+    global_ranks = dist.get_process_group_ranks(group)
+    homes = {stage: place for place in range(ranks) for stage in stages_of(place, section, ranks)}
+    holders: dict[str, int] = {}
+    for stage, of_stage in enumerate(layers):
+        for name in named_parameters(whole.part(of_stage)):
+            holders.setdefault(name, global_ranks[homes[stage]])
+    shapes = {name: parameter.shape for name, parameter in named_parameters(whole).items()}
+    return Column(group, shapes, holders, device)
+
+
+class Pipelined:
+    """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of diloco.inner)."""
+
+    def __init__(self, stages: Stages, whole: Transformer, mesh: Mesh, section: MeshSection, column: Column) -> None:
+        """`stages` are divided as `[mesh]` has it. `whole`: the whole model, on the meta device."""
+        self.forward: nn.Module = stages
+        self.whole_model: nn.Module = whole
+        self._tied_head = whole.head is None
+        self._column = column
+        self._section = section
+        self._ranks, self._place = mesh.size("pp"), mesh.place("pp")
+        self._count = count_stages(section, self._ranks)
+        self._stages: dict[int, Stage] = dict(
+            zip(stages_of(self._place, section, self._ranks), stages.stages, strict=True)
+        )
+        homes = {stage: place for place in range(self._ranks) for stage in stages_of(place, section, self._ranks)}
+        members = dist.get_process_group_ranks(column.group)
+        self._home = {stage: members[place] for stage, place in homes.items()}
+        self._tensor_parallel = mesh.size("tp") > 1
+        self._hidden = whole.width
+        self._schedules: dict[tuple[int, torch.Size], Any] = {}
+
+    @property
+    def pipeline(self) -> Pipelined:
+        return self
+
+    # ------------------------------------------------------------ what InnerLoop asks of a pipeline
+
+    def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Add the gradient of the mean loss over micro-batches, int64 (n, L + 1) and all of one shape. Returns that."""
+        rows, shape = torch.cat(list(micro_batches)), micro_batches[0].shape
+        key = len(micro_batches), shape
+        if key not in self._schedules:
+            self._schedules[key] = self._scheduled(*key)
+        losses: list[Tensor] = []
+        tokens = (rows[:, :-1],) if 0 in self._stages else ()
+        target = rows[:, 1:] if self._ends else None
+        for stage in self._stages.values():
+            stage.share = 1 / len(micro_batches)
+        with self.micro_batch(last=True):
+            self._schedules[key].step(*tokens, target=target, losses=losses, return_outputs=False)
+        self._sum_tied()
+        return self._from_last(torch.stack([loss.detach() for loss in losses]).sum() if self._ends else None)
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Mean loss over sequences (n, L + 1), on all ranks; forwards only."""
+        x = rows[:, :-1]
+        loss = None
+        for index in range(self._count):
+            if index not in self._stages:
+                continue
+            if index > 0 and index - 1 not in self._stages:
+                x = torch.empty(self._hidden_shape(rows.shape), device=rows.device)
+                dist.recv(x, self._home[index - 1], self._column.group)
+            x = self._stages[index](x)
+            if index + 1 == self._count:
+                loss = self.whole(token_loss(x, rows[:, 1:]))
+            elif index + 1 not in self._stages:
+                dist.send(x.contiguous(), self._home[index + 1], self._column.group)
+        return self._from_last(loss)
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm of all ranks' gradients, of each of which `own` is the norm."""
+        squares = own.square()
+        dist.all_reduce(squares, group=self._column.group)
+        return squares.sqrt()
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether a parameter of this rank is no copy of another rank's."""
+        return not (self._ends and 0 not in self._stages and parameter is self._tied())
+
+    def any_has(self, names: Sequence[str]) -> set[str]:
+        """Names that one of the ranks gives."""
+        known = list(self._column.shapes)
+        flags = torch.tensor([float(name in names) for name in known], device=self._column.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._column.group)
+        return {name for name, flag in zip(known, flags.tolist(), strict=True) if flag}
+
+    # ------------------------------------------------------------ what it asks of any ranks
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss, or a norm of the gradient, of which each rank may have a part."""
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def settle(self) -> None:
+        """Give back what a forward pass without a backward pass left gathered."""
+        for module in self.forward.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
+        """The whole tensor on the host of rank 0."""
+        whole = self._column.told(name, value, shape)
+        return whole.to("cpu", copy=True) if dist.get_rank() == 0 else torch.empty(0)
+
+    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
+        """Rank 0's value, each rank's share of it; None on a rank that has nothing of it."""
+        return spread(value, None if like is None else torch.empty_like(like), self._column.device)
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _ends(self) -> bool:
+        return self._count - 1 in self._stages
+
+    def _scheduled(self, micro_batches: int, shape: torch.Size) -> Any:
+        """A schedule for so many micro-batches of (n, L + 1)."""
+        tokens = torch.empty((shape[0], shape[1] - 1), dtype=torch.int64, device="meta")
+        hidden = torch.empty(self._hidden_shape(shape), device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                stage,
+                index,
+                self._count,
+                self._column.device,
+                input_args=hidden if index else tokens,
+                output_args=hidden,  # nobody receives the last stage's logits
+                group=self._column.group,
+            )
+            for index, stage in self._stages.items()
+        ]
+        given: Any = stages if self._section.schedule in LOOPED else stages[0]
+
+        def loss(logits: Tensor, target: Tensor) -> Tensor:
+            return self.whole(token_loss(logits, target)) / micro_batches
+
+        return SCHEDULES[self._section.schedule](given, micro_batches, loss_fn=loss, scale_grads=False)
+
+    def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
+        """What travels between two stages for sequences (n, L + 1)."""
+        pieces = next(iter(self._stages.values())).part.hidden_pieces
+        return shape[0], (shape[1] - 1) // pieces, self._hidden
+
+    def _from_last(self, value: Tensor | None) -> Tensor:
+        """What the rank with the last stage has, a scalar, on all."""
+        told = torch.zeros((), device=self._column.device) if value is None else value
+        dist.broadcast(told, self._home[self._count - 1], self._column.group)
+        return told
+
+    def _tied(self) -> Tensor | None:
+        """This rank's copy of an embedding that is the head as well."""
+        if not self._tied_head or not (0 in self._stages or self._ends):
+            return None
+        embed = self._stages[0 if 0 in self._stages else self._count - 1].part.embed
+        assert embed is not None
+        return embed.weight
+
+    def _sum_tied(self) -> None:
+        """Sum the gradients of the two copies, which are on two ranks."""
+        weight = self._tied()
+        if weight is None or weight.grad is None:
+            return
+        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        other = torch.empty_like(gradient)
+        peer = self._home[0 if self._ends else self._count - 1]
+        exchange = [
+            dist.P2POp(dist.isend, gradient.contiguous(), peer, self._column.group),
+            dist.P2POp(dist.irecv, other, peer, self._column.group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        gradient.add_(other)

@@ -1,0 +1,117 @@
+"""A pipeline of stages is what one process is, on the same rows: every schedule, and with every other dimension.
+
+As in test_parallel: one group of processes does all cases.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from diloco.config import Contract, Site
+from diloco.island import Island
+from tests.test_experts import EXPERTS, heldout
+from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
+from tests.test_parallel import contract as small
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one worker makes the fixture, once
+
+
+class Case(NamedTuple):
+    mesh: dict[str, Any]
+    model: dict[str, Any]
+    """What is different."""
+    steps: int = STEPS
+    checkpointing: str = "none"
+
+
+UNTIED = {"tied": False}
+AUXILIARY = {**EXPERTS, "balance": "loss"}
+CASES = {
+    "fsdp+tp": Case({"shard": "parameters", "tp": 2}, {}, 2),  # no pipeline: the next one goes on from its state
+    "pp+fsdp": Case({"pp": 2, "shard": "parameters"}, {}, checkpointing="selective"),
+    "gpipe": Case({"pp": 4, "schedule": "gpipe"}, {}),
+    "pp+ddp, interleaved": Case({"pp": 2, "schedule": "interleaved-1f1b", "micro_batches": 2}, {}),
+    "pp+tp, zero bubble": Case({"pp": 2, "tp": 2, "schedule": "zero-bubble"}, {}),
+    "pp+fsdp, zbv": Case({"pp": 2, "schedule": "zbv", "shard": "parameters"}, UNTIED),
+    "pp+cp": Case({"pp": 2, "cp": 2, "micro_batches": 2}, UNTIED, 4),
+    "pp+ep": Case({"pp": 2, "ep": 2, "micro_batches": 2}, EXPERTS, 4, "full"),
+    "pp+ep, zero bubble": Case({"pp": 2, "ep": 2, "schedule": "zero-bubble"}, AUXILIARY, 4),
+}
+
+
+def contract(case: str) -> Contract:
+    """Five layers: stages of different lengths."""
+    plain = small()
+    return plain.model_copy(update={"model": plain.model.model_copy(update={"layers": 5, **CASES[case].model})})
+
+
+def site(root: Path, case: str | None = None) -> Site:
+    """Of a case, or of one process."""
+    mesh, checkpointing = (CASES[case].mesh, CASES[case].checkpointing) if case else ({}, "none")
+    device = {"kind": "cpu", "checkpointing": checkpointing}
+    return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
+
+
+class One:
+    """One process, and where it was after some steps."""
+
+    def __init__(self, case: str, root: Path) -> None:
+        self.run = Run(contract(case), site(root), Island(0, 1, CPU))
+        self.known: dict[int, tuple[dict[str, Tensor], float]] = {}
+
+    def losses(self, steps: int) -> list[float]:
+        self.run.train(max(0, steps - len(self.run.losses)))
+        return self.run.losses[:steps]
+
+    def after(self, steps: int) -> tuple[dict[str, Tensor], float]:
+        """Weights and held-out loss. Asked for more and more steps, or for the same again."""
+        if steps not in self.known:
+            self.losses(steps)
+            self.known[steps] = self.run.weights(), heldout(self.run)
+        return self.known[steps]
+
+
+def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
+    """All cases on rank 0. After its steps one process goes on from each state, and the next mesh, too."""
+    found = {}
+    alone: dict[str, One] = {}
+    before: dict[str, State] = {}
+    for case, (_, model, steps, _) in CASES.items():
+        key = json.dumps(model)
+        one = alone.setdefault(key, One(case, root))
+        weights, expected_heldout = one.after(steps)
+        run = Run(contract(case), site(root, case), island)
+        run.train(steps)
+        reached = run.state()
+        found[case] = {
+            "losses": furthest(run.losses, one.losses(steps)),
+            "weights": max((reached.weights[name] - value).abs().max().item() for name, value in weights.items()),
+            "held out": heldout(run) / expected_heldout - 1,
+            "onto one process": gone_on(Run(contract(case), site(root), Island(0, 1, CPU)), reached, one),
+            "from another mesh": gone_on(run, before[key], one) if key in before else 0.0,
+        }
+        before[key] = reached
+        island.dismiss()
+    return found
+
+
+def gone_on(run: Run, state: State, one: One) -> float:
+    run.take(state)
+    run.train(2)
+    return furthest(run.losses, one.losses(len(run.losses)))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("pipeline")
+    return found_by(lead, [(contract(case), site(root, case)) for case in CASES], root)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert max(abs(value) for value in found[case].values()) < 1e-4, found[case]
