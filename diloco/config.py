@@ -532,6 +532,9 @@ class DeviceSection(Section):
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass in place of keeping them. `full`: all of a block's but its input;
     `selective`: all but the results of matrix products and attention."""
+    peak_tflops: PositiveFloat | None = None
+    """What one rank's device can do at most in the contract's precision (dense, 10^12 operations per second), for MFU.
+    For bf16 on a known GPU that of `diloco plan`; otherwise not known when not given, and there is no MFU."""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0

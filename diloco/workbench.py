@@ -28,6 +28,7 @@ from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divided
+from diloco.meter import MEMORY, Usage, device_name, flops_per_token, memory_of, peak_flops
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
 from diloco.round import Line
@@ -64,6 +65,7 @@ class Bench:
             "evaluate": self._evaluate,
             "collect": self.inner.state_dict,
             "restore": self._restore,
+            "memory": self._memory,
         }
         if isinstance(self.weights, Bridge):
             self._tasks |= self.weights.tasks
@@ -113,11 +115,14 @@ class Bench:
     # ------------------------------------------------------------ what all ranks do together
 
     def _step(self, position: int, shape: tuple[int, int], block: Tensor | None = None) -> float:
-        block = self._told(block, shape)
+        with self.inner.phases.host("data"):
+            block = self._told(block, shape)
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
-        return self.island.mean(self.inner.step(self._piece(mine), position))
+        loss = self.inner.step(self._piece(mine), position)
+        with self.inner.phases.host("wait"):  # for the slowest rank
+            return self.island.mean(loss)
 
     def _evaluate(self, shape: tuple[int, int], blocks: Tensor | None = None) -> float:
         blocks = self._told(blocks, shape)
@@ -128,6 +133,10 @@ class Bench:
     def _piece(self, rows: Tensor) -> Tensor:
         """What this rank has of these sequences."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
+
+    def _memory(self) -> list[list[int]]:
+        """`MEMORY` by rank."""
+        return self.island.gather(memory_of(self.island.device))
 
     def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
         values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -144,7 +153,30 @@ class Workbench(Bench):
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         self.dataset = open_dataset(contract.data, Path(site.data.root))
         super().__init__(contract, site, island, int(island.share(str(self.dataset.vocab_size))))
+        device, precision = site.device, contract.inner.precision
+        self.usage = Usage(
+            flops_per_token(contract, self.vocab_size),
+            peak_flops(device, island.device, precision),
+            island.size,
+            self.inner.phases,
+        )
         self._told_s = monotonic_s()
+
+    def facts(self) -> dict[str, Any]:
+        """What an event tells of this island once."""
+        return {
+            "ranks": self.island.size,
+            "mesh": {name: size for name, size in self.mesh.sizes.items() if size > 1},
+            "device": device_name(self.island.device),
+            "flops_per_token": self.usage.flops_per_token,
+            "peak_flops_per_rank": self.usage.peak_flops,
+        }
+
+    def used(self) -> dict[str, Any]:
+        """What an event tells of the hardware since that was told last: `Usage.told`, and memory by rank."""
+        self._announce("memory")
+        memory = [dict(zip(MEMORY, numbers, strict=True)) for numbers in self._memory()]
+        return {**self.usage.told(), "memory": memory}
 
     def step(self, block: Tensor, position: int) -> float:
         """One inner step of the whole island, at this many tokens of the run. Returns the mean loss."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -129,6 +129,15 @@ class Island:
         total = torch.tensor([value])
         dist.all_reduce(total)
         return total.item() / self.size
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """As many whole numbers of every rank, by rank; all ranks call it together."""
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyones, mine)
+        return [one.tolist() for one in everyones]
 
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
