@@ -73,6 +73,10 @@ def peer(
         str | None, typer.Option(help="This peer's name; the host's and a random suffix by default.")
     ] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="Where events and checkpoints go.")] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
 ) -> None:
     """Take part in a run: found it with a CONTRACT, join it with --join, or go on with --resume.
@@ -82,7 +86,8 @@ def peer(
     """
     from diloco.launch import PeerOptions, run_peer, start_ranks
 
-    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    profiled = [f"device.profile_steps={profile}"] if profile else []
+    site_overrides, contract_overrides = _split_overrides([*profiled, *(overrides or [])])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
@@ -511,6 +516,7 @@ class _PeerLines:
             "state": lambda e: f"state of version {e['version']} is here",
             "reason": lambda e: "" if e["routine"] else f"      {e['text']}",
             "warning": lambda e: f"warning: {e['text']}",
+            "profile": _profile_line,
         }
         return lines[kind](event) if kind in lines else ""
 
@@ -531,6 +537,11 @@ class _PeerLines:
         how = "averaged with" if event["final"] else "swapped with"
         met = f"{how} {event['partner']}, spread {readable_share(event['spread'])}"
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
+
+
+def _profile_line(event: Event) -> str:
+    each = f", and beside it one for each of {event['ranks']} ranks" if event["ranks"] > 1 else ""
+    return f"trace of the inner steps: {event['path']}{each}; open it in ui.perfetto.dev or chrome://tracing"
 
 
 def _changes(event: Event) -> str:

@@ -535,6 +535,11 @@ class DeviceSection(Section):
     peak_tflops: PositiveFloat | None = None
     """What one rank's device can do at most in the contract's precision (dense, 10^12 operations per second), for MFU.
     For bf16 on a known GPU that of `diloco plan`; otherwise not known when not given, and there is no MFU."""
+    profile_steps: Annotated[int, Field(ge=0)] = 0
+    """Inner steps that each rank traces with torch's profiler, once, into `profile/rank-N.json.gz` of the peer's
+    folder (`diloco peer --profile`); 0: none."""
+    profile_after: Annotated[int, Field(ge=0)] = 10
+    """Inner steps before that: the first ones are not like the others."""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0

@@ -46,6 +46,7 @@ class GossipTrainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
+        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         if bench.dataset.blocks_per_epoch is None:
             cause = "under gossip each peer reads in an order of its own, which a stream does not have"
             raise ConfigError(cause, "pack the data first: `diloco data pack`")

@@ -75,6 +75,7 @@ class Trainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
+        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         data = bench.dataset.fingerprint
         self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory)
         self.reader = BlockReader(bench.dataset, contract.run.seed)

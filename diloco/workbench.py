@@ -32,6 +32,7 @@ from diloco.meter import MEMORY, Usage, device_name, flops_per_token, memory_of,
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
 from diloco.round import Line
+from diloco.tracing import Trace
 
 IDLE_S = 60.0
 """How often the other ranks are told that rank 0 still waits for the world."""
@@ -66,7 +67,10 @@ class Bench:
             "collect": self.inner.state_dict,
             "restore": self._restore,
             "memory": self._memory,
+            "trace": self._begin_trace,
         }
+        self._trace: Trace | None = None
+        self._on_traced: Callable[[Path], None] = lambda _: None
         if isinstance(self.weights, Bridge):
             self._tasks |= self.weights.tasks
 
@@ -122,7 +126,20 @@ class Bench:
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
         loss = self.inner.step(self._piece(mine), position)
         with self.inner.phases.host("wait"):  # for the slowest rank
-            return self.island.mean(loss)
+            loss = self.island.mean(loss)
+        self._traced()
+        return loss
+
+    def _begin_trace(self, folder: str, steps: int) -> None:
+        path = Path(folder) / f"rank-{self.island.rank}.json.gz"
+        self._trace = Trace(path, steps, self.island.device)
+
+    def _traced(self) -> None:
+        """An inner step is over, which may be the last of a trace."""
+        if self._trace is not None and self._trace.step():
+            if self._trace.path.is_file():
+                self._on_traced(self._trace.path)
+            self._trace = None
 
     def _evaluate(self, shape: tuple[int, int], blocks: Tensor | None = None) -> float:
         blocks = self._told(blocks, shape)
@@ -161,6 +178,12 @@ class Workbench(Bench):
             self.inner.phases,
         )
         self._told_s = monotonic_s()
+        self._steps = 0
+        self._trace_folder: Path | None = None
+
+    def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
+        """Where the ranks write the traces that `device.profile_steps` asks for, and whom to tell of rank 0's."""
+        self._trace_folder, self._on_traced = folder.resolve(), on_traced
 
     def facts(self) -> dict[str, Any]:
         """What an event tells of this island once."""
@@ -181,10 +204,19 @@ class Workbench(Bench):
     def step(self, block: Tensor, position: int) -> float:
         """One inner step of the whole island, at this many tokens of the run. Returns the mean loss."""
         shape = (block.shape[0], block.shape[1])
+        self._trace_if_due()
         self._announce("step", position=position, shape=shape)
         if isinstance(self.weights, Bridge):
             self.weights.moved()
         return self._step(position, shape, block)
+
+    def _trace_if_due(self) -> None:
+        device = self.site.device
+        if self._trace_folder is not None and device.profile_steps and self._steps == device.profile_after:
+            folder, steps = str(self._trace_folder), device.profile_steps
+            self._announce("trace", folder=folder, steps=steps)
+            self._begin_trace(folder, steps)
+        self._steps += 1
 
     def idle(self) -> bool:
         """Say to the other ranks now and then that we wait for the world. Always true."""
