@@ -682,8 +682,8 @@ class Loaded(Generic[S]):
                 yield f"{section}.{key}", value, self.origin.get(f"{section}.{key}", "default")
 
 
-def load_contract(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Contract]:
-    """Read a contract. `overrides` are `section.key=value` texts that beat the file.
+def load_contract(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Contract]:
+    """Read a contract, or make one of defaults alone. `overrides` are `section.key=value` texts that beat the file.
 
     Raises ConfigError (what, where, how to mend) and IncompatibleError (another contract version).
     """
@@ -693,6 +693,13 @@ def load_contract(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Con
 def load_site(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Site]:
     """Read a site file, or take the defaults. Raises ConfigError."""
     return _load(Site, path, overrides)
+
+
+def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--set` texts of the site and of the contract, by section (both have a `data` section: only `root` is local)."""
+    sections = set(Site.model_fields) - {"data"}
+    local = [text for text in texts if text.split(".")[0] in sections or text.startswith("data.root")]
+    return local, [text for text in texts if text not in local]
 
 
 def contract_from_json(text: str | bytes) -> Contract:
