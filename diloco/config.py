@@ -564,7 +564,10 @@ class MeshSection(Section):
     dp_shard: MeshSize = -1
     """Ranks that share one copy, as `shard` says, and train on rows of their own."""
     cp: MeshSize = 1
-    """Context parallel: ranks that share each sequence, a piece each; in attention each has some heads of the whole."""
+    """Context parallel: ranks that share each sequence, a piece each."""
+    cp_method: Literal["heads", "ring"] = "heads"
+    """How attention sees the whole. `heads`: in attention each rank has some heads of the whole sequences, so `cp` must
+    divide them (Ulysses); `ring`: keys and values go round (for any number of heads; on GPUs with bf16)."""
     ep: MeshSize = 1
     """Expert parallel: ranks that share the experts of each block, and train on rows of their own."""
     tp: MeshSize = 1
@@ -575,6 +578,8 @@ class MeshSection(Section):
     needed (ZeRO-3, FSDP). The further down, the less memory and the more traffic."""
     sequence_parallel: bool = True
     """For `tp` > 1: norms and residuals are divided along the sequence, too."""
+    async_tp: bool = False
+    """For `tp` > 1 with `device.compile`: what these ranks send overlaps with matrix products (GPUs with NVLink)."""
     offload: bool = False
     """With `shard`: each rank's share of weights, gradients and optimizer state is in host memory (GPUs only)."""
 

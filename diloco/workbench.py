@@ -19,14 +19,13 @@ from diloco.checkpoint import Checkpoint, JsonValue
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
-from diloco.errors import ConfigError
 from diloco.fragments import Fragment, Weights, named_parameters, read_fragment, write_fragment
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
-from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divided
 from diloco.meter import MEMORY, Usage, device_name, flops_per_token, memory_of, peak_flops
 from diloco.models import build_model
@@ -43,8 +42,7 @@ class Bench:
 
     def __init__(self, contract: Contract, site: Site, island: Island, vocab_size: int) -> None:
         """All ranks make theirs together, with rank 0's contract. Raises ConfigError when they do not fit the model."""
-        if site.mesh.offload and island.device.type == "cpu":
-            raise ConfigError("mesh.offload moves shares from a GPU to the host", "leave it out on a CPU")
+        check_device(site, contract, island.device.type)
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
