@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what 
     "fsdp+ring": ({"cp": 2, "cp_method": "ring", "shard": "parameters"}, {"kv_heads": 2}),
 }
 CHECKPOINTING = {"fsdp+ep": "selective", "fsdp+ring": "selective"}
+COMPILED = {"ep+cp, auxiliary loss", "ring"}
 
 
 def contract(case: str) -> Contract:
@@ -37,7 +38,7 @@ def contract(case: str) -> Contract:
 
 
 def site(root: Path, case: str = "") -> Site:
-    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none")}
+    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
     mesh = CASES[case][0] if case else {}
     return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +212,25 @@ def test_half_of_torchrun_s_variables_is_a_mistake(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="RANK"):
         given_ranks()
+
+
+SYMMETRIC = """
+import torch
+import torch.distributed as dist
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+from torch.distributed.device_mesh import init_device_mesh
+from diloco.island.parallel import overlap_with_products
+
+dist.init_process_group("gloo", init_method="file://{}", rank=0, world_size=1)
+tp = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+overlap_with_products(tp)
+assert is_symm_mem_enabled_for_group(tp.get_group().group_name) and torch._inductor.config._micro_pipeline_tp
+"""
+
+
+@pytest.mark.slow
+def test_this_torch_has_what_asynchronous_tensor_parallelism_switches_on(tmp_path: Path) -> None:
+    code = SYMMETRIC.format(tmp_path / "meeting")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "FutureWarning" not in run.stderr

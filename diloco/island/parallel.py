@@ -14,6 +14,7 @@ all data-parallel ranks in fp32. Copies of the whole model, with nothing divided
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -203,7 +204,11 @@ def overlap_with_products(tp: DeviceMesh) -> None:
     computed (asynchronous tensor parallelism): NVLink, and sequence-parallel norms."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    enable_symm_mem_for_group(tp.get_group().group_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # it calls itself needless, but torch 2.13's compiler asks for it
+        enable_symm_mem_for_group(tp.get_group().group_name)
     torch._inductor.config._micro_pipeline_tp = True
 
 
