@@ -73,6 +73,10 @@ def peer(
         str | None, typer.Option(help="This peer's name; the host's and a random suffix by default.")
     ] = None,
     directory: Annotated[Path | None, typer.Option("--dir", help="Where events and checkpoints go.")] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
 ) -> None:
     """Take part in a run: found it with a CONTRACT, join it with --join, or go on with --resume.
@@ -80,9 +84,11 @@ def peer(
     The founder prints the line that others run to join. The first Ctrl-C (or SIGTERM) leaves in good order: the work
     done is counted if a version closes soon, or handed back. The second ends at once.
     """
+    from diloco.config import split_overrides
     from diloco.launch import PeerOptions, run_peer, start_ranks
 
-    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    profiled = [f"device.profile_steps={profile}"] if profile else []
+    site_overrides, contract_overrides = split_overrides([*profiled, *(overrides or [])])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
@@ -189,12 +195,13 @@ def _simulate_real(
     contract: Path, peers: int | None, speeds: str, compare: list[str], out: Path | None, site: Path | None,
     overrides: list[str], as_json: bool,
 ) -> None:  # fmt: skip
+    from diloco.config import split_overrides
     from diloco.sim.local import SimulateOptions, read_speeds, run_simulation
 
     by_peer = read_speeds(speeds, peers)
     count = peers or len(by_peer) or 4
     names = [part for text in compare for part in text.split(",") if part]
-    site_overrides, contract_overrides = _split_overrides(overrides)
+    site_overrides, contract_overrides = split_overrides(overrides)
     options = SimulateOptions(contract, count, tuple(names), out, site, contract_overrides, site_overrides, by_peer)
     live = sys.stdout.isatty() and not as_json
     result = run_simulation(options, _signals(), sys.stderr if as_json else sys.stdout, live)
@@ -368,9 +375,9 @@ def config_show(
     contract: ContractPath, site: SitePath = None, overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """Print every effective value and where it comes from."""
-    from diloco.config import load_contract, load_site
+    from diloco.config import load_contract, load_site, split_overrides
 
-    site_overrides, contract_overrides = _split_overrides(overrides or [])
+    site_overrides, contract_overrides = split_overrides(overrides or [])
     loaded, local = load_contract(contract, contract_overrides), load_site(site, site_overrides)
     rows = [*loaded.rows(), *local.rows()]
     if as_json:
@@ -431,18 +438,6 @@ def data_pack(
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def _split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:
-    """`--set` texts of the site and of the contract, by section (both have a `data` section: only `root` is local)."""
-    from diloco.config import Site
-
-    local = [
-        text
-        for text in texts
-        if text.split(".")[0] in set(Site.model_fields) - {"data"} or text.startswith("data.root")
-    ]
-    return local, [text for text in texts if text not in local]
 
 
 def _checkpoints_of(path: Path) -> Path:
@@ -511,6 +506,7 @@ class _PeerLines:
             "state": lambda e: f"state of version {e['version']} is here",
             "reason": lambda e: "" if e["routine"] else f"      {e['text']}",
             "warning": lambda e: f"warning: {e['text']}",
+            "profile": _profile_line,
         }
         return lines[kind](event) if kind in lines else ""
 
@@ -531,6 +527,11 @@ class _PeerLines:
         how = "averaged with" if event["final"] else "swapped with"
         met = f"{how} {event['partner']}, spread {readable_share(event['spread'])}"
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
+
+
+def _profile_line(event: Event) -> str:
+    each = f", and beside it one for each of {event['ranks']} ranks" if event["ranks"] > 1 else ""
+    return f"trace of the inner steps: {event['path']}{each}; open it in ui.perfetto.dev or chrome://tracing"
 
 
 def _changes(event: Event) -> str:

@@ -532,6 +532,14 @@ class DeviceSection(Section):
     checkpointing: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass in place of keeping them. `full`: all of a block's but its input;
     `selective`: all but the results of matrix products and attention."""
+    peak_tflops: PositiveFloat | None = None
+    """What one rank's device can do at most in the contract's precision (dense, 10^12 operations per second), for MFU.
+    For bf16 on a known GPU that of `diloco plan`; otherwise not known when not given, and there is no MFU."""
+    profile_steps: Annotated[int, Field(ge=0)] = 0
+    """Inner steps that each rank traces with torch's profiler, once, into `profile/rank-N.json.gz` of the peer's
+    folder (`diloco peer --profile`); 0: none."""
+    profile_after: Annotated[int, Field(ge=0)] = 10
+    """Inner steps before that: the first ones are not like the others."""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0
@@ -572,7 +580,10 @@ class MeshSection(Section):
     dp_shard: MeshSize = -1
     """Ranks that share one copy, as `shard` says, and train on rows of their own."""
     cp: MeshSize = 1
-    """Context parallel: ranks that share each sequence, a piece each; in attention each has some heads of the whole."""
+    """Context parallel: ranks that share each sequence, a piece each."""
+    cp_method: Literal["heads", "ring"] = "heads"
+    """How attention sees the whole. `heads`: in attention each rank has some heads of the whole sequences, so `cp` must
+    divide them (Ulysses); `ring`: keys and values go round (for any number of heads; on GPUs with bf16)."""
     ep: MeshSize = 1
     """Expert parallel: ranks that share the experts of each block, and train on rows of their own."""
     tp: MeshSize = 1
@@ -583,6 +594,8 @@ class MeshSection(Section):
     needed (ZeRO-3, FSDP). The further down, the less memory and the more traffic."""
     sequence_parallel: bool = True
     """For `tp` > 1: norms and residuals are divided along the sequence, too."""
+    async_tp: bool = False
+    """For `tp` > 1 with `device.compile`: what these ranks send overlaps with matrix products (GPUs with NVLink)."""
     offload: bool = False
     """With `shard`: each rank's share of weights, gradients and optimizer state is in host memory (GPUs only)."""
 
@@ -693,8 +706,8 @@ class Loaded(Generic[S]):
                 yield f"{section}.{key}", value, self.origin.get(f"{section}.{key}", "default")
 
 
-def load_contract(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Contract]:
-    """Read a contract. `overrides` are `section.key=value` texts that beat the file.
+def load_contract(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Contract]:
+    """Read a contract, or make one of defaults alone. `overrides` are `section.key=value` texts that beat the file.
 
     Raises ConfigError (what, where, how to mend) and IncompatibleError (another contract version).
     """
@@ -704,6 +717,13 @@ def load_contract(path: str | Path, overrides: Sequence[str] = ()) -> Loaded[Con
 def load_site(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Site]:
     """Read a site file, or take the defaults. Raises ConfigError."""
     return _load(Site, path, overrides)
+
+
+def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--set` texts of the site and of the contract, by section (both have a `data` section: only `root` is local)."""
+    sections = set(Site.model_fields) - {"data"}
+    local = [text for text in texts if text.split(".")[0] in sections or text.startswith("data.root")]
+    return local, [text for text in texts if text not in local]
 
 
 def contract_from_json(text: str | bytes) -> Contract:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-import torch
-
 from diloco.compress import PayloadError
 from diloco.config import Contract, Site
 from diloco.encoding import Encoder
@@ -18,7 +16,6 @@ from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
-from diloco.fragments import Layout
 from diloco.island import Island
 from diloco.peer import compiled_codecs, lanes_of, open_line
 from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anchor, weights_to_keep, withdraw
@@ -28,28 +25,18 @@ from diloco.workbench import Bench
 
 def follow(contract: Contract, site: Site, island: Island) -> None:
     """The life of a rank that does not lead."""
-    bench = Bench(contract, site, island, int(island.share()))
     if contract.membership.policy == "gossip":
-        _serve_whole(bench, contract, island)
+        Bench.follow(contract, site, island)
     else:
-        Follower(bench, contract, site, island).serve()
-
-
-def _serve_whole(bench: Bench, contract: Contract, island: Island) -> None:
-    """Rank 0 has all of the outer state: help it read and write the model."""
-    fragments = Layout.agreed(bench.weights.shapes, contract).on_lane(island.rank, 1).fragments
-    nothing = torch.empty(0)
-    bench.serve(
-        read=lambda fragment: bench.weights.read(fragments[fragment]),
-        write=lambda fragment: bench.weights.write(fragments[fragment], nothing),
-    )
+        Follower(contract, site, island).serve()
 
 
 class Follower:
     """One rank's line and lane."""
 
-    def __init__(self, bench: Bench, contract: Contract, site: Site, island: Island) -> None:
-        self.bench, self.site, self.island = bench, site, island
+    def __init__(self, contract: Contract, site: Site, island: Island) -> None:
+        self.site, self.island = site, island
+        bench = self.bench = Bench(contract, site, island, int(island.share()))
         compiled_codecs(site.device.compile_codecs)
         self._encoder = Encoder()
         self.line = open_line("", contract, bench.weights, self._encoder, island, lanes_of(site, island))

@@ -45,6 +45,7 @@ class GossipTrainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
+        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         if bench.dataset.blocks_per_epoch is None:
             cause = "under gossip each peer reads in an order of its own, which a stream does not have"
             raise ConfigError(cause, "pack the data first: `diloco data pack`")
@@ -65,6 +66,7 @@ class GossipTrainer:
         self._emit_start(self.peer)
         self.peer.enter(lambda: self.bench.idle() and not self.stop())
         self._started_s = monotonic_s()
+        self.bench.usage.begin()
         while not (self.peer.finishing or self.stop()):
             self._inner_step()
             self._between_steps()
@@ -73,9 +75,13 @@ class GossipTrainer:
     def _inner_step(self) -> None:
         inner, tokens = self.contract.inner, self.contract.tokens_per_step
         began_s = monotonic_s()
-        loss = self.bench.step(self.reader.next(inner.sequences_per_step), self.peer.position() + tokens)
+        with self.bench.inner.phases.host("data"):
+            block = self.reader.next(inner.sequences_per_step)
+        loss = self.bench.step(block, self.peer.position() + tokens)
         self.bench.linger(began_s)
-        self.peer.trained(tokens, monotonic_s() - began_s, loss)
+        step_s = monotonic_s() - began_s
+        self.peer.trained(tokens, step_s, loss)
+        self.bench.usage.step(tokens, step_s)
         self._report(self.peer, loss)
 
     def _between_steps(self) -> None:
@@ -83,6 +89,7 @@ class GossipTrainer:
         peer = self.peer
         if not peer.between_steps():
             return
+        self.events.emit("usage", version=peer.version, **self.bench.used())
         every = self.contract.eval.every_versions
         if every and peer.version % every == 0 and peer.comes_first:
             val_loss = self.bench.evaluate(peer.line)
@@ -109,6 +116,7 @@ class GossipTrainer:
             resumed_version=peer.version,
             blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,
+            **self.bench.facts(),
         )
 
     # ------------------------------------------------------------ the end

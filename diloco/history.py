@@ -30,6 +30,8 @@ MOST_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
 TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
+"""Of an inner step, in order (`diloco.meter`), and what is left of it."""
 RUNNING = frozenset({"view", "progress", *TOLD})
 """Events that only a peer in the view writes."""
 
@@ -127,6 +129,28 @@ class PeerTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a peer's inner steps made of its hardware, over all that it told of since it was started last."""
+
+    peer: str
+    device: str
+    ranks: int
+    mesh: Mapping[str, int]
+    """Sizes of more than one rank."""
+    tokens_per_s: float | None
+    """While it did inner steps; as the next three."""
+    flops_per_s: float | None
+    """Of all its ranks."""
+    mfu: float | None
+    mfu_wall: float | None
+    """The same of all its time."""
+    phases: Mapping[str, float]
+    """Seconds by phase of an inner step, on rank 0; what is left of the inner steps is `other`."""
+    memory: Sequence[tuple[int, int]]
+    """By rank: most of the host's and of the device's memory, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run as the report shows it."""
 
@@ -139,6 +163,7 @@ class Run:
     flights: Sequence[Stay]
     """From when a peer measured a contribution until it stood on the version that counts it; none if they are many."""
     times: Sequence[PeerTime]
+    hardware: Sequence[Hardware]
     marks: Sequence[Mark]
     resumed_s: Sequence[float]
     """Where the run went on after all its processes had been gone; the gaps themselves are cut out."""
@@ -162,7 +187,7 @@ def read_run(directory: Path) -> Run:
     timed = [event for event in events if event["kind"] in TOLD and event.get("seconds")]
     return Run(
         name, versions, curves, attendance.stays, _waits(timed, clock), _flights(timed, clock), _times(timed),
-        attendance.marks, clock.resumed_s, contract, summary,
+        _hardware(events), attendance.marks, clock.resumed_s, contract, summary,
     )  # fmt: skip
 
 
@@ -351,6 +376,47 @@ def _time(peer: str, told: Sequence[Event]) -> PeerTime:
     inner_s, waited_s = spent.pop("inner"), spent.pop("exchange")
     tokens = sum(event.get("inner_tokens") or 0 for event in own)
     return PeerTime(peer, len(own), tokens, inner_s, waited_s, sum(spent.values()))
+
+
+def _hardware(events: Sequence[Event]) -> list[Hardware]:
+    """By peer, of those that told."""
+    starts: dict[str, Event] = {}
+    told: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["kind"] == "start":
+            starts[event["peer"]] = event
+            told.pop(event["peer"], None)
+        elif event["kind"] == "usage" and event["peer"] in starts:
+            told[event["peer"]].append(event)
+    return [_hardware_of(starts[peer], usages) for peer, usages in sorted(told.items())]
+
+
+def _hardware_of(start: Event, usages: Sequence[Event]) -> Hardware:
+    def rate(amount: float | None, over: float | None) -> float | None:
+        return amount / over if amount is not None and over else None
+
+    inner_s, wall_s = (sum(event[name] for event in usages) for name in ("inner_s", "wall_s"))
+    ranks, peak = start.get("ranks") or 1, start.get("peak_flops_per_rank")
+    peak_of_all = None if peak is None else peak * ranks
+    known = [event["flops"] for event in usages if event.get("flops") is not None]
+    flops = sum(known) if known else None
+    spent: dict[str, float] = defaultdict(float)
+    for event in usages:
+        for name, seconds in event["phases"].items():
+            spent[name] += seconds
+    memory = [(rank["host_peak_bytes"], rank["device_peak_bytes"]) for rank in usages[-1]["memory"]]
+    return Hardware(
+        peer=start["peer"],
+        device=str(start.get("device") or ""),
+        ranks=ranks,
+        mesh=start.get("mesh") or {},
+        tokens_per_s=rate(sum(event["inner_tokens"] for event in usages), inner_s),
+        flops_per_s=rate(flops, inner_s),
+        mfu=rate(rate(flops, inner_s), peak_of_all),
+        mfu_wall=rate(rate(flops, wall_s), peak_of_all),
+        phases={**spent, "other": max(inner_s - sum(spent.values()), 0.0)},
+        memory=memory,
+    )
 
 
 def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:

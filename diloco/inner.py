@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from diloco.config import InnerSection
 from diloco.errors import StateError
 from diloco.fragments import named_parameters
+from diloco.meter import Phases
 from diloco.models.moe import routers
 from diloco.models.transformer import token_loss
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
@@ -190,6 +191,8 @@ class InnerLoop:
         self._forward: Forward = torch.compile(forward) if compile else forward
         self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
         self._routers = routers(model)
+        self.phases = Phases(device)
+        """Seconds of `forward`, `backward`, `reduce` (where the caller does that) and `optimizer`."""
 
     def step(self, block: Tensor, tokens: int, reduce: Reduce | None = None) -> float:
         """One inner step on `block`, int64 (batch_size x accumulation, L + 1). Returns the mean loss in nats per token.
@@ -200,10 +203,14 @@ class InnerLoop:
         self.lr = learning_rate(self.section, self.total_tokens, tokens)
         loss = self._backward(block.to(self.device))
         if reduce is not None:
-            reduce(self._parameters)
-        self._update()
+            with self.phases.device("reduce"):
+                reduce(self._parameters)
+        with self.phases.device("optimizer"):
+            self._update()
         self.steps += 1
-        return loss.item()
+        value = loss.item()  # the device is done
+        self.phases.read()
+        return value
 
     def _backward(self, block: Tensor) -> Tensor:
         """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
@@ -213,12 +220,14 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16"):
+                bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16")
+                with self.phases.device("forward"), bf16:
                     loss = objective = self._ranks.whole(next_token_loss(self._forward, micro_batch))
                 share = len(micro_batch) / len(block)
                 for router in self._routers:
                     objective = objective + router.take_loss()
-                torch.autograd.backward(objective * share)
+                with self.phases.device("backward"):
+                    torch.autograd.backward(objective * share)
             total += loss.detach() * share
         return total
 

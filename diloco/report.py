@@ -27,13 +27,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from diloco.errors import UsageError
-from diloco.history import Curve, Point, Run, Version, outcomes, read_run
+from diloco.history import PHASES, Curve, Point, Run, Version, outcomes, read_run
 from diloco.telemetry import (
     NOTHING,
     STEPS,
     readable_bytes,
     readable_count,
     readable_duration,
+    readable_flops,
     readable_loss,
     readable_percent,
     readable_share,
@@ -335,7 +336,9 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
         "bytes": readable_bytes,
         "count": readable_count,
         "duration": readable_duration,
+        "flops": readable_flops,
         "loss": readable_loss,
+        "most": lambda values: max(values, default=0) or None,
         "percent": readable_percent,
         "share": readable_share,
         "text": readable_text,
@@ -349,6 +352,7 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
         methods=outcomes(run.summary),
         tables=tables,
         steps=steps,
+        phases=[name for name in PHASES if any(one.phases.get(name) for one in run.hardware)],
         attempts=any(row.attempts for row in run.versions),
         fragments=any(row.fragment for row in run.versions),
         spreads=any(row.spread is not None for row in run.versions),

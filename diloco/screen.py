@@ -59,6 +59,9 @@ class Row:
     loss: float | None = None
     tokens_per_s: float | None = None
     wire_bytes_sent: int | None = None
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    """The most that one of its ranks has taken: of its GPU, else of the host."""
     last: str = ""
 
     @property
@@ -234,12 +237,19 @@ class Screen:
         minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
         return f"{minutes}:{seconds:02d}"
 
+    @property
+    def _known(self) -> list[str]:
+        """Columns that not every run has."""
+        rows = self._rows.values()
+        told = {"MFU": any(row.mfu is not None for row in rows), "memory": any(row.memory_bytes for row in rows)}
+        return [name for name, known in told.items() if known]
+
     def _table(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
         table.add_column("peer", no_wrap=True, max_width=18)
         table.add_column("", no_wrap=True, min_width=8)
         table.add_column("progress", width=14)
-        for name in ("version", "loss", "tok/s", "sent"):
+        for name in ("version", "loss", "tok/s", *self._known, "sent"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
         for peer, row in self._rows.items():
@@ -253,12 +263,14 @@ class Screen:
         yield f"v{row.version}"
         yield readable_loss(row.loss)
         yield readable_count(row.tokens_per_s)
+        told = {"MFU": readable_share(row.mfu), "memory": readable_bytes(row.memory_bytes)}
+        yield from (told[name] for name in self._known)
         yield readable_bytes(row.wire_bytes_sent)
         yield Text(row.last, style="dim")
 
 
 def _update(row: Row, event: Event) -> None:
-    for name in ("phase", "version", "tokens", "loss", "tokens_per_s", "wire_bytes_sent"):
+    for name in ("phase", "version", "tokens", "loss", "tokens_per_s", "wire_bytes_sent", "mfu"):
         if event.get(name) is not None and not (name == "tokens" and event["kind"] == "progress"):
             setattr(row, name, event[name])
     match event["kind"]:
@@ -269,6 +281,9 @@ def _update(row: Row, event: Event) -> None:
         case "version":
             row.phase = "training"
             row.last = "" if event.get("own", True) else f"not counted in v{event['version']}"
+        case "usage":
+            memory = [rank["device_peak_bytes"] or rank["host_peak_bytes"] for rank in event["memory"]]
+            row.memory_bytes = max(memory, default=None)
         case "swap":
             row.phase = "averaging" if event["final"] else "training"
             row.last = f"with {readable_text(event['partner'])}, spread {readable_share(event['spread'])}"

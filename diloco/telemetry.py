@@ -195,6 +195,13 @@ def readable_share(share: float | None) -> str:
     return NOTHING if share is None else f"{100 * share:.2g} %"
 
 
+def readable_flops(flops_per_s: float | None) -> str:
+    """1.93 TFLOP/s."""
+    if flops_per_s is None:
+        return NOTHING
+    return _scaled(flops_per_s, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"))
+
+
 def readable_text(text: object, width: int = 32) -> str:
     """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
     plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])

@@ -74,6 +74,7 @@ class Trainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
+        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         data = bench.dataset.fingerprint
         self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory, island)
         self.reader = BlockReader(bench.dataset, contract.run.seed)
@@ -134,12 +135,15 @@ class Trainer:
                 return
             began_s = monotonic_s()
             fresh = min(inner.sequences_per_step, self.reader.remaining)  # blocks read again are nobody's to count
-            block = self.reader.next(inner.sequences_per_step)
+            with self.bench.inner.phases.host("data"):
+                block = self.reader.next(inner.sequences_per_step)
             self._trained += self.contract.tokens_per_step
             self._losses.append(self.bench.step(block, self._position()))
             self._tokens_here += self.contract.tokens_per_step
             self.bench.linger(began_s)
-            self._watch.step(self.contract.tokens_per_step, monotonic_s() - began_s)
+            step_s = monotonic_s() - began_s
+            self._watch.step(self.contract.tokens_per_step, step_s)
+            self.bench.usage.step(self.contract.tokens_per_step, step_s)
             self.peer.journal.trained(self.contract.tokens_per_step, fresh)
             self._report()
 
@@ -186,8 +190,10 @@ class Trainer:
         self._lease(commit, before, mine)
         if before is None or commit.version == before.version:
             self._started_s = monotonic_s()
+            self.bench.usage.begin()
             return
         self._emit_version(commit, before, mine, seconds)
+        self.events.emit("usage", version=commit.version, **self.bench.used())
         every = self.contract.eval.every_versions
         if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
             val_loss = self.bench.evaluate(self.peer.line)
@@ -262,6 +268,7 @@ class Trainer:
             resumed_version=self.peer.line.state.version,
             blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
             total_tokens=self.contract.run.total_tokens,
+            **self.bench.facts(),
         )
 
     # ------------------------------------------------------------ the end

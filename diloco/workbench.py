@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,19 +20,20 @@ from diloco.checkpoint import Checkpoint, JsonValue
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
-from diloco.errors import ConfigError
-from diloco.fragments import Weights, named_parameters
+from diloco.fragments import Layout, Weights, named_parameters
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
-from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, divides, sizes_of
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
 from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
 from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
+from diloco.meter import MEMORY, Usage, device_name, flops_per_token, memory_of, peak_flops
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
 from diloco.round import Line, weights_at_anchor
+from diloco.tracing import Trace
 
 IDLE_S = 60.0
 """How often the other ranks are told that rank 0 still waits for the world."""
@@ -42,8 +44,7 @@ class Bench:
 
     def __init__(self, contract: Contract, site: Site, island: Island, vocab_size: int) -> None:
         """All ranks make theirs together, with rank 0's contract. Raises ConfigError when they do not fit the model."""
-        if site.mesh.offload and island.device.type == "cpu":
-            raise ConfigError("mesh.offload moves shares from a GPU to the host", "leave it out on a CPU")
+        check_device(site, contract, island.device.type)
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
@@ -65,7 +66,22 @@ class Bench:
             "evaluate": self._evaluate,
             "collect": self.inner.state_dict,
             "restore": self._restore,
+            "memory": self._memory,
+            "trace": self._begin_trace,
         }
+        self._trace: Trace | None = None
+        self._on_traced: Callable[[Path], None] = lambda _: None
+
+    @staticmethod
+    def follow(contract: Contract, site: Site, island: Island) -> None:
+        """The life of a rank whose rank 0 holds the whole outer state, or none."""
+        bench = Bench(contract, site, island, int(island.share()))
+        fragments = Layout.agreed(bench.weights.shapes, contract).on_lane(island.rank, 1).fragments
+        nothing = torch.empty(0)
+        bench.serve(
+            read=lambda fragment: bench.weights.read(fragments[fragment]),
+            write=lambda fragment: bench.weights.write(fragments[fragment], nothing),
+        )
 
     def serve(self, **tasks: Callable[..., object]) -> None:
         """Do what rank 0 announces, until the end: what is told here, and `tasks`."""
@@ -136,11 +152,27 @@ class Bench:
     # ------------------------------------------------------------ what all ranks do together
 
     def _step(self, position: int, shape: tuple[int, int], block: Tensor | None = None) -> float:
-        block = self._told(block, shape)
+        with self.inner.phases.host("data"):
+            block = self._told(block, shape)
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
-        return self.island.mean(self.inner.step(self._piece(mine), position))
+        loss = self.inner.step(self._piece(mine), position)
+        with self.inner.phases.host("wait"):  # for the slowest rank
+            loss = self.island.mean(loss)
+        self._traced()
+        return loss
+
+    def _begin_trace(self, folder: str, steps: int) -> None:
+        path = Path(folder) / f"rank-{self.island.rank}.json.gz"
+        self._trace = Trace(path, steps, self.island.device)
+
+    def _traced(self) -> None:
+        """An inner step is over, which may be the last of a trace."""
+        if self._trace is not None and self._trace.step():
+            if self._trace.path.is_file():
+                self._on_traced(self._trace.path)
+            self._trace = None
 
     def _evaluate(self, shape: tuple[int, int], blocks: Tensor | None = None) -> float:
         blocks = self._told(blocks, shape)
@@ -151,6 +183,11 @@ class Bench:
     def _piece(self, rows: Tensor) -> Tensor:
         """What this rank has of these sequences."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
+
+    def _memory(self) -> list[list[int]]:
+        """`MEMORY` by rank, on rank 0."""
+        told = self.island.gather(json.dumps(memory_of(self.island.device)).encode())
+        return [json.loads(one) for one in told]
 
     def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
         values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -167,13 +204,51 @@ class Workbench(Bench):
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         self.dataset = open_dataset(contract.data, Path(site.data.root))
         super().__init__(contract, site, island, int(island.share(str(self.dataset.vocab_size))))
+        device, precision = site.device, contract.inner.precision
+        self.usage = Usage(
+            flops_per_token(contract, self.vocab_size),
+            peak_flops(device, island.device, precision),
+            island.size,
+            self.inner.phases,
+        )
         self._told_s = monotonic_s()
+        self._steps = 0
+        self._trace_folder: Path | None = None
+
+    def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
+        """Where the ranks write the traces that `device.profile_steps` asks for, and whom to tell of rank 0's."""
+        self._trace_folder, self._on_traced = folder.resolve(), on_traced
+
+    def facts(self) -> dict[str, Any]:
+        """What an event tells of this island once."""
+        return {
+            "ranks": self.island.size,
+            "mesh": {name: size for name, size in self.mesh.sizes.items() if size > 1},
+            "device": device_name(self.island.device),
+            "flops_per_token": self.usage.flops_per_token,
+            "peak_flops_per_rank": self.usage.peak_flops,
+        }
+
+    def used(self) -> dict[str, Any]:
+        """What an event tells of the hardware since that was told last: `Usage.told`, and memory by rank."""
+        self._announce("memory")
+        memory = [dict(zip(MEMORY, numbers, strict=True)) for numbers in self._memory()]
+        return {**self.usage.told(), "memory": memory}
 
     def step(self, block: Tensor, position: int) -> float:
         """One inner step of the whole island, at this many tokens of the run. Returns the mean loss."""
         shape = (block.shape[0], block.shape[1])
+        self._trace_if_due()
         self._announce("step", position=position, shape=shape)
         return self._step(position, shape, block)
+
+    def _trace_if_due(self) -> None:
+        device = self.site.device
+        if self._trace_folder is not None and device.profile_steps and self._steps == device.profile_after:
+            folder, steps = str(self._trace_folder), device.profile_steps
+            self._announce("trace", folder=folder, steps=steps)
+            self._begin_trace(folder, steps)
+        self._steps += 1
 
     def idle(self) -> bool:
         """Say to the other ranks now and then that we wait for the world. Always true."""

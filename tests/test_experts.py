@@ -25,7 +25,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # [mesh], and what 
     "ep+cp, auxiliary loss": ({"ep": 2, "cp": 2}, {**EXPERTS, "balance": "loss"}),
     "cp": ({"cp": 2, "dp_replicate": 2}, {"kv_heads": 2}),
     "fsdp+cp": ({"cp": 2, "shard": "parameters"}, {"kv_heads": 2}),
+    "ring": ({"cp": 4, "cp_method": "ring"}, {"kv_heads": 2}),  # more ranks than heads of keys and values
+    "fsdp+ring": ({"cp": 2, "cp_method": "ring", "shard": "parameters"}, {"kv_heads": 2}),
 }
+CHECKPOINTING = {"fsdp+ep": "selective", "fsdp+ring": "selective"}
+COMPILED = {"ep+cp, auxiliary loss", "ring"}
 
 
 def contract(case: str) -> Contract:
@@ -33,22 +37,24 @@ def contract(case: str) -> Contract:
     return plain.model_copy(update={"model": plain.model.model_copy(update=CASES[case][1])})
 
 
-def site(root: Path, **mesh: Any) -> Site:
-    return Site.model_validate({"mesh": mesh, "device": {"kind": "cpu"}, "data": {"root": str(root)}})
+def site(root: Path, case: str = "") -> Site:
+    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
+    mesh = CASES[case][0] if case else {}
+    return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
     """All cases on rank 0. After its steps each goes on from one rank's state."""
     found = {}
     alone: dict[str, tuple[Run, State, float]] = {}
-    for case, (mesh, model) in CASES.items():
+    for case, (_, model) in CASES.items():
         key = json.dumps(model)
         if key not in alone:
             one = Run(contract(case), site(root), Island(0, 1, CPU))
             one.train(STEPS)
             alone[key] = one, one.state(), heldout(one)
         one, expected, expected_heldout = alone[key]
-        run = Run(contract(case), site(root, **mesh), island)
+        run = Run(contract(case), site(root, case), island)
         run.train(STEPS)
         weights = run.weights()
         found[case] = {
@@ -81,7 +87,7 @@ def heldout(run: Run) -> float:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("experts")
-    return found_by(lead, [(contract(case), site(root, **mesh)) for case, (mesh, _) in CASES.items()], root)
+    return found_by(lead, [(contract(case), site(root, case)) for case in CASES], root)
 
 
 @pytest.mark.parametrize("case", CASES)

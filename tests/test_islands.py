@@ -66,6 +66,13 @@ def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path)
         assert loss_at(VERSIONS, peers) == pytest.approx(expected, rel=0.01)
         assert all(set(e["counted"]) == {"a", "b", "c"} for e in a.events("version")[:VERSIONS])
 
+        told = c.events("usage")[-1]
+        assert [rank["host_peak_bytes"] > 10**8 for rank in told["memory"]] == [True] * 4
+        assert told["phases"].keys() == {"data", "forward", "backward", "optimizer", "wait"}
+        assert told["flops_per_s"] > told["flops_per_s_wall"] > 0
+        assert told["mfu"] is None
+        assert (c.events("start")[-1]["ranks"], c.events("start")[-1]["mesh"]) == (4, {"dp_shard": 2, "tp": 2})
+
         os.kill(ranks_of(b)[1], signal.SIGKILL)
         without = a.reaches(VERSIONS + 1, ["a", "c"])["version"]
         a.reaches(without + 1, ["a", "b", "c"], deadline_s=120.0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from diloco.config import Contract, MeshSection, ModelSection, Site, load_site
 from diloco.errors import ConfigError, UsageError
 from diloco.island import given_ranks
-from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, sizes_of
+from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
 from diloco.island.pipeline import SCHEDULES
 from diloco.island.stages import cut, layer_costs, stages_of
 
@@ -127,18 +130,42 @@ def test_experts_that_cannot_be_divided_so_are_refused(keys: dict[str, Any], ran
 @pytest.mark.parametrize(
     ("mesh", "device", "cause"),
     [
-        ({"ep": 2}, {"checkpointing": "selective"}, "'selective' is not for a mixture of experts"),
-        ({"ep": 2}, {"compile": True}, "device.compile does not go with mesh.cp and mesh.ep"),
-        ({"cp": 2}, {"compile": True}, "device.compile does not go with mesh.cp and mesh.ep"),
+        ({"async_tp": True}, {"compile": True}, "mesh.async_tp is for mesh.tp > 1"),
+        ({"tp": 2, "async_tp": True}, {}, "mesh.async_tp is done by the compiler"),
+        ({"tp": 2, "async_tp": True, "sequence_parallel": False}, {"compile": True}, "for norms along the sequence"),
     ],
 )
-def test_device_settings_that_do_not_go_with_it_are_refused(
-    mesh: dict[str, int], device: dict[str, Any], cause: str
+def test_asynchronous_tensor_parallelism_needs_a_compiler(
+    mesh: dict[str, Any], device: dict[str, Any], cause: str
 ) -> None:
     site = Site.model_validate({"mesh": mesh, "device": device})
-    model = CONTRACT.model.model_copy(update={"experts": 6, "expert_dim": 24})
     with pytest.raises(ConfigError, match=cause):
-        check(sizes_of(site.mesh, 2), site, CONTRACT.model_copy(update={"model": model}), 2)
+        check(sizes_of(site.mesh, 2), site, CONTRACT, 2)
+
+
+def test_a_ring_wants_chunks_of_equal_length_and_no_number_of_heads() -> None:
+    mesh = section(cp=4, cp_method="ring", shard="parameters", dp_shard=1)
+    check(sizes_of(mesh, 4), Site(mesh=mesh), CONTRACT, 4)  # 6 heads, 2 of them of keys and values
+    crooked = CONTRACT.model_copy(update={"data": CONTRACT.data.model_copy(update={"sequence_length": 60})})
+    with pytest.raises(ConfigError, match=r"2 x mesh.cp \(8\) chunks, and 60 does not divide"):
+        check(sizes_of(mesh, 4), Site(mesh=mesh), crooked, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "kind", "cause"),
+    [
+        ({"offload": True, "shard": "parameters"}, "bf16", "cpu", "mesh.offload"),
+        ({"tp": 2, "async_tp": True}, "bf16", "cpu", "mesh.async_tp overlaps what GPUs send"),
+        ({"cp": 2, "cp_method": "ring"}, "fp32", "cuda", "which is for inner.precision 'bf16'"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_by_name(
+    mesh: dict[str, Any], precision: str, kind: str, cause: str
+) -> None:
+    agreed = CONTRACT.model_copy(update={"inner": CONTRACT.inner.model_copy(update={"precision": precision})})
+    with pytest.raises(ConfigError, match=cause):
+        check_device(Site(mesh=section(**mesh)), agreed, kind)
+    check_device(Site(), agreed, kind)
 
 
 @pytest.mark.parametrize(
@@ -282,3 +309,25 @@ def test_half_of_torchrun_s_variables_is_a_mistake(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match="RANK"):
         given_ranks()
+
+
+SYMMETRIC = """
+import torch
+import torch.distributed as dist
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+from torch.distributed.device_mesh import init_device_mesh
+from diloco.island.parallel import overlap_with_products
+
+dist.init_process_group("gloo", init_method="file://{}", rank=0, world_size=1)
+tp = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+overlap_with_products(tp)
+assert is_symm_mem_enabled_for_group(tp.get_group().group_name) and torch._inductor.config._micro_pipeline_tp
+"""
+
+
+@pytest.mark.slow
+def test_this_torch_has_what_asynchronous_tensor_parallelism_switches_on(tmp_path: Path) -> None:
+    code = SYMMETRIC.format(tmp_path / "meeting")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "FutureWarning" not in run.stderr

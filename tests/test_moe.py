@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco.config import DataSection, InnerSection, ModelSection
 from diloco.data import open_dataset
-from diloco.inner import InnerLoop, evaluate
+from diloco.inner import InnerLoop, evaluate, next_token_loss
+from diloco.island.parallel import checkpoint_blocks
 from diloco.models import build_model
 from diloco.models.moe import MixtureOfExperts, run_experts
 from diloco.models.transformer import SwiGLU
@@ -178,3 +181,38 @@ def test_a_router_learns_who_is_good_at_what() -> None:
 
     assert error(router_learns=True) < 0.2
     assert error(router_learns=False) > 0.3
+
+
+# ---------------------------------------------------------------- activations computed again
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(how: Any) -> tuple[Counter[str], list[torch.Tensor]]:
+    """Of one forward and backward pass, and its gradients."""
+    model = build_model(SECTION.model_copy(update={"shared_experts": 1}), 32, seed=0)
+    checkpoint_blocks(model, how)
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
+    with Counted() as counted:
+        next_token_loss(model, tokens).backward()
+    return counted.times, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_selective_checkpointing_routes_once_and_multiplies_once() -> None:
+    plain, expected = operations("none")
+    selective, gradients = operations("selective")
+    full, _ = operations("full")
+    for product in ("aten.mm.default", "aten.topk.default"):
+        assert full[product] > plain[product] == selective[product] > 0
+    assert selective["aten.silu.default"] == full["aten.silu.default"] == 2 * plain["aten.silu.default"]
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)

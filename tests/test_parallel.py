@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco.checkpoint import Checkpoint
 from diloco.config import Contract, Site
@@ -131,6 +132,8 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
 def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None:
     """One of the processes: rank 0 leads through the cases, and writes down what it found; the others follow."""
     torch.set_num_threads(1)
+    # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
     island = Island.at(place, RANKS, CPU, rendezvous=meeting)
     if island.leads:
         (root / "found.json").write_text(json.dumps(lead(root, island)))

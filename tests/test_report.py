@@ -72,6 +72,41 @@ def test_a_crooked_or_missing_table_is_refused(tmp_path: Path) -> None:
         Table.read(tmp_path / "nothing.json")
 
 
+# ---------------------------------------------------------------- hardware
+
+
+def usage(at_s: float, **fields: Any) -> dict[str, Any]:
+    memory = [
+        {"host_peak_bytes": 10**9, "device_peak_bytes": 0},
+        {"host_peak_bytes": 2 * 10**9, "device_peak_bytes": 0},
+    ]
+    told = {"inner_tokens": 1000, "inner_s": 2.0, "wall_s": 4.0, "flops": 1e12, "memory": memory}
+    phases = {"forward": 0.5, "backward": 1.0}
+    stamp = {"t": at_s, "time": 100.0 + at_s, "kind": "usage", "peer": "a", "version": round(at_s)}
+    return stamp | told | {"phases": phases} | fields
+
+
+def test_hardware_is_told_since_the_last_start(tmp_path: Path) -> None:
+    start = {"t": 0.0, "time": 100.0, "kind": "start", "peer": "a", "run": "x", "device": "NVIDIA <B>", "ranks": 2}
+    island = {"mesh": {"tp": 2}, "peak_flops_per_rank": 1e12}
+    again = start | island | {"time": 102.5}
+    earlier = usage(1.0, inner_tokens=10**9)  # before it was started again
+    events = [start | island, version("a", 1, 1.0), earlier, again, usage(3.0), usage(4.0, inner_s=3.0)]
+    write_events(tmp_path / "events.jsonl", events)
+    (one,) = read_run(tmp_path).hardware
+    assert (one.tokens_per_s, one.flops_per_s) == (2000 / 5, 2e12 / 5)
+    assert (one.mfu, one.mfu_wall) == (pytest.approx(0.2), pytest.approx(0.125))
+    assert one.phases == {"forward": 1.0, "backward": 2.0, "other": 2.0}
+    page = text_of(page_of(tmp_path))
+    assert "NVIDIA <B> 2: tp 2 400 400 GFLOP/s 20 % 12 % 2.00 GB – 20.0 % 40.0 % 40.0 %" in page
+    assert "a 0 1.00 GB – 1 2.00 GB –" in page
+
+
+def test_a_run_that_tells_nothing_of_its_hardware_has_no_such_section(tmp_path: Path) -> None:
+    write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), version("a", 1, 1.0, loss=2.0)])
+    assert "Hardware" not in text_of(page_of(tmp_path))
+
+
 # ---------------------------------------------------------------- history
 
 

@@ -133,6 +133,18 @@ def test_the_live_picture_of_a_whole_run() -> None:
     assert all(len(line) <= 110 for line in text.splitlines())
 
 
+def test_hardware_has_columns_where_it_is_told() -> None:
+    before = picture([version("a", 1)], ["a", "b"])
+    assert "MFU" not in before
+    assert "memory" not in before
+    ranks = [{"device_peak_bytes": 0, "host_peak_bytes": 10**9}, {"device_peak_bytes": 3 * 10**9, "host_peak_bytes": 1}]
+    told = {"kind": "usage", "peer": "a", "version": 1, "mfu": 0.42, "memory": ranks}
+    text = picture([version("a", 1), told], ["a", "b"])
+    assert re.search(r"tok/s +MFU +memory +sent", text)
+    assert re.search(r"5\.00k +42 % +3\.00 GB +1\.90 MB", text)
+    assert "MFU" not in picture([version("a", 1), told | {"mfu": None}], ["a", "b"])
+
+
 def test_the_time_left_follows_the_pace() -> None:
     clock = Clock()
     screen = Screen("demo", ["a"], 409_600, live=True, out=io.StringIO(), clock=clock)

@@ -26,13 +26,14 @@ LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli diloco.cli_plan diloco.cli_bench",
     "programs": """
         diloco.launch diloco.witness diloco.library diloco.trainer diloco.gossip_trainer diloco.workbench diloco.sim
-        diloco.operate diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay""",
+        diloco.operate diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay
+        diloco.scaling""",
     "peer": "diloco.peer diloco.gossip diloco.journal",
     "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
     "edges": """
         diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
         diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry
-        diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
+        diloco.meter diloco.tracing diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
         diloco.memory diloco.models.transformer diloco.models.moe diloco.models.export_map diloco.outlier diloco.muon

@@ -1,11 +1,14 @@
-"""Context parallelism: each rank has a piece of every sequence, and attention sees the whole (DeepSpeed-Ulysses).
+"""Context parallelism: each rank has a piece of every sequence, and attention sees the whole.
 
-Around attention an all-to-all turns pieces of all heads into some heads of the whole sequence and back (arXiv
-2309.14509, section 3.1); all else needs one token at a time. It sends 4 T D / n elements per rank and block, whatever
-kernel computes the attention, on gloo and on NCCL.
+By heads (DeepSpeed-Ulysses; the other way, a ring, is `diloco.island.ring`): around attention an all-to-all turns
+pieces of all heads into some heads of the whole sequence and back (arXiv 2309.14509, section 3.1); all else needs one
+token at a time. It sends 4 T D / n elements per rank and block, whatever kernel computes the attention, on gloo and on
+NCCL.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,19 +16,22 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
+from diloco.island.ring import RingAttention
 from diloco.models.transformer import Attention, Transformer, attend
 
 
-def divide_sequences(model: Transformer, mesh: DeviceMesh) -> None:
+def divide_sequences(model: Transformer, mesh: DeviceMesh, method: Literal["heads", "ring"] = "heads") -> None:
     """Let each rank of a one-dimensional mesh call the model with its piece of the sequences, in place.
 
-    Pieces are consecutive and in the order of the ranks (`piece_of`). Queries' heads and those of keys and values must
-    divide by the ranks.
+    Pieces are consecutive and in the order of the ranks (`piece_of`). With "heads", those of queries and those of keys
+    and values must divide by the ranks; with "ring", pieces are of even length. Raises ConfigError where torch has no
+    ring.
     """
     model.piece = mesh.get_local_rank()
+    whole = RingAttention(mesh.get_group()) if method == "ring" else WholeSequences(mesh.get_group())
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = WholeSequences(mesh.get_group())
+            module.attend = whole
 
 
 def piece_of(block: Tensor, piece: int, pieces: int) -> Tensor:

@@ -45,14 +45,17 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     code = 0
     for life in range(RESTARTS + 1):
         os.environ[LIFE] = str(life)
-        code = _live(ranks, arguments, int(leave_s) + GRACE_S)
+        code = run_once(ranks, "diloco", arguments, int(leave_s) + GRACE_S)
         if code == 0 or code in FINAL or (life == 0 and code == UnreachableError.exit_code):
             break
     return code
 
 
-def _live(ranks: int, arguments: Sequence[str], leave_s: int) -> int:
-    """One life of all ranks. The launcher could start them again itself, but whatever it was that ended them."""
+def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) -> int:
+    """One life of all ranks, each `python -m module arguments`. Returns the exit code; 0 also after a signal.
+
+    The launcher could start them again itself, but whatever it was that ended them.
+    """
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -66,7 +69,7 @@ def _live(ranks: int, arguments: Sequence[str], leave_s: int) -> int:
         shutdown_timeout=leave_s,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "diloco", *arguments)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except SignalException:
         return 0  # they have left
     except ChildFailedError as error:

@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from diloco.models.moe import Experts, MixtureOfExperts, routers, run_experts
+from diloco.models.moe import Experts, MixtureOfExperts, routers
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -53,10 +53,12 @@ class DividedExperts(nn.Module):
         super().__init__()
         self._group = mesh.get_group()
         self._ranks = mesh.size()
+        self.run = experts.run
         for name, stack in experts.named_parameters():
             share = stack.detach().chunk(self._ranks)[mesh.get_local_rank()].clone()
             self.register_parameter(name, nn.Parameter(DTensor.from_local(share, mesh, [Shard(0)], run_check=False)))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # each step has other splits, and would be compiled anew
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
         """As `Experts`: rows (R, D) of this rank's tokens, by expert, and how many each expert of the block gets."""
         arriving = self._exchanged(loads.view(self._ranks, -1))  # [rank it comes from, expert here] -> rows
@@ -67,7 +69,7 @@ class DividedExperts(nn.Module):
         # They come rank by rank, each rank's by expert: an expert wants its own from all ranks together.
         experts = torch.arange(here, device=loads.device).repeat(self._ranks).repeat_interleave(arriving.flatten())
         order = experts.argsort(stable=True)
-        out = run_experts(rows[order], arriving.sum(dim=0), *self._stacks())
+        out = self.run(rows[order], arriving.sum(dim=0), *self._stacks())
         return all_to_all_single_autograd(out[order.argsort()], sent, received, self._group)
 
     def _exchanged(self, loads: Tensor) -> Tensor:

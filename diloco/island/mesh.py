@@ -124,18 +124,16 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
     if model.kind != "transformer" and site.device.checkpointing != "none":
         cause = f"device.checkpointing is not for model.kind {model.kind!r}"
         raise ConfigError(cause, 'set device.checkpointing = "none"')
-    if model.experts and site.device.checkpointing == "selective":
-        raise ConfigError("device.checkpointing 'selective' is not for a mixture of experts", "set it to 'full'")
-    if site.device.compile and sizes["cp"] * sizes["ep"] > 1:
-        raise ConfigError("device.compile does not go with mesh.cp and mesh.ep", "set device.compile = false")
     if divides(sizes, section) and contract.inner.optimizer == "muon":
         raise ConfigError("inner.optimizer 'muon' makes whole matrices orthogonal, and [mesh] divides them", fix)
     if sizes["pp"] > 1:
         _check_pipeline(sizes["pp"], site, contract)
     if sizes["tp"] > 1:
-        _check_tensor_parallel(sizes, section, contract, ranks_per_node)
+        _check_tensor_parallel(sizes, site, contract, ranks_per_node)
+    elif section.async_tp:
+        raise ConfigError("mesh.async_tp is for mesh.tp > 1", "set mesh.async_tp = false")
     if sizes["cp"] > 1:
-        _check_divides("cp", sizes["cp"], {**_heads(model), "data.sequence_length": contract.data.sequence_length})
+        _check_context_parallel(sizes["cp"], section, contract)
     if sizes["ep"] > 1:
         _check_expert_parallel(sizes, model)
 
@@ -147,6 +145,27 @@ def divides(sizes: Sizes, section: MeshSection) -> bool:
 
 def _heads(model: ModelSection) -> dict[str, int]:
     return {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads}
+
+
+def _check_context_parallel(cp: int, section: MeshSection, contract: Contract) -> None:
+    length = contract.data.sequence_length
+    if section.cp_method == "heads":
+        _check_divides("cp", cp, {**_heads(contract.model), "data.sequence_length": length})
+    elif length % (2 * cp):
+        cause = f"mesh.cp_method 'ring' cuts sequences into 2 x mesh.cp ({2 * cp}) chunks, and {length} does not divide"
+        raise ConfigError(cause, "change mesh.cp, or set data.sequence_length to a multiple")
+
+
+def check_device(site: Site, contract: Contract, kind: str) -> None:
+    """Whether ranks on this kind of device ("cpu", "cuda") can do what the site asks for. Raises ConfigError."""
+    section = site.mesh
+    if section.offload and kind == "cpu":
+        raise ConfigError("mesh.offload moves shares from a GPU to the host", "leave it out on a CPU")
+    if section.async_tp and kind == "cpu":
+        raise ConfigError("mesh.async_tp overlaps what GPUs send over NVLink", "leave it out on a CPU")
+    if section.cp_method == "ring" and kind == "cuda" and contract.inner.precision != "bf16":
+        cause = "mesh.cp_method 'ring' is flash attention on a GPU, which is for inner.precision 'bf16'"
+        raise ConfigError(cause, 'set mesh.cp_method = "heads"')
 
 
 def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
@@ -203,8 +222,8 @@ def _check_micro_batches(pp: int, section: MeshSection, micro_batches: int) -> N
         raise ConfigError(cause, 'change mesh.micro_batches, or set mesh.schedule = "1f1b"')
 
 
-def _check_tensor_parallel(sizes: Sizes, section: MeshSection, contract: Contract, ranks_per_node: int) -> None:
-    tp, model = sizes["tp"], contract.model
+def _check_tensor_parallel(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> None:
+    tp, section, model = sizes["tp"], site.mesh, contract.model
     if sizes["cp"] > 1:
         cause = f"mesh.tp ({tp}) does not go with mesh.cp ({sizes['cp']}): both divide the heads"
         raise ConfigError(cause, "set one of them to 1")
@@ -214,6 +233,9 @@ def _check_tensor_parallel(sizes: Sizes, section: MeshSection, contract: Contrac
     if ranks_per_node % tp:
         cause = f"mesh.tp ({tp}) does not divide the {ranks_per_node} ranks of a node"
         raise ConfigError(cause, "tensor parallelism needs the links inside a node: lower mesh.tp")
+    if section.async_tp and not (site.device.compile and section.sequence_parallel):
+        cause = "mesh.async_tp is done by the compiler, for norms along the sequence"
+        raise ConfigError(cause, "set device.compile = true and mesh.sequence_parallel = true, or leave it out")
     numbers = {**_heads(model), "the width of the feed-forward layer": model.ffn_width}
     if section.sequence_parallel:
         numbers["data.sequence_length"] = contract.data.sequence_length

@@ -14,7 +14,8 @@ all data-parallel ranks in fp32. Copies of the whole model, with nothing divided
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diloco.config import MeshSection, Site
 from diloco.errors import ConfigError
@@ -43,7 +44,7 @@ from diloco.island.bridge import collect, spread
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh
-from diloco.models.moe import routers
+from diloco.models.moe import MixtureOfExperts, routers
 from diloco.models.transformer import Block, Transformer
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -142,11 +143,13 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
     if mesh.size("tp") > 1:
         split_matrices(model, mesh, sequence_parallel=site.mesh.sequence_parallel)
     if mesh.size("cp") > 1:
-        divide_sequences(model, mesh.along("cp"))
+        divide_sequences(model, mesh.along("cp"), site.mesh.cp_method)
     if mesh.size("ep") > 1:
         divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
+        if site.mesh.async_tp:
+            overlap_with_products(mesh.along("tp"))
         for block in model.blocks.values():
             block.compile()
     policy: dict[str, Any] = {
@@ -212,6 +215,19 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
         parallelize_module(model.norm, tp, whole)
 
 
+def overlap_with_products(tp: DeviceMesh) -> None:
+    """Let what is compiled from now on gather and scatter piece by piece, each while the product of the one before is
+    computed (asynchronous tensor parallelism): NVLink, and sequence-parallel norms."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # it calls itself needless, but torch 2.13's compiler asks for it
+        enable_symm_mem_for_group(tp.get_group().group_name)
+    torch._inductor.config._micro_pipeline_tp = True
+
+
 def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
     def whole(inputs: int) -> PrepareModuleInput:
         """The first input is gathered once for all matrices that read it; tables of angles are whole anyway."""
@@ -247,10 +263,24 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
     """
     if how == "none":
         return
-    context: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+    keep: dict[str, Any] = {"preserve_rng_state": False}
+    if how == "selective":
+        keep["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     for name, block in model.blocks.items():
-        wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **(context if how == "selective" else {}))
-        model.blocks[name] = wrapped
+        assert isinstance(block, Block)
+        if how == "selective" and isinstance(block.ffn, MixtureOfExperts):
+            _checkpoint_around_routing(block, keep)
+        else:
+            model.blocks[name] = checkpoint_wrapper(block, **keep)
+
+
+def _checkpoint_around_routing(block: Any, keep: Mapping[str, Any]) -> None:
+    """Attention and each SwiGLU by itself: routing, and tokens that go to other ranks and come back, happen once."""
+    block.attn = checkpoint_wrapper(block.attn, **keep)
+    if block.ffn.shared is not None:
+        block.ffn.shared = checkpoint_wrapper(block.ffn.shared, **keep)
+    experts = block.ffn.experts
+    experts.run = partial(checkpoint, experts.run, use_reentrant=False, **keep)
 
 
 PRODUCTS = {
@@ -261,6 +291,7 @@ PRODUCTS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *([torch.ops.aten._grouped_mm.default] if hasattr(torch.ops.aten, "_grouped_mm") else []),  # of experts, in bf16
 }
 
 

@@ -95,11 +95,16 @@ class Router(nn.Module):
         return (self.loads.max() / self.loads.mean()).item() - 1 if self.loads.any() else 0.0
 
 
+RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""`run_experts`, or the same with activations computed again."""
+
+
 class Experts(nn.Module):
     """The routed experts of a block, each a SwiGLU, their matrices stacked."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
+        self.run: RunExperts = run_experts
         width = section.expert_width
         self.gate = nn.Parameter(torch.empty(section.experts, width, section.dim))
         self.up = nn.Parameter(torch.empty(section.experts, width, section.dim))
@@ -107,7 +112,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
         """rows (R, D), those of expert 0 first, and how many each expert has, int64 (E,) -> (R, D)."""
-        return run_experts(rows, loads, self.gate, self.up, self.down)
+        return self.run(rows, loads, self.gate, self.up, self.down)
 
 
 def run_experts(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -122,6 +127,12 @@ def run_experts(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Ten
         ends = loads.cumsum(0).to(torch.int32)
         hidden = F.silu(F.grouped_mm(rows, gate.mT, offs=ends)) * F.grouped_mm(rows, up.mT, offs=ends)
         return F.grouped_mm(hidden, down.mT, offs=ends)
+    out: Tensor = _one_by_one(rows, loads, gate, up, down)
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each step has other loads, and would be compiled anew
+def _one_by_one(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     # `unbind` and not an index: the gradient of each index would be as large as the stack.
     stacks = zip(torch.split(rows, loads.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, g)) * F.linear(x, u), d) for x, g, u, d in stacks])

@@ -73,6 +73,27 @@ def gpu_of(name: str) -> Gpu:
     raise UsageError(f"unknown GPU {name!r}", fix)
 
 
+DRIVER_NAMES: Mapping[str, str] = {
+    "A100-SXM4-40GB": "a100-40",
+    "A100-PCIE-40GB": "a100-40",
+    "A100-SXM4-80GB": "a100",
+    "A100 80GB PCIe": "a100",
+    "H100 80GB HBM3": "h100",
+    "H200": "h200",
+    "B200": "b200",
+    "L40S": "l40s",
+    "GeForce RTX 4090": "rtx4090",
+    "GeForce RTX 5090": "rtx5090",
+}
+"""As the driver calls them, without "NVIDIA". Variants of another speed (H100 PCIe and NVL) are not in the table."""
+
+
+def gpu_called(name: str) -> Gpu | None:
+    """The GPU that its driver calls so (`torch.cuda.get_device_name`); None: not in our table."""
+    known = DRIVER_NAMES.get(name.removeprefix("NVIDIA ").strip())
+    return None if known is None else GPUS[known]
+
+
 _RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)(bit|bps|b|B)(?:/s)?")
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 

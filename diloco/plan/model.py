@@ -63,6 +63,12 @@ class Model:
     def kv_dim(self) -> int:
         return self.dim // self.heads * self.kv_heads
 
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of attention
+        (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for MFU. What is computed
+        again in the backward pass is not counted."""
+        return 6 * self.active_parameters + 12 * self.layers * self.dim * sequence_length
+
 
 def model_of_section(name: str, section: ModelSection, vocabulary: int) -> Model:
     """The transformer of a contract (`diloco.models`), to the parameter.

@@ -83,10 +83,8 @@ def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
 
 
 def model_flops(job: Job) -> float:
-    """Of one inner step: 6 N per token of the active parameters, and 12 L h s of attention (arXiv 2204.02311, appendix
-    B), whose causal half is counted in full, as is usual for MFU."""
-    model = job.model
-    return job.tokens * (6 * model.active_parameters + 12 * model.layers * model.dim * job.sequence_length)
+    """Of one inner step."""
+    return job.tokens * job.model.flops_per_token(job.sequence_length)
 
 
 def _recomputed_flops(job: Job, choice: Choice) -> float:
