@@ -369,7 +369,7 @@ def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
 
 def saved_state(checkpoint: Checkpoint) -> OuterState:
     """The outer state of a checkpoint, whatever the model. Raises StateError."""
-    buffers, steps = checkpoint.groups.get("outer", {}), checkpoint.value("steps", list)
+    buffers, steps = dict(checkpoint.groups.get("outer", {})), checkpoint.value("steps", list)
     fragments = []
     for index, count in enumerate(steps):
         own = {name.partition("/")[2]: buffer for name, buffer in buffers.items() if name.startswith(f"{index}/")}

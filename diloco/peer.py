@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from diloco import failpoints
 from diloco.checkpoint import Checkpoint, JsonValue, outer_state
-from diloco.checkpoint import save as save_checkpoint
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import use_compiled
@@ -62,7 +61,9 @@ from diloco.round import (
     step_outer,
     weights_to_keep,
 )  # fmt: skip
+from diloco.saving import Contents
 from diloco.schedule import OFFERED_AGAIN, Cadence, Finish
+from diloco.slices import whole_slices
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 from diloco.weighing import Weighing
@@ -479,11 +480,9 @@ class Peer:
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(
-        self, directory: Path, groups: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, JsonValue], keep: int
-    ) -> Path:
-        """Write a checkpoint: the outer state, and what the inner side adds. Raises ResourceError."""
-        return save_line(self.line, self.contract, directory, groups, meta, keep)
+    def to_save(self) -> Contents:
+        """What a checkpoint holds of us, beside the inner side."""
+        return save_line(self.line, self.contract)
 
     def _terms(self, data: str) -> Terms:
         contract, layout = self.contract, self.line.layout
@@ -545,22 +544,20 @@ def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
         raise IncompatibleError(cause, fix)
 
 
-def save_line(
-    line: Line,
-    contract: Contract,
-    directory: Path,
-    groups: Mapping[str, Mapping[str, Tensor]],
-    meta: Mapping[str, JsonValue],
-    keep: int,
-) -> Path:
-    """Write a checkpoint: what a line stands at, and what else is given. Raises ResourceError."""
-    outer = {"outer": dict(line.state.buffers())}
-    if line.trained.tokens:
-        for fragment in line.layout.fragments:
-            line.fetch(fragment)
-    local = {"local": weights_to_keep(line)} if line.trained.tokens else {}
-    residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
+def save_line(line: Line, contract: Contract) -> Contents:
+    """What a checkpoint holds of what a line stands at: references, to buffers that are never written again.
+
+    Group `local` is there when there is progress to keep. The weights in it are those that are not the parameters as
+    the ranks hold them, for what `eager` foresees is not kept; whoever saves adds the others.
+    """
     own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
+    groups = {
+        "outer": whole_slices(dict(line.state.buffers())),
+        "residual": whole_slices({str(index): tensor for index, tensor in line.residuals.items()}),
+        "own": whole_slices(own),
+    }
+    if line.trained.tokens:
+        groups["local"] = whole_slices(_without_foreseen(line))
     about: dict[str, JsonValue] = {
         "peer": line.peer,
         "contract": contract.to_json(),
@@ -570,20 +567,27 @@ def save_line(
         "blocks": line.trained.blocks,
         "parameters": [[name, list(parameter.shape)] for name, parameter in line.parameters.items()],
     }
-    return save_checkpoint(
-        directory, line.state.version, {**outer, **local, **residual, "own": own, **groups}, {**about, **meta}, keep
-    )
+    return groups, about
+
+
+def _without_foreseen(line: Line) -> dict[str, Tensor]:
+    """Copies of the weights of the fragment that `eager` foresaw, without that."""
+    if line.sent is None or line.sent.foreseen is None:
+        return {}
+    fragment = line.layout.fragments[line.sent.contribution.fragment]
+    line.fetch(fragment)
+    weights = weights_to_keep(line)
+    return {entry.name: weights[entry.name] for entry in fragment.entries}
 
 
 def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
-    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError."""
+    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
+
+    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
+    """
     text = checkpoint.meta.get("commit")
     commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
     adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
-    for name, tensor in checkpoint.groups.get("local", {}).items():
-        line.parameters[name].data.copy_(tensor)
-    for fragment in line.layout.fragments:
-        line.flush(fragment)
     line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
     line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
     for name, tensor in checkpoint.groups.get("own", {}).items():

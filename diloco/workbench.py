@@ -7,19 +7,21 @@ own.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint, JsonValue
+from diloco.checkpoint import Checkpoint, JsonValue, reopen
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, StateError
 from diloco.fragments import Fragment, Weights, named_parameters, read_fragment, write_fragment
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
@@ -31,6 +33,8 @@ from diloco.island.parallel import Copies, checkpoint_blocks, divided
 from diloco.models import build_model
 from diloco.models.transformer import Transformer
 from diloco.round import Line
+from diloco.saving import Contents, Saver, Written
+from diloco.slices import Pieces, Slices, whole_slices
 
 IDLE_S = 60.0
 """How often the other ranks are told that rank 0 still waits for the world."""
@@ -58,11 +62,12 @@ class Bench:
         self.inner = InnerLoop(
             self.model, self._inner_section(), total, island.device, compile=compiled, ranks=self.ranks
         )
+        self.saver = Saver(island)
         self._tasks: dict[str, Callable[..., object]] = {
             "idle": lambda: None,
             "step": self._step,
             "evaluate": self._evaluate,
-            "collect": self.inner.state_dict,
+            "save": self._save_part,
             "restore": self._restore,
         }
         if isinstance(self.weights, Bridge):
@@ -76,6 +81,7 @@ class Bench:
     def serve(self) -> None:
         """Do what rank 0 announces, until the end."""
         self.island.serve(self._tasks)
+        self.saver.wait()
 
     def _build(self) -> nn.Module:
         contract = self.contract
@@ -129,9 +135,44 @@ class Bench:
         """What this rank has of these sequences."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
-    def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
-        values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        self.inner.load_state_dict({**numbers, **values})
+    def _live(self, without: Sequence[str] | None) -> Slices:
+        """What this rank holds, and inner steps move: the optimizer's state; the weights, unless it is None, without
+        these."""
+        live = {"inner": self.inner.state()}
+        if without is not None:
+            live["local"] = [one for one in self.inner.weights() if one.box.name not in without]
+        return live
+
+    def _save_part(self, without: Sequence[str] | None) -> None:
+        self.saver.save_part(self._live(without))
+
+    def _restore(self, path: str, digest: str) -> None:
+        self._take_together(lambda: reopen(Path(path), digest))
+
+    def _take_together(self, opened: Callable[[], Checkpoint]) -> None:
+        """Each rank reads what it holds. Raises StateError on all ranks when one cannot."""
+        mine = [one.box.name for one in self.inner.weights()]
+        known = {name for names in self.island.gather(json.dumps(mine)) for name in json.loads(names)}
+        refused = ""
+        try:
+            self._take(opened(), known)
+        except StateError as error:
+            refused = json.dumps([error.cause, error.fix])
+        for answer in self.island.gather(refused):
+            if answer:
+                raise StateError(*json.loads(answer))
+
+    def _take(self, checkpoint: Checkpoint, known: Collection[str]) -> None:
+        """`known`: parameters of all ranks."""
+        state, weights = checkpoint.groups.get("inner", Pieces(())), checkpoint.groups.get("local", Pieces(()))
+        mine = {one.box.name: one for one in self.inner.weights()} if weights else {}
+        if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):
+            cause = f"the weights in checkpoint {checkpoint.path} are not those of this model"
+            raise StateError(cause, "resume with the contract that wrote the checkpoint")
+        elsewhere = {entry for entry in self.inner.foreign(state) if entry.rpartition("/")[0] in known}
+        self.inner.load_state(checkpoint.value("inner", dict), state, elsewhere)
+        for one in mine.values():
+            weights.read(one)
 
     def _told(self, block: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Rank 0's rows of tokens."""
@@ -191,26 +232,28 @@ class Workbench(Bench):
         if self.divided:
             line.flush(fragment)
 
-    def to_save(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, JsonValue]]:
-        """Tensors and numbers of the inner side, for a checkpoint: whole, so that any mesh can take them back."""
-        self._announce("collect")
-        states = {"inner": self.inner.state_dict(), "random": random_states()}
-        groups = {
-            group: {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            for group, state in states.items()
+    def save(self, directory: Path, version: int, contents: Contents, keep: int) -> Future[Written]:
+        """Begin a checkpoint: of `contents`, and the inner side of all ranks; of their weights if there is a group
+        `local`, but those that are in it. Training may go on at once."""
+        groups, meta = contents
+        without = [one.box.name for one in groups["local"]] if "local" in groups else None
+        self._announce("save", without=without)
+        random = random_states()
+        groups["random"] = whole_slices({key: value for key, value in random.items() if isinstance(value, Tensor)})
+        numbers: dict[str, JsonValue] = {
+            "vocab_size": self.vocab_size,
+            "inner": self.inner.numbers(),
+            "random": {key: value for key, value in random.items() if not isinstance(value, Tensor)},
         }
-        meta: dict[str, JsonValue] = {
-            group: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-            for group, state in states.items()
-        }
-        return groups, {"vocab_size": self.vocab_size, **meta}
+        return self.saver.save(directory, version, groups, self._live(without), {**numbers, **meta}, keep)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `to_save` gave, on whatever mesh that was. Raises StateError."""
-        tensors, numbers = checkpoint.groups.get("inner", {}), checkpoint.value("inner", dict)
-        self.inner.check_state({**tensors, **numbers})
-        self._announce("restore", numbers=numbers, shapes={name: list(value.shape) for name, value in tensors.items()})
-        self.inner.load_state_dict({**tensors, **numbers})
+        """Take back the inner side of a checkpoint, and the weights that are in it, saved on whatever mesh. The
+        parameters are the anchor. Raises StateError."""
+        self._announce("restore", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
+        self._take_together(lambda: checkpoint)
+        if isinstance(self.weights, Bridge):
+            self.weights.moved()
         restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
 
     def close(self) -> None:

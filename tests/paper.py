@@ -20,6 +20,7 @@ from diloco.ledger import Opening
 from diloco.models import build_model
 from diloco.peer import open_line
 from diloco.round import adopt_state, measure, step_outer
+from diloco.slices import whole_slices
 from diloco.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
 
 VOCAB = 64
@@ -81,7 +82,7 @@ class PaperPeer:
             "steps": [fragment.steps for fragment in self.line.state.fragments],
             "vocab_size": VOCAB,
         }
-        groups = {"outer": dict(self.line.state.buffers())}
+        groups = {"outer": whole_slices(dict(self.line.state.buffers()))}
         return save(self.directory / "checkpoints", self.line.state.version, groups, about, 9)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from diloco.checkpoint import Checkpoint
+from diloco.checkpoint import Checkpoint, load
 from diloco.config import Contract, Site
 from diloco.fragments import Layout
 from diloco.island import Island
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one work
 STEPS, RANKS, VOCABULARY = 20, 4, 256
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
+    "fsdp+tp": {"shard": "parameters", "tp": 2},
     "ddp": {},
     "zero-1": {"shard": "optimizer"},
     "zero-2": {"shard": "gradients"},
@@ -33,7 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp": {"shard": "parameters", "dp_replicate": 2},
     "tp": {"tp": 2, "sequence_parallel": False},
     "tp+sp": {"tp": 4},
-    "fsdp+tp": {"shard": "parameters", "tp": 2},
 }
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
@@ -59,6 +59,7 @@ def rows(step: int) -> Tensor:
 class State(NamedTuple):
     weights: dict[str, Tensor]
     checkpoint: Checkpoint
+    """Of weights and inner side, read from the disk."""
     losses: list[float]
 
 
@@ -80,17 +81,12 @@ class Run:
             self.bench.weights.fetch(fragment)
         return {name: value.detach().clone() for name, value in self.bench.weights.parameters.items()}
 
-    def state(self) -> State:
-        """What a checkpoint holds of the inner side."""
-        groups, meta = self.bench.to_save()
-        return State(self.weights(), Checkpoint(0, groups, meta, Path()), list(self.losses))
+    def state(self, folder: Path) -> State:
+        written = self.bench.save(folder, len(self.losses), ({"local": []}, {}), 1).result()
+        return State(self.weights(), load(written.path), list(self.losses))
 
     def take(self, state: State) -> None:
         """Go on where another stood."""
-        for name, value in state.weights.items():
-            self.bench.weights.parameters[name].data.copy_(value)
-        for fragment in self.layout.fragments:
-            self.bench.weights.flush(fragment)
         self.bench.restore(state.checkpoint)
         self.losses = list(state.losses)
 
@@ -105,25 +101,30 @@ def furthest(losses: list[float], expected: list[float]) -> float:
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps, one rank goes on from each mesh's state, and each mesh from one rank's."""
+    """All cases on rank 0. After its steps, one rank goes on from each mesh's checkpoint, and each mesh from one rank's
+    and from that of the mesh before it."""
     plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": "cpu"}})
     alone = Run(contract(), plain, Island(0, 1, CPU))
     alone.train(STEPS)
-    expected = alone.state()
+    expected = before = alone.state(root / "alone")
     alone.train(2)
     found = {}
     for case in CASES:
         run = Run(contract(), case_site(case, root), island)
         run.train(STEPS)
-        reached = run.state()
+        reached = run.state(root / case)
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
         found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
         heir = Run(contract(), plain, Island(0, 1, CPU))
-        heir.take(reached)
-        run.take(expected)
-        for name, each in {"onto one rank": heir, "from one rank": run}.items():
+        for name, each, state in (
+            ("onto one rank", heir, reached),
+            ("from one rank", run, expected),
+            ("across", run, before),
+        ):
+            each.take(state)
             each.train(2)
             found[case][name] = furthest(each.losses, alone.losses)
+        before = reached
         island.dismiss()
     return found
 
@@ -167,3 +168,4 @@ def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str,
 def test_a_state_is_gone_on_with_on_another_mesh(case: str, found: dict[str, dict[str, float]]) -> None:
     assert found[case]["onto one rank"] < 1e-4
     assert found[case]["from one rank"] < 1e-4
+    assert found[case]["across"] < 1e-4

@@ -39,12 +39,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from diloco.config import MeshSection, Site
 from diloco.errors import ConfigError
-from diloco.island.bridge import collect, spread
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh
+from diloco.island.shares import held
 from diloco.models.moe import routers
 from diloco.models.transformer import Block, Transformer
+from diloco.slices import Slice
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -67,13 +68,9 @@ class Copies:
     def settle(self) -> None:
         """After forward passes without backward passes there is nothing to put back."""
 
-    def collect(self, value: Tensor) -> Tensor:
-        """A copy on the host, on rank 0."""
-        return collect(value)
-
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rank 0's value on every rank."""
-        return spread(value, torch.empty_like(like))
+    def held(self, name: str, value: Tensor) -> Slice:
+        """All of it."""
+        return held(name, value)
 
 
 class Divided:
@@ -100,13 +97,9 @@ class Divided:
         """A loss, or a norm of the gradient, of which each rank may have a part."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def collect(self, value: Tensor) -> Tensor:
-        """The whole tensor on the host of rank 0."""
-        return collect(value)
-
-    def spread(self, value: Tensor, like: Tensor) -> Tensor:
-        """Rank 0's value, each rank's share of it."""
-        return spread(value, torch.empty_like(like))
+    def held(self, name: str, value: Tensor) -> Slice:
+        """This rank's share."""
+        return held(name, value)
 
     def settle(self) -> None:
         """Give back what a forward pass without a backward pass left gathered."""
