@@ -116,11 +116,8 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
         found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
         heir = Run(contract(), plain, Island(0, 1, CPU))
-        for name, each, state in (
-            ("onto one rank", heir, reached),
-            ("from one rank", run, expected),
-            ("across", run, before),
-        ):
+        resumed = {"onto one rank": (heir, reached), "from one rank": (run, expected), "across": (run, before)}
+        for name, (each, state) in resumed.items():
             each.take(state)
             each.train(2)
             found[case][name] = furthest(each.losses, alone.losses)
