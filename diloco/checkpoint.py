@@ -2,12 +2,19 @@
 
     <directory>/v00000012/manifest.json        format, version, meta; size and SHA-256 of each file; a digest of it all
                           outer.safetensors    one file for each group of tensors: outer, inner, local, random
+                          inner.3.safetensors  what rank 3 of an island wrote of a group
+
+A tensor may be in several files, as slices that make it whole. A slice's key in its file is anything; `slices` in the
+file's metadata, which its hash covers, says `{key: [name, shape of the whole, offsets]}`. What is not there is whole,
+and its key is its name: an island of one rank writes plain files.
 
 A checkpoint is written beside its place as `.v00000012.<pid>.tmp`, synced to the disk and renamed. One that is
-already there steps aside as `.v00000012.<pid>.old`, where `load` finds it, until the new one has its name.
+already there steps aside as `.v00000012.<pid>.old`, where `load` finds it, until the new one has its name. Each rank
+writes, syncs and hashes its own files; rank 0, which heard of all of them, writes the manifest last and renames.
 
 Checkpoints may come from other people: nothing is unpickled, the hashes are compared before safetensors, which
-accepts a flipped bit, parses a byte, and no path is made of a tensor's name.
+accepts a flipped bit, parses a byte, no path is made of a tensor's name, and nothing is allocated for a tensor whose
+slices are not all there.
 """
 
 from __future__ import annotations
@@ -18,26 +25,29 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco import failpoints
 from diloco.errors import ResourceError, StateError
-from diloco.fragments import Layout, NamedShapes
+from diloco.fragments import Fragment, Layout, NamedShapes
 from diloco.ledger import sync_path
-from diloco.outer import FragmentState, OuterOptimizer, OuterState, buffer_bytes
+from diloco.outer import FragmentState, OuterOptimizer, OuterState
+from diloco.slices import Box, Pieces, Slice, Slices
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
@@ -45,11 +55,15 @@ T = TypeVar("T")
 
 _CHECKPOINT = re.compile(r"v(\d{8,18})|\.v(\d{8,18})\.\d{1,9}\.old")
 _LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
-_FILE = re.compile(r"[a-z]+\.safetensors")
+_FILE = re.compile(r"([a-z]+)(\.[1-9]\d{0,5})?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNREADABLE = (OSError, SafetensorError, RuntimeError)
 """What reading tensors may raise; the last from torch, of a file that was deleted after its hash was verified."""
 _FIX = "copy it again from where it is whole, or start without it and join the run"
+_FREE = "free space there, or choose a folder that can be written"
+_ONE_FILE_SYSTEM = "the ranks of an island need one file system: set storage.directory to a folder that all nodes have"
+HASHING = 4
+"""Files that are hashed at a time, each on a core of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +71,12 @@ class Checkpoint:
     """What `load` found, as it was saved."""
 
     version: int
-    groups: Mapping[str, Mapping[str, Tensor]]
+    groups: Mapping[str, Pieces]
     """By group, then by name; host tensors, mapped from the files. A group saved empty is absent."""
     meta: Mapping[str, Any]
     path: Path
+    digest: str = ""
+    """Of the manifest, and so of everything."""
 
     def value(self, name: str, kind: type[T]) -> T:
         """`meta[name]`. Raises StateError unless it is there and of this JSON type."""
@@ -74,47 +90,134 @@ class Checkpoint:
 # ---------------------------------------------------------------- save
 
 
+class Gathering(Protocol):
+    """The ranks of an island (`diloco.island.Island`), or one alone."""
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+
+
+class Ranks(Gathering, Protocol):
+    """The ranks that write a checkpoint together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def share(self, text: str = "") -> str:
+        """Rank 0's text, on every rank."""
+
+
+class Alone:
+    """One process that writes all of it."""
+
+    rank = 0
+
+    def share(self, text: str = "") -> str:
+        return text
+
+    def gather(self, text: str) -> list[str]:
+        return [text]
+
+
 def save(
     directory: Path,
     version: int,
-    groups: Mapping[str, Mapping[str, Tensor]],
+    groups: Slices,
     meta: Mapping[str, JsonValue],
     keep: int,
+    ranks: Ranks = Alone(),  # noqa: B008
 ) -> Path:
     """Write the checkpoint of `version` and keep the newest `keep` up to it. Returns its folder.
 
-    Group names are lower-case letters; tensors are strided, of any dtype and device, and nobody may write to them
-    meanwhile. One directory has one writer. Memory: host tensors are written from where they are (safetensors 0.8:
-    512 MiB raised the peak by nothing; releases that copy do so one group at a time). Time: the disk's, and SHA-256
-    over what was written, read back from the page cache (1.1 GB/s on one core).
+    The other `ranks` call `save_part` meanwhile. Group names are lower-case letters; tensors are strided, of any dtype
+    and device, and nobody may write to them meanwhile. One directory has one writer. Memory: host tensors are written
+    from where they are (safetensors 0.8: 512 MiB raised the peak by nothing; releases that copy do so one group at a
+    time). Time: the disk's, and SHA-256 over what was written, read back from the page cache (1.1 GB/s on one core).
 
-    Raises ResourceError when the disk is full or cannot be written. The older checkpoints are then still there, and
-    nothing is left of the new one.
+    Raises ResourceError when the disk is full or cannot be written, by whichever rank. The older checkpoints are then
+    still there, and nothing is left of the new one.
     """
     target = directory / f"v{version:08d}"
-    with _writing("checkpoint", target):
-        _sweep(directory)
-    with replacing(target, "checkpoint") as beside:
-        files = {}
-        for group, tensors in groups.items():
-            if tensors:
-                file = beside / f"{group}.safetensors"
-                assert _FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
-                write_tensors(file, tensors)
-                failpoints.hit("mid-checkpoint")
-                files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
-        fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
-        (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
+    begun = False
+    try:
+        with _writing("checkpoint", target):
+            _sweep(directory)
+        with replacing(target, "checkpoint") as beside:
+            begun = True
+            ranks.share(str(beside.resolve()))
+            reports = ranks.gather(_report(beside, groups, ranks.rank))
+            files = _files(target, beside, reports)
+            # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
+            fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
+            (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
+    finally:
+        if not begun:
+            ranks.share("")
     _retain(directory, version, keep)
     return target
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_part(groups: Slices, ranks: Ranks) -> None:
+    """On the other ranks, while rank 0 calls `save`: write what this rank has of it. Rank 0 says what went wrong."""
+    folder = ranks.share()
+    if folder:
+        ranks.gather(_report(Path(folder), groups, ranks.rank))
+
+
+def _report(folder: Path, groups: Slices, rank: int) -> str:
+    """Write a rank's files. What rank 0 must know of them: sizes and hashes by name, or why it cannot be."""
+    try:
+        # Listing asks a network's file system anew, where looking up a name may remember that it was not there.
+        if rank and not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
+            return json.dumps({"refused": f"{folder} of rank 0 is not here", "fix": _ONE_FILE_SYSTEM})
+        return json.dumps({"files": _write_groups(folder, groups, rank)})
+    except Exception as error:  # the other ranks wait for this report
+        logger.debug("cannot write %s", folder, exc_info=True)
+        return json.dumps({"refused": _reason(error), "fix": _FREE})
+
+
+def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValue]:
+    files: dict[str, JsonValue] = {}
+    for group, slices in groups.items():
+        if slices:
+            file = folder / (f"{group}.{rank}.safetensors" if rank else f"{group}.safetensors")
+            assert _FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
+            write_slices(file, slices)
+            failpoints.hit("mid-checkpoint")
+            sync_path(file)
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    return files
+
+
+def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]:
+    """All files that the ranks told of. Raises ResourceError unless they are here."""
+    files: dict[str, Any] = {}
+    for rank, report in enumerate(map(json.loads, reports)):
+        who = f"rank {rank}: " if rank else ""
+        if "refused" in report:
+            raise ResourceError(f"cannot write checkpoint {target}: {who}{report['refused']}", report["fix"])
+        for name, entry in report["files"].items():
+            file = beside / name
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                cause = f"cannot write checkpoint {target}: {who}{name} was written, and is not here"
+                raise ResourceError(cause, _ONE_FILE_SYSTEM)
+        files |= report["files"]
+    return files
+
+
+def write_slices(path: Path, slices: Sequence[Slice]) -> None:
+    """A new safetensors file at `path`, with what its slices are slices of. Raises SafetensorError."""
+    tensors = {one.box.key: one.local for one in slices}
+    assert len(tensors) == len(slices), f"{path.name}: two slices are one"
+    parts = {one.box.key: [one.box.name, one.box.shape, one.box.offsets] for one in slices if not one.box.whole}
+    write_tensors(path, tensors, {"slices": json.dumps(parts)} if parts else None)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A new safetensors file at `path`. Raises SafetensorError, whatever the disk's reason."""
     path.touch()
     mode = path.stat().st_mode
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
     path.chmod(mode)  # safetensors renames a private file of mode 0600 over it; others may read checkpoints and models
 
 
@@ -159,8 +262,7 @@ def _writing(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        fix = "free space there, or choose a folder that can be written"
-        raise ResourceError(f"cannot write {what} {path}: {_reason(error)}", fix) from error
+        raise ResourceError(f"cannot write {what} {path}: {_reason(error)}", _FREE) from error
 
 
 def _remove(path: Path) -> None:
@@ -244,28 +346,67 @@ def latest(directory: Path) -> Path | None:
 
 
 def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
-    """The outer state of a peer's checkpoint, from group `outer` and `meta["steps"]`. Its buffers are not copied.
+    """What `layout` holds of the outer state of a peer's checkpoint, from group `outer` and `meta["steps"]`.
 
     Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
     """
-    buffers = checkpoint.groups.get("outer", {})
+    pieces = checkpoint.groups.get("outer", Pieces(()))
     steps = checkpoint.value("steps", list)
-    sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
-    plain = all(buffer.dtype == torch.float32 and buffer.ndim == 1 for buffer in buffers.values())
+    sizes = {
+        f"{fragment.index}/{name}": (fragment.total,)
+        for fragment in layout.fragments
+        for name in ("anchor", *optimizer.slot_names)
+    }
     counts = all(type(count) is int and count >= 0 for count in steps) and len(steps) == len(layout.fragments)
-    if not (plain and counts and sizes == buffer_bytes(layout, optimizer)):
+    if not (counts and {name: pieces.shape(name) for name in pieces} == sizes):
         cause = f"the outer state in checkpoint {checkpoint.path} does not fit the model"
         raise StateError(cause, "use the contract, and the Hugging Face config if any, that it was written with")
     fragments = (
         FragmentState(
-            buffers[f"{fragment.index}/anchor"],
-            {name: buffers[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
+            fragment_flat(pieces, f"{fragment.index}/anchor", fragment),
+            {name: fragment_flat(pieces, f"{fragment.index}/{name}", fragment) for name in optimizer.slot_names},
             count,
             fragment,
         )
         for fragment, count in zip(layout.fragments, steps, strict=True)
     )
     return OuterState(checkpoint.version, tuple(fragments))
+
+
+def read_together(ranks: Gathering, read: Callable[[], T]) -> T:
+    """What `read` gives on this rank. Raises StateError on all ranks when it does on one."""
+    found: list[T] = []
+    refused = ""
+    try:
+        found.append(read())
+    except StateError as error:
+        refused = json.dumps([error.cause, error.fix])
+    for answer in ranks.gather(refused):
+        if answer:
+            raise StateError(*json.loads(answer))
+    return found[0]
+
+
+def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
+    """What is held here of a flat buffer: by part, where other ranks hold other parts."""
+    if fragment.lanes == 1:
+        return [Slice.whole(name, flat)] if fragment.cuts else []
+    cuts = fragment.cuts.items()
+    return [
+        Slice.of(name, [fragment.total], [fragment.place_of(part)[0]], flat[start:stop]) for part, (start, stop) in cuts
+    ]
+
+
+def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
+    """The reverse: flat fp32. It is not copied where it was saved as a whole and is held as one. Raises StateError."""
+    if pieces.dtype(name) != torch.float32:
+        raise StateError(f"{name} of the checkpoint is not in fp32", "use a checkpoint that `diloco peer` wrote")
+    if fragment.lanes == 1 and fragment.cuts:
+        return pieces[name]
+    flat = torch.empty(fragment.elements)
+    for one in fragment_slices(name, fragment, flat):
+        pieces.read(one)
+    return flat
 
 
 def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
@@ -297,12 +438,105 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
 def _read(path: Path) -> Checkpoint:
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
-        for name, entry in manifest["files"].items():
-            _verify(path / name, entry)
-        groups = {Path(name).stem: load_file(path / name) for name in manifest["files"]}
+        files = [_File(path / name, entry) for name, entry in manifest["files"].items()]
+        with ThreadPoolExecutor(HASHING) as pool:
+            list(pool.map(_File.verify, files))
+        groups = _groups(files)
+        for file in files:
+            file.map()
     except (ValueError, *_UNREADABLE) as error:
         raise StateError(f"checkpoint {path} is damaged: {_reason(error)}", _FIX) from error
-    return Checkpoint(manifest["version"], groups, manifest["meta"], path)
+    return Checkpoint(manifest["version"], groups, manifest["meta"], path, manifest["digest"])
+
+
+def reopen(path: Path, digest: str) -> Checkpoint:
+    """On the other ranks of an island: the checkpoint that rank 0 has loaded and verified.
+
+    Files are verified once more, and mapped, as far as tensors are read from them. Raises StateError, then, too.
+    """
+    try:
+        manifest = _parse((path / MANIFEST).read_bytes())
+        if manifest["digest"] != digest:
+            raise ValueError("it is not the one that rank 0 has")
+        groups = _groups([_File(path / name, entry) for name, entry in manifest["files"].items()])
+    except (ValueError, *_UNREADABLE) as error:
+        raise StateError(f"this rank cannot read checkpoint {path}: {_reason(error)}", _ONE_FILE_SYSTEM) from error
+    return Checkpoint(manifest["version"], groups, manifest["meta"], path, digest)
+
+
+class _File:
+    """A file of tensors, and what the manifest says of it."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        self.path, self._entry = path, entry
+        self._verified = False
+
+    def verify(self) -> None:
+        """Raises ValueError or OSError unless the file is as the manifest has it."""
+        if not self._verified:
+            _verify(self.path, self._entry)
+        self._verified = True
+
+    def boxes(self) -> Iterator[tuple[str, Box, str]]:
+        """Key, place and dtype of each slice, from the header. Raises ValueError, SafetensorError."""
+        with safe_open(self.path, "pt") as file:
+            parts = _slice_names(file.metadata() or {})
+            keys = file.keys()
+            if not parts.keys() <= set(keys):
+                raise ValueError(f"{self.path.name} does not have the slices that it tells of")
+            for key in keys:
+                header = file.get_slice(key)
+                extent = tuple(header.get_shape())
+                name, shape, offsets = parts.get(key, (key, extent, (0,) * len(extent)))
+                yield key, Box(name, tuple(shape), tuple(offsets), extent), header.get_dtype()
+
+    def map(self) -> Mapping[str, Tensor]:
+        """All tensors, by key."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        self.verify()
+        return load_file(self.path)
+
+    def tensor(self, key: str) -> Tensor:
+        """Raises StateError."""
+        try:
+            return self._tensors[key]
+        except (ValueError, *_UNREADABLE) as error:
+            raise StateError(f"checkpoint {self.path.parent} is damaged: {_reason(error)}", _FIX) from error
+
+
+def _slice_names(metadata: Mapping[str, str]) -> Mapping[str, tuple[str, list[int], list[int]]]:
+    """By key. Raises ValueError."""
+    parts = json.loads(metadata.get("slices", "{}"))
+    if not isinstance(parts, dict) or not all(_names_slice(entry) for entry in parts.values()):
+        raise ValueError("what it tells of its slices is malformed")
+    return parts
+
+
+def _names_slice(entry: object) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and isinstance(entry[0], str)
+        and all(isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in sizes) for sizes in entry[1:])
+    )
+
+
+def _groups(files: Sequence[_File]) -> dict[str, Pieces]:
+    """By name. Raises ValueError where slices do not make their tensors whole."""
+    slices: dict[str, list[tuple[Box, Callable[[], Tensor]]]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
+    for file in files:
+        match = _FILE.fullmatch(file.path.name)
+        assert match is not None
+        group = slices.setdefault(match[1], [])
+        for key, box, dtype in file.boxes():
+            group.append((box, partial(file.tensor, key)))
+            if dtypes.setdefault((match[1], box.name), dtype) != dtype:
+                raise ValueError(f"slices of {box.name[:100]!r} are of different types")
+    return {name: Pieces(found) for name, found in slices.items()}
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -360,4 +594,4 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         named = Path(error.filename).name if error.filename is not None else ""
         return f"{named}: {error.strerror}" if named else error.strerror
-    return str(error).rpartition("I/O error: ")[2].partition("\n")[0]
+    return (str(error) or repr(error)).rpartition("I/O error: ")[2].partition("\n")[0]

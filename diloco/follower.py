@@ -7,7 +7,9 @@ rank 0 has this rank's lane send, receive and average its parts (`diloco.exchang
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
+from diloco.checkpoint import reopen
 from diloco.compress import PayloadError
 from diloco.config import Contract, Site
 from diloco.encoding import Encoder
@@ -17,7 +19,7 @@ from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.island import Island
-from diloco.peer import compiled_codecs, lanes_of, open_line
+from diloco.peer import compiled_codecs, lanes_of, line_slices, open_line, restored_line
 from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anchor, weights_to_keep, withdraw
 from diloco.types import Closed, Commit
 from diloco.workbench import Bench
@@ -46,6 +48,7 @@ class Follower:
         self._first: FirstRank | None = None
         self._standing = ExitStack()
         self._contract = contract
+        bench.kept = lambda: line_slices(self.line)
 
     def serve(self) -> None:
         """Do what rank 0 announces, until the end."""
@@ -57,6 +60,7 @@ class Follower:
                 apply=self._apply,
                 adopt=self._adopt,
                 drop=lambda: dropped(self.line),
+                restore_line=self._restore_line,
                 stand_at_anchor=lambda: self._standing.enter_context(weights_at_anchor(self.line)),
                 stand_without_foreseen=lambda: self._standing.enter_context(weights_to_keep(self.line)),
                 stand_back=self._standing.close,
@@ -71,7 +75,7 @@ class Follower:
         if self.island.rank < lanes_of(self.site, self.island):
             address = self._open_lane((host, port), bytes.fromhex(key), toward)
         self._hold()
-        self.island.gather(address.encode())
+        self.island.gather(address)
 
     def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
         site, line = self.site, self.line
@@ -113,6 +117,9 @@ class Follower:
     def _adopt(self) -> None:
         adopted(self.line, self._lane.copied() if self._lane is not None else self.line.state)
         self._hold()
+
+    def _restore_line(self, path: str, digest: str) -> None:
+        restored_line(self.line, lambda: reopen(Path(path), digest))
 
     def _hold(self) -> None:
         """Our lane is to know what we stand at before anybody goes on."""

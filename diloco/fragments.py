@@ -87,6 +87,11 @@ class Fragment:
         return sum(stop - start for start, stop in self.cuts.values())
 
     @cached_property
+    def total(self) -> int:
+        """Elements of all parts."""
+        return sum(elements for _, elements in self.groups)
+
+    @cached_property
     def parts(self) -> int:
         """How many parts in all; only the last one of a group may be shorter than `part_elements`."""
         return len(self._places)

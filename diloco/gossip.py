@@ -20,12 +20,11 @@ import random
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 from torch import Tensor
 
-from diloco.checkpoint import Checkpoint, JsonValue
+from diloco.checkpoint import Checkpoint
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
@@ -44,6 +43,7 @@ from diloco.outer import OuterState
 from diloco.pairing import Pairing, check_partner, pair_mean, settle, spread
 from diloco.peer import Gate, check_alike, compiled_codecs, open_line, restore_line, save_line, serve_bps_of, timing_of
 from diloco.round import adopt_state, drop_progress
+from diloco.saving import Contents
 from diloco.schedule import Settling, Stopwatch
 from diloco.telemetry import Events, timed
 from diloco.types import Member, Phase, Progress
@@ -436,12 +436,10 @@ class GossipPeer:
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(
-        self, directory: Path, groups: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, JsonValue], keep: int
-    ) -> Path:
-        """Write a checkpoint: our state, and what the inner side adds. Raises ResourceError."""
-        tokens: dict[str, JsonValue] = {"own_tokens": self.tokens, "run_tokens": self.position()}
-        return save_line(self.line, self.contract, directory, groups, {**meta, **tokens}, keep)
+    def to_save(self) -> Contents:
+        """What a checkpoint holds of us, beside the inner side."""
+        groups, about = save_line(self.line, self.contract)
+        return groups, {**about, "own_tokens": self.tokens, "run_tokens": self.position()}
 
     def _terms(self, data: str) -> GossipTerms:
         contract = self.contract

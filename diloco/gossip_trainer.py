@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint
@@ -11,10 +12,11 @@ from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
-from diloco.errors import ConfigError, ResourceError
+from diloco.errors import ConfigError
 from diloco.gossip import GossipPeer
 from diloco.island import Island
 from diloco.peer import Gate
+from diloco.saving import Contents, Keeper, Written
 from diloco.telemetry import Events
 from diloco.trainer import REPORT_EVERY_S, Ending
 from diloco.types import Blocks
@@ -56,21 +58,25 @@ class GossipTrainer:
         if checkpoint is not None:
             bench.restore(checkpoint)
             self.reader.load_state_dict(checkpoint.value("reader", dict))
+        self._keeper = Keeper(events, self._begin_save)
         self._started_s = self._reported_s = monotonic_s()
 
     # ------------------------------------------------------------ the life of a peer
 
     def run(self) -> Ending:
         """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
-        self.peer.open()
-        self._emit_start(self.peer)
-        self.peer.enter(lambda: self.bench.idle() and not self.stop())
-        self._started_s = monotonic_s()
-        self.bench.usage.begin()
-        while not (self.peer.finishing or self.stop()):
-            self._inner_step()
-            self._between_steps()
-        return self._end()
+        try:
+            self.peer.open()
+            self._emit_start(self.peer)
+            self.peer.enter(lambda: self.bench.idle() and not self.stop())
+            self._started_s = monotonic_s()
+            self.bench.usage.begin()
+            while not (self.peer.finishing or self.stop()):
+                self._inner_step()
+                self._between_steps()
+            return self._end()
+        finally:
+            self.bench.saver.wait(self.site.timeouts.leave_s)
 
     def _inner_step(self) -> None:
         inner, tokens = self.contract.inner, self.contract.tokens_per_step
@@ -86,6 +92,7 @@ class GossipTrainer:
 
     def _between_steps(self) -> None:
         """Swaps, and what hangs on them."""
+        self._keeper.tell()
         peer = self.peer
         if not peer.between_steps():
             return
@@ -96,7 +103,7 @@ class GossipTrainer:
             self.events.emit("eval", version=peer.version, tokens=peer.position(), val_loss=val_loss)
         every = self.site.storage.checkpoint_every
         if every and peer.version % every == 0:
-            self._save_or_warn(peer)
+            self._keeper.due(peer.version, self._contents)
 
     def _report(self, peer: GossipPeer, loss: float) -> None:
         now = monotonic_s()
@@ -134,27 +141,20 @@ class GossipTrainer:
         ending = Ending(reason, peer.version, peer.position(), digest, "", val_loss, discarded, spread)
         wire, wall_s = peer.counter.sample(), monotonic_s() - self._started_s
         self.events.emit("end", **vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s)
-        self.save(peer)
+        self.save()
         peer.close()
         self.bench.close()
         return ending
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(self, peer: GossipPeer) -> Path:
-        """Write a checkpoint of this peer. Raises ResourceError."""
-        started_s = monotonic_s()
-        groups, meta = self.bench.to_save()
-        meta["reader"] = self.reader.state_dict()
-        path = peer.save(self.directory / "checkpoints", groups, meta, self.site.storage.keep)
-        size = sum(file.stat().st_size for file in path.iterdir())
-        self.events.emit("checkpoint", version=peer.version, seconds=monotonic_s() - started_s, bytes=size)
-        return path
+    def save(self) -> Path:
+        """Write a checkpoint of this peer, and wait for it. Raises ResourceError."""
+        return self._keeper.last(self.peer.version, self._contents)
 
-    def _save_or_warn(self, peer: GossipPeer) -> None:
-        """A full disk must not end a run: the next swap tries again, and the last checkpoint is still there."""
-        try:
-            self.save(peer)
-        except ResourceError as error:
-            logger.warning("no checkpoint of swap %d: %s", peer.version, error)
-            self.events.emit("warning", text=f"no checkpoint: {error.cause}")
+    def _contents(self) -> Contents:
+        groups, meta = self.peer.to_save()
+        return groups, {**meta, "reader": self.reader.state_dict()}
+
+    def _begin_save(self, contents: Contents) -> Future[Written]:
+        return self.bench.save(self.directory / "checkpoints", self.peer.version, contents, self.site.storage.keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from diloco.meter import Phases
 from diloco.models.moe import routers
 from diloco.models.transformer import token_loss
 from diloco.muon import LR_RATIO, MuonAdamW, muon_parameters
+from diloco.slices import Pieces, Shape, Slice
 
 Forward = Callable[[Tensor], Tensor]
 Reduce = Callable[[list[nn.Parameter]], None]
@@ -101,9 +102,6 @@ class Pipeline(Protocol):
     def norm(self, own: Tensor) -> Tensor:
         """Of the whole gradient, from the norm of what each rank counts."""
 
-    def any_has(self, names: Sequence[str]) -> set[str]:
-        """All that any of the ranks gives."""
-
 
 class Ranks(Protocol):
     """What inner steps ask of whoever spreads the model over ranks (`diloco.island.parallel`)."""
@@ -125,12 +123,8 @@ class Ranks(Protocol):
     def settle(self) -> None:
         """After forward passes without backward passes."""
 
-    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """A copy on the host of a tensor laid out like the parameter of this name, whole; on other ranks than 0 it may
-        be empty. None: this rank has nothing of it, but knows its shape."""
-
-    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
-        """Rank 0's `value`, whole, as a new tensor laid out like `like`; None on a rank that has nothing of it."""
+    def held(self, name: str, value: Tensor) -> Slice:
+        """What this rank holds of a tensor that is laid out like a parameter, or the same everywhere: a view."""
 
 
 class Alone:
@@ -150,13 +144,8 @@ class Alone:
     def settle(self) -> None:
         pass
 
-    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        assert value is not None
-        return value.detach().to("cpu", copy=True)
-
-    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
-        assert like is not None
-        return value.to(like.device, copy=True)
+    def held(self, name: str, value: Tensor) -> Slice:
+        return Slice.whole(name, value)
 
 
 class InnerLoop:
@@ -263,61 +252,53 @@ class InnerLoop:
         blocks that this rank has."""
         return [round(router.imbalance(), 3) for router in self._routers]
 
-    def state_dict(self) -> State:
-        """Optimizer state and step counts: `<parameter>/<key>` -> tensor (a copy on the CPU), and plain numbers.
+    def numbers(self) -> dict[str, int]:
+        """Step counts."""
+        return {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
 
-        Tensors are whole, whatever the ranks hold of them; all ranks call it together, and it is rank 0's to use.
+    def weights(self) -> list[Slice]:
+        """What this rank holds of each trainable parameter: views."""
+        return [self._ranks.held(name, parameter) for name, parameter in self._named_parameters()]
+
+    def state(self) -> list[Slice]:
+        """What this rank holds of the optimizer's state, as `<parameter>/<key>`: views, which the next step moves."""
+        return [
+            self._ranks.held(f"{name}/{key}", value)
+            for name, parameter in self._named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        ]
+
+    def load_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str] = ()) -> None:
+        """Take back what `numbers` and `state` gave, on all ranks or on others than these: this rank's slices of it.
+
+        `elsewhere`: entries of parameters that only other ranks hold. Raises StateError when it belongs to another
+        model or optimizer.
         """
-        state: State = {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
-        own = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self._named_parameters()}
-        remembered = {name for name, values in own.items() if values}
-        if self._ranks.pipeline is not None:
-            remembered = self._ranks.pipeline.any_has(sorted(remembered))
-        for name, (like, keys) in self._expected().items():
-            for key in sorted(keys) if name in remembered else ():
-                shape = torch.Size() if key == "step" else like.shape
-                state[f"{name}/{key}"] = self._ranks.collect(name, own.get(name, {}).get(key), shape)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor | int | float]) -> None:
-        """Take back what `state_dict` gave, on all ranks together: tensors are rank 0's, others give their shapes.
-
-        Raises StateError when it belongs to another model or optimizer.
-        """
-        self.check_state(state)
-        self.steps, self.nonfinite_steps = int(state["steps"]), int(state["nonfinite_steps"])
+        self._check_state(numbers, state, elsewhere)
+        self.steps, self.nonfinite_steps = int(numbers["steps"]), int(numbers["nonfinite_steps"])
         named = dict(self._named_parameters())
         self.optimizer.state.clear()
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            parameter_name, _, key = name.rpartition("/")
-            parameter = named.get(parameter_name)
-            if parameter is None:  # another rank's layer
-                self._ranks.spread(value, None)
-                continue
-            like = parameter.detach() if value.ndim else torch.empty((), device=parameter.device)
-            self.optimizer.state[parameter][key] = self._ranks.spread(value, like)
+        for entry in state:
+            name, _, key = entry.rpartition("/")
+            if name in named:
+                parameter = named[name].detach()
+                value = torch.empty_like(parameter) if state.shape(entry) else torch.empty((), device=parameter.device)
+                state.read(self._ranks.held(entry, value))
+                self.optimizer.state[named[name]][key] = value
 
-    def check_state(self, state: Mapping[str, Tensor | int | float]) -> None:
-        """Raise StateError unless `load_state_dict` can take this."""
-        if not all(isinstance(state.get(name), int) for name in ("steps", "nonfinite_steps")):
+    def foreign(self, state: Iterable[str]) -> set[str]:
+        """Entries of an optimizer's state that are of no parameter that this rank holds."""
+        named = dict(self._named_parameters())
+        return {entry for entry in state if entry.rpartition("/")[0] not in named}
+
+    def _check_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str]) -> None:
+        if not all(type(numbers.get(name)) is int for name in ("steps", "nonfinite_steps")):
             raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        _check_state(tensors, self._expected())
+        shapes = {entry: state.shape(entry) for entry in state if entry not in elsewhere}
+        _check_state(shapes, dict(self._named_parameters()), _state_keys(self.optimizer))
 
     def _named_parameters(self) -> list[tuple[str, Tensor]]:
         return list(named_parameters(self.model).items())
-
-    def _expected(self) -> dict[str, tuple[Tensor, set[str]]]:
-        """Of each parameter of the model: one like it, and what the optimizer remembers once that has moved."""
-        keys = _state_keys(self.optimizer)
-        if self._ranks.pipeline is not None:  # all of one kind: Muon has no pipeline
-            whole = self._ranks.pipeline.whole_model
-            moved = [p for group in parameter_groups(whole, 0.0) for p in group["params"]]
-            keys = dict.fromkeys(moved, _group_keys(self.optimizer.param_groups[0]))
-            return {name: (p, keys.get(p, set())) for name, p in named_parameters(whole).items()}
-        return {name: (p, keys.get(p, set())) for name, p in self._named_parameters()}
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
@@ -347,23 +328,24 @@ def _group_keys(group: Mapping[str, Any]) -> set[str]:
     return {"momentum_buffer"} if "ns_steps" in group else set()
 
 
-def _check_state(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[Tensor, set[str]]]) -> None:
+def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys: Mapping[Tensor, set[str]]) -> None:
     """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
     got: dict[str, set[str]] = {}
-    for entry, value in tensors.items():
+    for entry, found_shape in shapes.items():
         name, _, key = entry.rpartition("/")
         got.setdefault(name, set()).add(key)
-        shape = None if name not in expected else () if key == "step" else tuple(expected[name][0].shape)
-        if tuple(value.shape) != shape:
+        parameter = named.get(name)
+        shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
+        if found_shape != shape:
             raise StateError(
-                f"inner optimizer state {entry}: shape {tuple(value.shape)}, this model expects {shape}",
+                f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}",
                 "resume with the contract that wrote the checkpoint",
             )
     for name, found in got.items():
-        keys = expected[name][1]
-        if found != keys:
+        expected = keys[named[name]]
+        if found != expected:
             raise StateError(
-                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(keys)}",
+                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
                 "resume with the contract that wrote the checkpoint",
             )
 

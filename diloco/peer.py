@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cache, partial
@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from diloco import failpoints
-from diloco.checkpoint import Checkpoint, JsonValue, outer_state
-from diloco.checkpoint import save as save_checkpoint
+from diloco.checkpoint import Checkpoint, JsonValue, fragment_flat, fragment_slices, outer_state, read_together
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import use_compiled
@@ -60,14 +59,16 @@ from diloco.round import (
     Line,
     Trained,
     adopt_state,
+    adopted,
     begin_round,
     drop_progress,
     finish_round,
     run_round,
     step_outer,
-    weights_to_keep,
 )  # fmt: skip
+from diloco.saving import Contents
 from diloco.schedule import OFFERED_AGAIN, Cadence, Finish
+from diloco.slices import Pieces, Slice
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 from diloco.weighing import Weighing
@@ -249,7 +250,7 @@ class Peer:
         self.exchange.seat(door.let_in(lanes_of(self.site, island) - 1))
         self.exchange.lane.hold(self.line.state)
         island.all(True)
-        return tuple(address.decode() for address in island.gather(b"") if address)
+        return tuple(address for address in island.gather("") if address)
 
     def wire(self) -> SocketBytes | None:
         """Bytes sent and received so far, by all ranks of the island. None where nobody can tell."""
@@ -516,11 +517,9 @@ class Peer:
 
     # ------------------------------------------------------------ checkpoints
 
-    def save(
-        self, directory: Path, groups: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, JsonValue], keep: int
-    ) -> Path:
-        """Write a checkpoint: the outer state, and what the inner side adds. Raises ResourceError."""
-        return save_line(self.line, self.contract, directory, groups, meta, keep)
+    def to_save(self) -> Contents:
+        """What a checkpoint holds of us, beside the inner side."""
+        return save_line(self.line, self.contract)
 
     def _terms(self, data: str) -> Terms:
         contract, layout = self.contract, self.line.layout
@@ -592,19 +591,15 @@ def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
         raise IncompatibleError(cause, fix)
 
 
-def save_line(
-    line: Line,
-    contract: Contract,
-    directory: Path,
-    groups: Mapping[str, Mapping[str, Tensor]],
-    meta: Mapping[str, JsonValue],
-    keep: int,
-) -> Path:
-    """Write a checkpoint: what a line stands at, and what else is given. Raises ResourceError."""
-    outer = {"outer": dict(line.state.buffers())}
-    local = {"local": line.parameters} if line.trained.tokens else {}
-    residual = {"residual": {str(index): tensor for index, tensor in line.residuals.items()}}
-    own = {f"{index}/{name}": slot for index, state in line.own.items() for name, slot in state.slots.items()}
+def save_line(line: Line, contract: Contract) -> Contents:
+    """What a checkpoint holds of what a line stands at: references, to buffers that are never written again.
+
+    Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
+    (under `weights_to_keep`).
+    """
+    groups = line_slices(line)
+    if line.trained.tokens:
+        groups["local"] = []
     about: dict[str, JsonValue] = {
         "peer": line.peer,
         "contract": contract.to_json(),
@@ -614,25 +609,65 @@ def save_line(
         "blocks": line.trained.blocks,
         "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
     }
-    groups = {**outer, **local, **residual, "own": own, **groups}
-    with weights_to_keep(line):
-        return save_checkpoint(directory, line.state.version, groups, {**about, **meta}, keep)
+    return groups, about
+
+
+def line_slices(line: Line) -> dict[str, list[Slice]]:
+    """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
+    own = [(f"{index}/{name}", slot) for index, state in line.own.items() for name, slot in state.slots.items()]
+    return {
+        "outer": _flat_slices(line, line.state.buffers()),
+        "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
+        "own": _flat_slices(line, own),
+    }
+
+
+def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
+    """By part, where other ranks hold other parts; `buffers` by names that begin with their fragment's index."""
+    slices = []
+    for name, flat in buffers:
+        fragment = line.layout.fragments[int(name.partition("/")[0])]
+        slices += fragment_slices(name, fragment, flat)
+    return slices
 
 
 def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
-    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError."""
+    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
+
+    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
+    """
     text = checkpoint.meta.get("commit")
-    commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
-    adopt_state(line, outer_state(checkpoint, line.layout, line.optimizer), commit)
-    for name, tensor in checkpoint.groups.get("local", {}).items():
-        line.parameters[name].data.copy_(tensor)
+    line.commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
+    line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
+    restored_line(line, lambda: checkpoint)
     line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
-    line.residuals = {int(index): tensor for index, tensor in checkpoint.groups.get("residual", {}).items()}
-    for name, tensor in checkpoint.groups.get("own", {}).items():
+    line.since = line.state.version
+    return line.commit
+
+
+def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
+    """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
+
+    def read() -> tuple[OuterState, Checkpoint]:
+        checkpoint = opened()
+        return outer_state(checkpoint, line.layout, line.optimizer), checkpoint
+
+    state, checkpoint = read_together(line.ranks, read)
+    adopted(line, state)
+    for name, flat in _flats(line, checkpoint.groups.get("residual")):
+        line.residuals[int(name)] = flat
+    for name, flat in _flats(line, checkpoint.groups.get("own")):
         index, _, slot = name.partition("/")
-        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(tensor)))
-        line.own[int(index)] = replace(own, slots={**own.slots, slot: tensor})
-    return commit
+        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
+        line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
+
+
+def _flats(line: Line, pieces: Pieces | None) -> list[tuple[str, Tensor]]:
+    """Flat buffers of fragments, by names that begin with the fragment's index."""
+    fragments = line.layout.fragments
+    return [
+        (name, fragment_flat(pieces, name, fragments[int(name.partition("/")[0])])) for name in pieces or () if pieces
+    ]
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:

@@ -100,8 +100,8 @@ class Ranks(Protocol):
     def total(self, sums: Tensor) -> Tensor:
         """The sum over the ranks."""
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gives, by rank, for the first; nothing for the others."""
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank."""
 
 
 class Alone(Ranks):
@@ -116,8 +116,8 @@ class Alone(Ranks):
     def total(self, sums: Tensor) -> Tensor:
         return sums
 
-    def gather(self, data: bytes) -> list[bytes]:
-        return [data]
+    def gather(self, text: str) -> list[str]:
+        return [text]
 
 
 @dataclass
@@ -402,19 +402,18 @@ def move_anchor(line: Line, closed: Closed, counted: bool, seconds: dict[str, fl
 
 
 def complete(line: Line, state: FragmentState) -> None:
-    """The first rank gets to know the hashes of the parts that others hold."""
+    """The ranks tell each other the hashes of the parts that they hold."""
     fragment = state.fragment
     if fragment is None or fragment.lanes == 1:
         return
     own = state.own_hashes
-    told = line.ranks.gather(b"".join(bytes.fromhex(text) for name in own for text in own[name].values()))
-    if told:
-        hashes = {name: [""] * fragment.parts for name in own}
-        for lane, data in enumerate(told):
-            cuts = fragment.on_lane(lane, fragment.lanes).cuts
-            for place, (name, part) in enumerate((name, part) for name in own for part in cuts):
-                hashes[name][part] = data[32 * place : 32 * place + 32].hex()
-        state.keep_hashes(hashes)
+    told = line.ranks.gather(" ".join(text for name in own for text in own[name].values()))
+    hashes = {name: [""] * fragment.parts for name in own}
+    for lane, text in enumerate(told):
+        cuts = fragment.on_lane(lane, fragment.lanes).cuts
+        for (name, part), digest in zip(((name, part) for name in own for part in cuts), text.split(), strict=True):
+            hashes[name][part] = digest
+    state.keep_hashes(hashes)
 
 
 def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from diloco.data.reader import BlockReader
 from diloco.errors import ResourceError
 from diloco.island import Island
 from diloco.peer import Gate, Peer
+from diloco.round import weights_to_keep
+from diloco.saving import Contents, Keeper, Written
 from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import FLIGHT, Events
 from diloco.types import Commit, Counted, Phase
@@ -81,6 +84,7 @@ class Trainer:
         self._resumed_version = -1
         if checkpoint is not None:
             self._restore(checkpoint)
+        self._keeper = Keeper(events, self._begin_save)
         self._commit: Commit | None = None
         self._trained = checkpoint.value("tokens", int) if checkpoint else 0
         self._cadence = Cadence.of(contract)
@@ -95,13 +99,16 @@ class Trainer:
 
     def run(self) -> Ending:
         """Train until the run is done or we are asked to leave. Raises DilocoError before training starts."""
-        self.peer.open()
-        self._emit_start()
-        self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
-        self._take_over()
-        while not (self.peer.done or self.stop()):
-            self._round()
-        return self._end()
+        try:
+            self.peer.open()
+            self._emit_start()
+            self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
+            self._take_over()
+            while not (self.peer.done or self.stop()):
+                self._round()
+            return self._end()
+        finally:
+            self.bench.saver.wait(self.site.timeouts.leave_s)
 
     def _round(self) -> None:
         self._losses = []
@@ -145,6 +152,7 @@ class Trainer:
             self._watch.step(self.contract.tokens_per_step, step_s)
             self.bench.usage.step(self.contract.tokens_per_step, step_s)
             self.peer.journal.trained(self.contract.tokens_per_step, fresh)
+            self._keeper.tell()
             self._report()
 
     def _size(self) -> None:
@@ -200,7 +208,7 @@ class Trainer:
             self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=val_loss)
         every = self.site.storage.checkpoint_every
         if every and commit.version % every == 0:
-            self._save_or_warn()
+            self._keeper.due(commit.version, self._contents)
 
     def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
         """Read on in what we hold now. After a time outside the view it is all new, and nothing of it is used."""
@@ -311,23 +319,17 @@ class Trainer:
     # ------------------------------------------------------------ checkpoints
 
     def save(self) -> Path:
-        """Write a checkpoint of this peer. Raises ResourceError."""
-        started_s = monotonic_s()
-        groups, meta = self.bench.to_save()
-        meta["reader"] = self.reader.state_dict()
-        path = self.peer.save(self.directory / "checkpoints", groups, meta, self.site.storage.keep)
-        size = sum(file.stat().st_size for file in path.iterdir())
-        version = self.peer.line.state.version
-        self.events.emit("checkpoint", version=version, seconds=monotonic_s() - started_s, bytes=size)
-        return path
+        """Write a checkpoint of this peer, and wait for it. Raises ResourceError."""
+        return self._keeper.last(self.peer.line.state.version, self._contents)
 
-    def _save_or_warn(self) -> None:
-        """A full disk must not end a run: the next version tries again, and the last checkpoint is still there."""
-        try:
-            self.save()
-        except ResourceError as error:
-            logger.warning("no checkpoint of version %d: %s", self._commit.version if self._commit else 0, error)
-            self.events.emit("warning", text=f"no checkpoint: {error.cause}")
+    def _contents(self) -> Contents:
+        groups, meta = self.peer.to_save()
+        return groups, {**meta, "reader": self.reader.state_dict()}
+
+    def _begin_save(self, contents: Contents) -> Future[Written]:
+        version, keep = self.peer.line.state.version, self.site.storage.keep
+        with weights_to_keep(self.peer.line):
+            return self.bench.save(self.directory / "checkpoints", version, contents, keep)
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         self.bench.restore(checkpoint)

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint, JsonValue
+from diloco.checkpoint import Checkpoint, JsonValue, read_together, reopen
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site
 from diloco.data import open_dataset
+from diloco.errors import StateError
 from diloco.fragments import Layout, Weights, named_parameters
 from diloco.inner import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.island import Island
@@ -33,6 +35,8 @@ from diloco.meter import MEMORY, Usage, device_name, flops_per_token, memory_of,
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
 from diloco.round import Line, weights_at_anchor
+from diloco.saving import Contents, Saver, Written
+from diloco.slices import Pieces, Slices, whole_slices
 from diloco.tracing import Trace
 
 IDLE_S = 60.0
@@ -60,15 +64,18 @@ class Bench:
         self.inner = InnerLoop(
             self.model, self._inner_section(), total, island.device, compile=compiled, ranks=self.ranks
         )
+        self.saver = Saver(island)
         self._tasks: dict[str, Callable[..., object]] = {
             "idle": lambda: None,
             "step": self._step,
             "evaluate": self._evaluate,
-            "collect": self.inner.state_dict,
+            "save": self._save_part,
             "restore": self._restore,
             "memory": self._memory,
             "trace": self._begin_trace,
         }
+        self.kept: Callable[[], Slices] = dict
+        """What this rank holds of the outer side, to be saved with rank 0's."""
         self._trace: Trace | None = None
         self._on_traced: Callable[[Path], None] = lambda _: None
 
@@ -86,6 +93,7 @@ class Bench:
     def serve(self, **tasks: Callable[..., object]) -> None:
         """Do what rank 0 announces, until the end: what is told here, and `tasks`."""
         self.island.serve({**self._tasks, **tasks})
+        self.saver.wait()
 
     @property
     def parameters(self) -> int:
@@ -185,13 +193,38 @@ class Bench:
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
     def _memory(self) -> list[list[int]]:
-        """`MEMORY` by rank, on rank 0."""
-        told = self.island.gather(json.dumps(memory_of(self.island.device)).encode())
+        """`MEMORY` by rank."""
+        told = self.island.gather(json.dumps(memory_of(self.island.device)))
         return [json.loads(one) for one in told]
 
-    def _restore(self, numbers: Mapping[str, int], shapes: Mapping[str, list[int]]) -> None:
-        values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        self.inner.load_state_dict({**numbers, **values})
+    def _live(self, *, local: bool) -> Slices:
+        """What this rank holds, and inner steps move: the optimizer's state, and the weights if they are wanted."""
+        live = {"inner": self.inner.state()}
+        return {**live, "local": self.inner.weights()} if local else live
+
+    def _save_part(self, local: bool) -> None:
+        self.saver.save_part(self.kept(), self._live(local=local))
+
+    def _restore(self, path: str, digest: str) -> None:
+        self._take_together(lambda: reopen(Path(path), digest))
+
+    def _take_together(self, opened: Callable[[], Checkpoint]) -> None:
+        """Each rank reads what it holds. Raises StateError on all ranks when one cannot."""
+        mine = [one.box.name for one in self.inner.weights()]
+        known = {name for names in self.island.gather(json.dumps(mine)) for name in json.loads(names)}
+        read_together(self.island, lambda: self._take(opened(), known))
+
+    def _take(self, checkpoint: Checkpoint, known: Collection[str]) -> None:
+        """`known`: parameters of all ranks."""
+        state, weights = checkpoint.groups.get("inner", Pieces(())), checkpoint.groups.get("local", Pieces(()))
+        mine = {one.box.name: one for one in self.inner.weights()} if weights else {}
+        if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):
+            cause = f"the weights in checkpoint {checkpoint.path} are not those of this model"
+            raise StateError(cause, "resume with the contract that wrote the checkpoint")
+        elsewhere = {entry for entry in self.inner.foreign(state) if entry.rpartition("/")[0] in known}
+        self.inner.load_state(checkpoint.value("inner", dict), state, elsewhere)
+        for one in mine.values():
+            weights.read(one)
 
     def _told(self, block: Tensor | None, shape: tuple[int, int]) -> Tensor:
         """Rank 0's rows of tokens."""
@@ -273,26 +306,26 @@ class Workbench(Bench):
             self._announce("evaluate", shape=shape)
             return self._evaluate(shape, heldout.contiguous())
 
-    def to_save(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, JsonValue]]:
-        """Tensors and numbers of the inner side, for a checkpoint: whole, so that any mesh can take them back."""
-        self._announce("collect")
-        states = {"inner": self.inner.state_dict(), "random": random_states()}
-        groups = {
-            group: {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            for group, state in states.items()
+    def save(self, directory: Path, version: int, contents: Contents, keep: int) -> Future[Written]:
+        """Begin a checkpoint: of `contents`, and the inner side of all ranks; of their weights, too, if there is a
+        group `local`. Training may go on at once."""
+        groups, meta = contents
+        local = "local" in groups
+        self._announce("save", local=local)
+        random = random_states()
+        groups["random"] = whole_slices({key: value for key, value in random.items() if isinstance(value, Tensor)})
+        numbers: dict[str, JsonValue] = {
+            "vocab_size": self.vocab_size,
+            "inner": self.inner.numbers(),
+            "random": {key: value for key, value in random.items() if not isinstance(value, Tensor)},
         }
-        meta: dict[str, JsonValue] = {
-            group: {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-            for group, state in states.items()
-        }
-        return groups, {"vocab_size": self.vocab_size, **meta}
+        return self.saver.save(directory, version, groups, self._live(local=local), {**numbers, **meta}, keep)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take back what `to_save` gave, on whatever mesh that was. Raises StateError."""
-        tensors, numbers = checkpoint.groups.get("inner", {}), checkpoint.value("inner", dict)
-        self.inner.check_state({**tensors, **numbers})
-        self._announce("restore", numbers=numbers, shapes={name: list(value.shape) for name, value in tensors.items()})
-        self.inner.load_state_dict({**tensors, **numbers})
+        """Take back the inner side of a checkpoint, and the weights that are in it, saved on whatever mesh. The
+        parameters are the anchor. Raises StateError."""
+        self._announce("restore", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
+        self._take_together(lambda: checkpoint)
         restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
 
     def close(self) -> None:

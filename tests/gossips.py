@@ -21,6 +21,7 @@ from diloco.exchange.memory_link import MemoryNetwork
 from diloco.exchange.runtime import Runtime
 from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
+from diloco.slices import Slice
 from diloco.telemetry import Event, Events
 from tests.local import NoDirectory
 from tests.peers import until
@@ -98,6 +99,8 @@ class Gossiper:
         gate: Any = LocalGate(self.runtime, welcome)
         events = Events(None, name, [self.seen.append])
         self.peer = GossipPeer(name, world.contract, SITE, Weights.of(self.model), gate, events, checkpoint)
+        if checkpoint is not None:
+            checkpoint.groups["local"].read(Slice.whole("weight", self.model.weight))
         self.dead = False
         self.peer.open()
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from diloco.average import fold, mean_digest
+from diloco.checkpoint import save
 from diloco.config import Contract, StorageSection
 from diloco.data.leases import advance, found
 from diloco.fragments import Weights
@@ -74,7 +75,10 @@ class PaperPeer:
         self.journal.committed(closed.commit, mine)
 
     def save(self) -> Path:
-        return save_line(self.line, self.run, self.directory / "checkpoints", {}, {"vocab_size": VOCAB}, 9)
+        groups, about = save_line(self.line, self.run)
+        groups.pop("local", None)
+        directory = self.directory / "checkpoints"
+        return save(directory, self.line.state.version, groups, {**about, "vocab_size": VOCAB}, 9)
 
 
 class PaperRun:

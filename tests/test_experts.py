@@ -44,7 +44,7 @@ def site(root: Path, case: str = "") -> Site:
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps each goes on from one rank's state."""
+    """All cases on rank 0. After its steps each goes on from one rank's checkpoint, and one rank from its."""
     found = {}
     alone: dict[str, tuple[Run, State, float]] = {}
     for case, (_, model) in CASES.items():
@@ -52,7 +52,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         if key not in alone:
             one = Run(contract(case), site(root), Island(0, 1, CPU))
             one.train(STEPS)
-            alone[key] = one, one.state(), heldout(one)
+            alone[key] = one, one.state(root / f"alone-{len(alone)}"), heldout(one)
         one, expected, expected_heldout = alone[key]
         run = Run(contract(case), site(root, case), island)
         run.train(STEPS)
@@ -63,10 +63,12 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
             "heldout": heldout(run) / expected_heldout - 1,
             "share": share_of_experts(run),
         }
-        run.take(expected)
-        run.train(2)
         one.train(STEPS + 2 - len(one.losses))
-        found[case]["resumed"] = furthest(run.losses, one.losses)
+        heir, reached = Run(contract(case), site(root), Island(0, 1, CPU)), run.state(root / f"mesh-{len(found)}")
+        for name, each, state in (("resumed", run, expected), ("onto one rank", heir, reached)):
+            each.take(state)
+            each.train(2)
+            found[case][name] = furthest(each.losses, one.losses)
         island.dismiss()
     return found
 
@@ -96,6 +98,7 @@ def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str,
     assert found[case]["weights"] < 1e-4
     assert abs(found[case]["heldout"]) < 1e-4
     assert found[case]["resumed"] < 1e-4
+    assert found[case]["onto one rank"] < 1e-4
 
 
 def test_a_rank_holds_its_experts_only(found: dict[str, dict[str, float]]) -> None:

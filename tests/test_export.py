@@ -31,6 +31,7 @@ from diloco.inner import evaluate
 from diloco.models import build_model
 from diloco.models.export_map import llama_config
 from diloco.outer import OuterState, open_outer
+from diloco.slices import whole_slices
 from diloco.types import Commit, Leases
 
 SMALL = ModelSection(layers=3, dim=24, heads=4, kv_heads=2, ffn_dim=20, vocab_size=264, qk_norm=True)
@@ -71,7 +72,7 @@ def make_checkpoint(directory: Path, terms: Contract, model: nn.Module, **change
         **changes,
     }
     local = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    save(directory, 3, {"outer": dict(state.buffers()), "local": local}, meta, keep=1)
+    save(directory, 3, {"outer": whole_slices(dict(state.buffers())), "local": whole_slices(local)}, meta, keep=1)
     return state
 
 

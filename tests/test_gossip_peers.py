@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import load
+from diloco.checkpoint import load, save
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
 from diloco.exchange.swaps import Stage
 from diloco.pairing import Pairing, pair_mean, spread
 from diloco.screen import status_text
+from diloco.slices import whole_slices
 from diloco.types import Member, Phase, Progress
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
@@ -432,7 +433,9 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     world.until(lambda: min(a.version, b.version) >= 2, "some swaps", a, b)
     while not a.peer.line.trained.tokens:
         a.step()
-    a.peer.save(tmp_path, {}, {}, 1)
+    groups, meta = a.peer.to_save()
+    groups["local"] = whole_slices({"weight": a.model.weight})
+    save(tmp_path, version=a.version, groups=groups, meta=meta, keep=1)
     local, version, tokens = a.local, a.version, a.peer.tokens
     a.die()
     again = world.add("p0", load(tmp_path))

@@ -10,6 +10,7 @@ import torch
 from diloco.checkpoint import save
 from diloco.config import Contract, Site, load_contract
 from diloco.launch import PeerOptions, come_back
+from diloco.slices import whole_slices
 from diloco.types import Commit, Leases, Member
 from tests.peers import tiny_contract
 
@@ -20,7 +21,7 @@ def kept(directory: Path, contract: Contract, *view: Member) -> None:
     """A checkpoint of version 3 in a peer's folder."""
     commit = Commit(3, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
     meta = {"peer": "me", "contract": contract.to_json(), "commit": commit.to_bytes().decode()}
-    save(directory / "checkpoints", 3, {"outer": {"0/anchor": torch.zeros(1)}}, meta, keep=1)
+    save(directory / "checkpoints", 3, {"outer": whole_slices({"0/anchor": torch.zeros(1)})}, meta, keep=1)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from diloco.errors import ConfigError, StateError
 from diloco.inner import InnerLoop, learning_rate, next_token_loss
 from diloco.models import build_model
 from diloco.muon import muon_parameters
+from tests.test_inner import give, state_of
 
 CPU = torch.device("cpu")
 SECTION = InnerSection(optimizer="muon", batch_size=4, lr=3e-3, schedule="constant", warmup=0.0)
@@ -143,7 +144,7 @@ def test_resume_continues_bit_for_bit() -> None:
     for step in range(1, 4):
         first.step(text_block(step), step * 100_000)
     second = InnerLoop(copy.deepcopy(first.model), first.section, TOTAL, CPU)
-    second.load_state_dict(first.state_dict())
+    give(second, state_of(first))
     for step in range(4, 7):
         assert first.step(text_block(step), step * 100_000) == second.step(text_block(step), step * 100_000)
     assert torch.equal(weights(first.model), weights(second.model))
@@ -165,7 +166,7 @@ def test_state_holds_one_momentum_of_a_matrix_and_two_moments_of_the_rest() -> N
     inner = loop()
     inner.step(text_block(0), 1)
     keys: dict[str, set[str]] = {}
-    for entry in inner.state_dict():
+    for entry in state_of(inner):
         name, slash, key = entry.rpartition("/")
         if slash:
             keys.setdefault(name, set()).add(key)
@@ -179,9 +180,9 @@ def test_state_of_another_optimizer_is_refused() -> None:
     for inner in (muon, adamw):
         inner.step(text_block(0), 1)
     with pytest.raises(StateError, match="this optimizer needs"):
-        muon.load_state_dict(adamw.state_dict())
+        give(muon, state_of(adamw))
     with pytest.raises(StateError, match="this optimizer needs"):
-        adamw.load_state_dict(muon.state_dict())
+        give(adamw, state_of(muon))
 
 
 def test_an_old_torch_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

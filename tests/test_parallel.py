@@ -16,10 +16,11 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint
+from diloco.checkpoint import Checkpoint, load
 from diloco.config import Contract, Site
-from diloco.fragments import Layout
+from diloco.fragments import Layout, write_fragment
 from diloco.island import Island
+from diloco.island.bridge import Bridge, Led
 from diloco.workbench import Bench, Workbench
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one work
 STEPS, RANKS, VOCABULARY = 20, 4, 256
 CPU = torch.device("cpu")
 CASES: dict[str, dict[str, Any]] = {
+    "fsdp+tp": {"shard": "parameters", "tp": 2},
     "ddp": {},
     "zero-1": {"shard": "optimizer"},
     "zero-2": {"shard": "gradients"},
@@ -34,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "hsdp": {"shard": "parameters", "dp_replicate": 2},
     "tp": {"tp": 2, "sequence_parallel": False},
     "tp+sp": {"tp": 4},
-    "fsdp+tp": {"shard": "parameters", "tp": 2},
 }
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
@@ -60,6 +61,7 @@ def rows(step: int) -> Tensor:
 class State(NamedTuple):
     weights: dict[str, Tensor]
     checkpoint: Checkpoint
+    """Of weights and inner side, read from the disk."""
     losses: list[float]
 
 
@@ -69,29 +71,26 @@ class Run:
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         self.bench = Workbench(contract, site, island)
         self.losses: list[float] = []
-        shapes = [(name, tuple(value.shape)) for name, value in self.bench.weights.parameters.items()]
-        self.layout = Layout.agreed(shapes, contract)
+        held = self.bench.weights
+        self._weights = Led(held, island) if isinstance(held, Bridge) else held
+        self._layout = Layout.agreed(held.shapes, contract)
 
     def train(self, steps: int) -> None:
         for step in range(len(self.losses), len(self.losses) + steps):
             self.losses.append(self.bench.step(rows(step), 10_000 + step))
 
     def weights(self) -> dict[str, Tensor]:
-        for fragment in self.layout.fragments:
-            self.bench.weights.fetch(fragment)
-        return {name: value.detach().clone() for name, value in self.bench.weights.parameters.items()}
+        whole = {name: torch.empty(shape) for name, shape in self._weights.shapes}
+        for fragment in self._layout.fragments:
+            write_fragment(whole, fragment, self._weights.read(fragment))
+        return whole
 
-    def state(self) -> State:
-        """What a checkpoint holds of the inner side."""
-        groups, meta = self.bench.to_save()
-        return State(self.weights(), Checkpoint(0, groups, meta, Path()), list(self.losses))
+    def state(self, folder: Path) -> State:
+        written = self.bench.save(folder, len(self.losses), ({"local": []}, {}), 1).result()
+        return State(self.weights(), load(written.path), list(self.losses))
 
     def take(self, state: State) -> None:
         """Go on where another stood."""
-        for name, value in state.weights.items():
-            self.bench.weights.parameters[name].data.copy_(value)
-        for fragment in self.layout.fragments:
-            self.bench.weights.flush(fragment)
         self.bench.restore(state.checkpoint)
         self.losses = list(state.losses)
 
@@ -106,25 +105,27 @@ def furthest(losses: list[float], expected: list[float]) -> float:
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps, one rank goes on from each mesh's state, and each mesh from one rank's."""
+    """All cases on rank 0. After its steps, one rank goes on from each mesh's checkpoint, and each mesh from one rank's
+    and from that of the mesh before it."""
     plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": "cpu"}})
     alone = Run(contract(), plain, Island(0, 1, CPU))
     alone.train(STEPS)
-    expected = alone.state()
+    expected = before = alone.state(root / "alone")
     alone.train(2)
     found = {}
     for case in CASES:
         run = Run(contract(), case_site(case, root), island)
         run.train(STEPS)
-        reached = run.state()
+        reached = run.state(root / case)
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
         found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
         heir = Run(contract(), plain, Island(0, 1, CPU))
-        heir.take(reached)
-        run.take(expected)
-        for name, each in {"onto one rank": heir, "from one rank": run}.items():
+        resumed = {"onto one rank": (heir, reached), "from one rank": (run, expected), "across": (run, before)}
+        for name, (each, state) in resumed.items():
+            each.take(state)
             each.train(2)
             found[case][name] = furthest(each.losses, alone.losses)
+        before = reached
         island.dismiss()
     return found
 
@@ -170,3 +171,4 @@ def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str,
 def test_a_state_is_gone_on_with_on_another_mesh(case: str, found: dict[str, dict[str, float]]) -> None:
     assert found[case]["onto one rank"] < 1e-4
     assert found[case]["from one rank"] < 1e-4
+    assert found[case]["across"] < 1e-4

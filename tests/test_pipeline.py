@@ -87,7 +87,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         weights, expected_heldout = one.after(steps)
         run = Run(contract(case), site(root, case), island)
         run.train(steps)
-        reached = run.state()
+        reached = run.state(root / case)
         found[case] = {
             "losses": furthest(run.losses, one.losses(steps)),
             "weights": max((reached.weights[name] - value).abs().max().item() for name, value in weights.items()),

@@ -32,12 +32,12 @@ LAYERS = {
     "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
     "edges": """
         diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
-        diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.telemetry
+        diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.saving diloco.telemetry
         diloco.meter diloco.tracing diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
         diloco.memory diloco.models.transformer diloco.models.moe diloco.models.export_map diloco.outlier diloco.muon
-        diloco.feedback diloco.radial diloco.pairing""",
+        diloco.feedback diloco.radial diloco.pairing diloco.slices""",
     "protocol": """
         diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
         diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages

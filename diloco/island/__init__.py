@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,8 @@ from diloco.errors import ResourceError, UsageError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longest that a rank waits for another. Rank 0, which may wait for the world, says so once a minute."""
+ASIDE_TIMEOUT = timedelta(hours=6)
+"""The same on another thread (`Island.aside`), where the wait is for a disk."""
 
 END = "end"
 
@@ -35,6 +37,8 @@ class Island:
         self.size = size
         self.device = device
         self.ranks_per_node = ranks_per_node or size
+        self._group: Any = None
+        """Whom it speaks over; None: torch's default group."""
 
     @staticmethod
     def here(device: torch.device) -> Island:
@@ -73,6 +77,13 @@ class Island:
             store = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, world_size=size, rank=rank, store=store)
         return Island(rank, size, device, ranks_per_node)
+
+    def aside(self) -> Island:
+        """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
+        other = Island(self.rank, self.size, self.device, self.ranks_per_node)
+        if self.size > 1:
+            other._group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT)
+        return other
 
     @property
     def host(self) -> str:
@@ -122,7 +133,7 @@ class Island:
 
     def _receive(self, tensor: Tensor) -> None:
         try:
-            dist.broadcast(tensor, 0)
+            dist.broadcast(tensor, 0, group=self._group)
         except RuntimeError as error:
             if self.leads:
                 raise
@@ -138,17 +149,25 @@ class Island:
             dist.all_reduce(sums)
         return sums
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """What each rank gives, by rank, on rank 0; nothing on the others."""
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on every rank. Raises ResourceError when one is gone."""
         if self.size == 1:
-            return [data]
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]))
-        most = max(1, *(int(size) for size in sizes))
-        padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-        every = [torch.empty_like(padded) for _ in range(self.size)] if self.leads else []
-        dist.gather(padded, every or None)
-        return [bytes(one.numpy())[: int(size)] for one, size in zip(every, sizes, strict=False)]
+            return [text]
+        data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
+        try:
+            lengths = [int(length) for length in self._gather(torch.tensor([len(data)]))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(data)] = data
+            found = self._gather(padded)
+        except RuntimeError as error:
+            raise ResourceError("a rank of this island is gone", "its output says why") from error
+        return [bytes(one[: length - 1].numpy()).decode() for one, length in zip(found, lengths, strict=True)]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's host tensor, all of one shape."""
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(found, tensor, group=self._group)
+        return found
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""

@@ -50,12 +50,6 @@ def whole_of(value: Tensor) -> Tensor:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
-def collect(value: Tensor) -> Tensor:
-    """A copy of a tensor as a plain one on rank 0's host; empty on other ranks. All of them call it together."""
-    whole = whole_of(value)
-    return whole.to("cpu", copy=True) if dist.get_rank() == 0 else torch.empty(0)
-
-
 def spread(value: Tensor, into: Tensor | None, device: torch.device | str | None = None) -> Tensor | None:
     """Rank 0's `value`, whole and on any device, into a tensor that each rank may hold a share of. Returns `into`.
 

@@ -40,12 +40,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from diloco.config import MeshSection, Site
 from diloco.errors import ConfigError
-from diloco.island.bridge import collect, spread
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh
+from diloco.island.shares import held
 from diloco.models.moe import MixtureOfExperts, routers
 from diloco.models.transformer import Block, Transformer
+from diloco.slices import Slice
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -70,15 +71,9 @@ class Copies:
     def settle(self) -> None:
         """After forward passes without backward passes there is nothing to put back."""
 
-    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """A copy on the host, on rank 0."""
-        assert value is not None
-        return collect(value)
-
-    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
-        """Rank 0's value on every rank."""
-        assert like is not None
-        return spread(value, torch.empty_like(like))
+    def held(self, name: str, value: Tensor) -> Slice:
+        """All of it."""
+        return held(name, value)
 
 
 class Divided:
@@ -107,15 +102,9 @@ class Divided:
         """A loss, or a norm of the gradient, of which each rank may have a part."""
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """The whole tensor on the host of rank 0."""
-        assert value is not None
-        return collect(value)
-
-    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
-        """Rank 0's value, each rank's share of it."""
-        assert like is not None
-        return spread(value, torch.empty_like(like))
+    def held(self, name: str, value: Tensor) -> Slice:
+        """This rank's share."""
+        return held(name, value)
 
     def settle(self) -> None:
         """Give back what a forward pass without a backward pass left gathered."""

@@ -32,11 +32,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from diloco.config import MeshSection, ModelSection, PipelineSchedule
 from diloco.fragments import named_parameters
-from diloco.island.bridge import Column, spread
+from diloco.island.bridge import Column
 from diloco.island.mesh import Mesh
+from diloco.island.shares import held
 from diloco.island.stages import LOOPED, count_stages, cut, layer_costs, stages_of
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
+from diloco.slices import Slice
 
 SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -188,13 +190,6 @@ class Pipelined:
         """Whether a parameter of this rank is no copy of another rank's."""
         return not (self._ends and 0 not in self._stages and parameter is self._tied())
 
-    def any_has(self, names: Sequence[str]) -> set[str]:
-        """Names that one of the ranks gives."""
-        known = list(self._column.shapes)
-        flags = torch.tensor([float(name in names) for name in known], device=self._column.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, self._column.group)
-        return {name for name, flag in zip(known, flags.tolist(), strict=True) if flag}
-
     # ------------------------------------------------------------ what it asks of any ranks
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -210,14 +205,9 @@ class Pipelined:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def collect(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """The whole tensor on the host of rank 0."""
-        whole = self._column.told(name, value, shape)
-        return whole.to("cpu", copy=True) if dist.get_rank() == 0 else torch.empty(0)
-
-    def spread(self, value: Tensor, like: Tensor | None) -> Tensor | None:
-        """Rank 0's value, each rank's share of it; None on a rank that has nothing of it."""
-        return spread(value, None if like is None else torch.empty_like(like), self._column.device)
+    def held(self, name: str, value: Tensor) -> Slice:
+        """This rank's share, of a stage that it has."""
+        return held(name, value)
 
     # ------------------------------------------------------------ inside
 

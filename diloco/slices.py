@@ -1,0 +1,208 @@
+"""Tensors in slices: what each of several processes holds of one, and how they make it whole again.
+
+A slice is a box: for each dimension an offset and an extent. The slices of a tensor tile it: they are intervals along
+the first dimension, without gap or overlap, and the slices that share an interval tile the other dimensions. So do all
+that a mesh divides evenly or unevenly, along any dimensions, and ranges of a flat buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A place in a tensor."""
+
+    name: str
+    """The tensor's."""
+    shape: Shape
+    """The whole tensor's."""
+    offsets: Shape
+    """Of the first element, by dimension."""
+    extent: Shape
+    """Elements by dimension."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.extent == self.shape
+
+    @property
+    def key(self) -> str:
+        """Its name among other slices: the tensor's where it is whole."""
+        return self.name if self.whole else f"{self.name}@{','.join(map(str, self.offsets))}"
+
+    def overlap(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """What two slices of one tensor share, as indices into each of the two; None for nothing."""
+        starts = list(map(max, self.offsets, other.offsets))
+        stops = [
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.extent, other.offsets, other.extent, strict=True)
+        ]
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+            return None
+        bounds = list(zip(starts, stops, strict=True))
+        return self._within(bounds), other._within(bounds)
+
+    def _within(self, bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+        """(start, stop) by dimension of the whole tensor, as an index into this slice."""
+        pairs = zip(bounds, self.offsets, strict=True)
+        return tuple(slice(start - offset, stop - offset) for (start, stop), offset in pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """What somebody holds of a tensor."""
+
+    box: Box
+    local: Tensor
+    """The box's values, in its extent; any device."""
+
+    @staticmethod
+    def of(name: str, shape: Sequence[int], offsets: Sequence[int], local: Tensor) -> Slice:
+        """The slice of a tensor of `shape` that begins at `offsets`."""
+        return Slice(Box(name, tuple(shape), tuple(offsets), tuple(local.shape)), local)
+
+    @staticmethod
+    def whole(name: str, tensor: Tensor) -> Slice:
+        """A tensor that one process has all of."""
+        return Slice.of(name, tensor.shape, [0] * tensor.ndim, tensor.detach())
+
+
+Slices = Mapping[str, Sequence[Slice]]
+"""By group, such as `inner` or `local`."""
+
+
+def whole_slices(tensors: Mapping[str, Tensor]) -> list[Slice]:
+    """Tensors that one process has all of."""
+    return [Slice.whole(name, tensor) for name, tensor in tensors.items()]
+
+
+class Pieces(Mapping[str, Tensor]):
+    """Tensors by name, whole: one that is kept in several slices is put together in new memory when it is asked for."""
+
+    def __init__(self, slices: Iterable[tuple[Box, Callable[[], Tensor]]]) -> None:
+        """Each slice with what gets its values. Raises ValueError unless the slices of each tensor tile it."""
+        self._slices: dict[str, list[tuple[Box, Callable[[], Tensor]]]] = {}
+        for box, values in slices:
+            self._slices.setdefault(box.name, []).append((box, values))
+        for name, mine in self._slices.items():
+            _check(name, [box for box, _ in mine])
+
+    @staticmethod
+    def of(slices: Iterable[Slice]) -> Pieces:
+        """Of slices in memory."""
+        return Pieces((one.box, lambda one=one: one.local) for one in slices)  # type: ignore[misc]
+
+    def shape(self, name: str) -> Shape:
+        """The whole tensor's."""
+        return self._slices[name][0][0].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's, as far as its first slice tells."""
+        return self._slices[name][0][1]().dtype
+
+    def read(self, into: Slice) -> None:
+        """Copy a tensor's values into a slice of it, from those that overlap it. Raises KeyError for a name that is
+        not here; shapes must be equal."""
+        for box, values in self._slices[into.box.name]:
+            shared = box.overlap(into.box)
+            if shared is not None:
+                into.local[shared[1]].copy_(values()[shared[0]])
+
+    def __getitem__(self, name: str) -> Tensor:
+        (box, values), *others = self._slices[name]
+        first = values()
+        if not others:
+            return first
+        whole = Slice.whole(name, torch.empty(box.shape, dtype=first.dtype))
+        self.read(whole)
+        return whole.local
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def _check(name: str, boxes: Sequence[Box]) -> None:
+    shapes = {box.shape for box in boxes}
+    if len(shapes) > 1:
+        raise ValueError(f"slices of {name[:100]!r} are of tensors of different shapes")
+    (shape,) = shapes
+    if any(len(box.extent) != len(shape) or len(box.offsets) != len(shape) for box in boxes):
+        raise ValueError(f"slices of {name[:100]!r} have another number of dimensions than it")
+    if not tiles([tuple(zip(box.offsets, box.extent, strict=True)) for box in boxes], shape):
+        raise ValueError(f"the slices of {name[:100]!r} leave a gap, or overlap")
+
+
+def tiles(boxes: Sequence[Sequence[tuple[int, int]]], shape: Shape) -> bool:
+    """Whether boxes, (offset, extent) by dimension, cover `shape` once, as this module's first lines have it."""
+    if not shape:
+        return len(boxes) == 1
+    intervals: dict[tuple[int, int], list[Sequence[tuple[int, int]]]] = {}
+    for box in boxes:
+        intervals.setdefault(box[0], []).append(box[1:])
+    end = 0
+    for offset, extent in sorted(intervals):
+        if offset != end or extent < min(1, shape[0]):  # an empty slice belongs only to an empty tensor
+            return False
+        end += extent
+    return end == shape[0] and all(tiles(rest, shape[1:]) for rest in intervals.values())
+
+
+# ---------------------------------------------------------------- who writes which
+
+
+def offered(groups: Slices) -> dict[str, int]:
+    """What a process could write: bytes by slice, which is named alike wherever it is held. Nothing of empty slices."""
+    boxes = ((group, one) for group, slices in groups.items() for one in slices)
+    return {_label(group, one.box): one.local.nbytes for group, one in boxes if one.local.numel() or one.box.whole}
+
+
+def chosen(groups: Slices, writers: Mapping[str, int], rank: int) -> dict[str, list[Slice]]:
+    """Those that this process writes."""
+    return {
+        group: [one for one in slices if writers.get(_label(group, one.box)) == rank]
+        for group, slices in groups.items()
+    }
+
+
+def writers_of(offers: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """By slice, which of the processes that hold it writes it: the one with the fewest bytes so far, so that all have
+    as much to write as copies allow. The same wherever it is computed. `offers`: of each process, `offered`.
+
+    Raises ValueError when the slices do not make their tensors whole: nobody could read such a checkpoint.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for label in offer:
+            holders.setdefault(label, []).append(rank)
+    _check_all(holders)
+    sizes = {label: size for offer in offers for label, size in offer.items()}
+    loads = [0] * len(offers)
+    writers = {}
+    for label in sorted(holders, key=lambda label: (len(holders[label]) > 1, -sizes[label], label)):
+        writers[label] = min(holders[label], key=loads.__getitem__)
+        loads[writers[label]] += sizes[label]
+    return writers
+
+
+def _label(group: str, box: Box) -> str:
+    return json.dumps([group, box.name, box.shape, box.offsets, box.extent])
+
+
+def _check_all(labels: Iterable[str]) -> None:
+    tensors: dict[tuple[str, str], list[Box]] = {}
+    for group, name, shape, offsets, extent in map(json.loads, labels):
+        tensors.setdefault((group, name), []).append(Box(name, tuple(shape), tuple(offsets), tuple(extent)))
+    for (_, name), boxes in tensors.items():
+        _check(name, boxes)
