@@ -400,7 +400,8 @@ def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
 def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
     """The reverse: flat fp32. It is not copied where it was saved as a whole and is held as one. Raises StateError."""
     if pieces.dtype(name) != torch.float32:
-        raise StateError(f"{name} of the checkpoint is not in fp32", "use a checkpoint that `diloco peer` wrote")
+        cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
+        raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
     if fragment.lanes == 1 and fragment.cuts:
         return pieces[name]
     flat = torch.empty(fragment.elements)

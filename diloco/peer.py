@@ -153,16 +153,12 @@ class Peer:
     ) -> None:
         """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
         where the ledger goes, if anywhere. `island`: whose ranks divide the outer state; None: this process is all."""
-        self.contract = contract
-        self.site = site
+        self.contract, self.site, self.gate, self.events = contract, site, gate, events
         self.island = island
-        self.gate = gate
-        self.events = events
         self.counter = SocketCounter()
         self._encoder = Encoder()
         compiled_codecs(site.device.compile_codecs)
-        lanes = lanes_of(site, island)
-        self.line = open_line(name, contract, weights, self._encoder, island, lanes)
+        self.line = open_line(name, contract, weights, self._encoder, island, lanes_of(site, island))
         self.ending = Finish.of(contract)
         if checkpoint is not None:
             commit = restore_line(self.line, checkpoint)
