@@ -53,6 +53,7 @@ class Copies:
     """Ranks that each hold the whole model (DistributedDataParallel)."""
 
     pipeline = None
+    bf16 = False
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """`model` is on `device` already. Rank 0's weights become everybody's."""
@@ -85,8 +86,9 @@ class Divided:
 
     pipeline = None
 
-    def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh, *, bf16: bool) -> None:
         assert isinstance(model, FSDPModule)
+        self.bf16 = bf16
         self.forward: nn.Module = model
         self._fsdp: FSDPModule = model
         self._gathers_per_block = section.shard == "parameters"
@@ -118,15 +120,20 @@ class Divided:
 
     def settle(self) -> None:
         """Give back what a forward pass without a backward pass left gathered."""
-        for module in self.forward.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        give_back(self.forward)
+
+
+def give_back(model: nn.Module) -> None:
+    """Keep no more of what FSDP2 has gathered than this rank's shares."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -> Divided:
     """Divide a model over the mesh, in place (`divide`)."""
     divide(model, model, mesh, site, bf16=bf16)
-    return Divided(model, site.mesh, mesh)
+    return Divided(model, site.mesh, mesh, bf16=bf16)
 
 
 def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16: bool) -> None:
