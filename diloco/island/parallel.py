@@ -154,7 +154,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
         divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
-        for block in model.blocks.values():
+        for block in model.blocks:
             block.compile()
     policy: dict[str, Any] = {
         "mesh": mesh.copies_of_shares("cp", "ep"),
@@ -171,7 +171,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
             fully_shard(experts, reshard_after_forward=by_block, mp_policy=precision, **apart)
     for router in routers(model) if bf16 else ():
         fully_shard(router, reshard_after_forward=False, **policy)  # stays fp32, as its scores are
-    for block in model.blocks.values():
+    for block in model.blocks:
         fully_shard(block, reshard_after_forward=by_block, mp_policy=precision, **policy)
     # What is in no block stays gathered from its first use to its last: a tied head is the embedding. It stays fp32.
     fully_shard(root, reshard_after_forward=False, **policy)
@@ -206,7 +206,7 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     model.hidden_pieces = tp.size() if sequence_parallel else 1
     between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    for block in model.blocks.values():
+    for block in model.blocks:
         parallelize_module(block, tp, _block_plan(model, between, norm))
     if model.embed is not None:
         parallelize_module(model.embed, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
@@ -235,7 +235,7 @@ def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelSt
         **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
         "ffn.down": RowwiseParallel(output_layouts=between),
     }
-    block = next(iter(model.blocks.values()))
+    block = next(iter(model.blocks))
     assert isinstance(block, Block)
     if isinstance(block.attn.q_norm, nn.RMSNorm):
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, heads, E): each rank has some
@@ -255,9 +255,9 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
     if how == "none":
         return
     context: Any = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-    for name, block in model.blocks.items():
+    for name, block in list(model.blocks.named_children()):  # a part's do not begin at 0
         wrapped = checkpoint_wrapper(block, preserve_rng_state=False, **(context if how == "selective" else {}))
-        model.blocks[name] = wrapped
+        model.blocks.add_module(name, wrapped)
 
 
 PRODUCTS = {
