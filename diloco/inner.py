@@ -114,6 +114,10 @@ class Ranks(Protocol):
     def forward(self) -> nn.Module:
         """What to call: the model itself, or what wraps it."""
 
+    @property
+    def bf16(self) -> bool:
+        """Whether parameters come as bf16 where they are used: without autocast they would meet fp32."""
+
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; the gradient must be complete after the `last` of a step."""
 
@@ -131,6 +135,7 @@ class Alone:
     """One process that has the whole model."""
 
     pipeline = None
+    bf16 = False
 
     def __init__(self, forward: nn.Module) -> None:
         self.forward = forward
@@ -353,7 +358,8 @@ def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys:
 def evaluate(
     model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: Ranks | None = None
 ) -> float:
-    """Mean loss in nats per token over `blocks`, int64 (n, L + 1), in fp32, `batch_size` sequences at a time.
+    """Mean loss in nats per token over `blocks`, int64 (n, L + 1), `batch_size` sequences at a time, in fp32 but where
+    ranks have parameters as bf16 only.
 
     Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
     `ranks` that a model is spread over evaluate the same blocks together.
@@ -362,7 +368,8 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), ranks.micro_batch(last=True):
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=ranks.bf16)
+        with torch.no_grad(), ranks.micro_batch(last=True), autocast:
             batches = torch.split(blocks, batch_size)
             losses = (_loss(ranks, rows.to(device)).item() for rows in batches)
             total = math.fsum(loss * len(rows) for loss, rows in zip(losses, batches, strict=True))

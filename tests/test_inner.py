@@ -271,7 +271,7 @@ def test_state_is_flat_copied_and_named_by_parameter() -> None:
     inner.step(text_block(4), 1)
     state = state_of(inner)
     average = state["blocks.0.attn.q.weight/exp_avg"]
-    assert average.shape == inner.model.blocks["0"].attn.q.weight.shape
+    assert average.shape == inner.model.blocks[0].attn.q.weight.shape
     assert len(state) == 2 + 3 * len(list(inner.model.parameters()))
     kept = average.clone()
     inner.step(text_block(4), 2)

@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, UsageError
 from diloco.island import given_ranks
 from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
 from diloco.island.pipeline import SCHEDULES
-from diloco.island.stages import cut, layer_costs, stages_of
+from diloco.island.stages import cut, home_of, layer_costs, stages_of
 
 CONTRACT = Contract.model_validate(
     {
@@ -272,6 +272,9 @@ def test_which_stages_a_rank_has() -> None:
     assert places["interleaved-1f1b"] == places["zero-bubble"] == [[0, 3], [1, 4], [2, 5]]
     assert places["zbv"] == [[0, 5], [1, 4], [2, 3]]
     assert stages_of(1, section(schedule="interleaved-1f1b", chunks=3), 2) == [1, 3, 5]
+    for name, by_place in places.items():
+        for place, stages in enumerate(by_place):
+            assert {home_of(stage, section(schedule=name), 3) for stage in stages} == {place}
 
 
 def test_muon_needs_whole_matrices() -> None:

@@ -25,7 +25,8 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli diloco.cli_plan diloco.cli_bench",
     "programs": """
-        diloco.launch diloco.witness diloco.library diloco.trainer diloco.gossip_trainer diloco.follower diloco.workbench diloco.sim
+        diloco.launch diloco.witness diloco.library diloco.trainer diloco.gossip_trainer diloco.follower
+        diloco.workbench diloco.sim
         diloco.operate diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay
         diloco.scaling""",
     "peer": "diloco.peer diloco.gossip diloco.journal",

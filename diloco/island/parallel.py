@@ -55,6 +55,7 @@ class Copies:
     """Ranks that each hold the whole model (DistributedDataParallel)."""
 
     pipeline = None
+    bf16 = False
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """`model` is on `device` already. Rank 0's weights become everybody's."""
@@ -81,8 +82,9 @@ class Divided:
 
     pipeline = None
 
-    def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh, *, bf16: bool) -> None:
         assert isinstance(model, FSDPModule)
+        self.bf16 = bf16
         self.forward: nn.Module = model
         self._fsdp: FSDPModule = model
         self._gathers_per_block = section.shard == "parameters"
@@ -108,15 +110,20 @@ class Divided:
 
     def settle(self) -> None:
         """Give back what a forward pass without a backward pass left gathered."""
-        for module in self.forward.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        give_back(self.forward)
+
+
+def give_back(model: nn.Module) -> None:
+    """Keep no more of what FSDP2 has gathered than this rank's shares."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -> Divided:
     """Divide a model over the mesh, in place (`divide`)."""
     divide(model, model, mesh, site, bf16=bf16)
-    return Divided(model, site.mesh, mesh)
+    return Divided(model, site.mesh, mesh, bf16=bf16)
 
 
 def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16: bool) -> None:
@@ -139,7 +146,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
     if site.device.compile:
         if site.mesh.async_tp:
             overlap_with_products(mesh.along("tp"))
-        for block in model.blocks.values():
+        for block in model.blocks:
             block.compile()
     policy: dict[str, Any] = {
         "mesh": mesh.copies_of_shares("cp", "ep"),
@@ -156,7 +163,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
             fully_shard(experts, reshard_after_forward=by_block, mp_policy=precision, **apart)
     for router in routers(model) if bf16 else ():
         fully_shard(router, reshard_after_forward=False, **policy)  # stays fp32, as its scores are
-    for block in model.blocks.values():
+    for block in model.blocks:
         fully_shard(block, reshard_after_forward=by_block, mp_policy=precision, **policy)
     # What is in no block stays gathered from its first use to its last: a tied head is the embedding. It stays fp32.
     fully_shard(root, reshard_after_forward=False, **policy)
@@ -191,7 +198,7 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     model.hidden_pieces = tp.size() if sequence_parallel else 1
     between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
     norm = SequenceParallel() if sequence_parallel else Replicated()
-    for block in model.blocks.values():
+    for block in model.blocks:
         parallelize_module(block, tp, _block_plan(model, between, norm))
     if model.embed is not None:
         parallelize_module(model.embed, tp, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
@@ -233,7 +240,7 @@ def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelSt
         **{f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
         "ffn.down": RowwiseParallel(output_layouts=between),
     }
-    block = next(iter(model.blocks.values()))
+    block = next(iter(model.blocks))
     assert isinstance(block, Block)
     if isinstance(block.attn.q_norm, nn.RMSNorm):
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)  # of (B, T, heads, E): each rank has some
@@ -255,12 +262,12 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
     keep: dict[str, Any] = {"preserve_rng_state": False}
     if how == "selective":
         keep["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    for name, block in model.blocks.items():
+    for name, block in list(model.blocks.named_children()):  # a part's do not begin at 0
         assert isinstance(block, Block)
         if how == "selective" and isinstance(block.ffn, MixtureOfExperts):
             _checkpoint_around_routing(block, keep)
         else:
-            model.blocks[name] = checkpoint_wrapper(block, **keep)
+            model.blocks.add_module(name, checkpoint_wrapper(block, **keep))
 
 
 def _checkpoint_around_routing(block: Any, keep: Mapping[str, Any]) -> None:

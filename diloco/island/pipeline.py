@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
@@ -34,8 +33,9 @@ from diloco.config import MeshSection, ModelSection, PipelineSchedule
 from diloco.fragments import named_parameters
 from diloco.island.bridge import Column
 from diloco.island.mesh import Mesh
+from diloco.island.parallel import give_back
 from diloco.island.shares import held
-from diloco.island.stages import LOOPED, count_stages, cut, layer_costs, stages_of
+from diloco.island.stages import LOOPED, count_stages, cut, home_of, layer_costs, stages_of
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
 from diloco.slices import Slice
@@ -63,9 +63,11 @@ class Stage(nn.Module):
         # Around the forward pass only: the engine goes forwards and backwards in one call.
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._bf16):
             out: Tensor = self.part(x)
-        losses = [router.take_loss() for router in routers(self.part)] if self.training else []
-        loss = sum(losses)
-        return _AlsoMinimised.apply(out, loss * self.share) if isinstance(loss, Tensor) else out  # type: ignore
+        loss = sum(router.take_loss() for router in routers(self.part)) if self.training else 0
+        if not isinstance(loss, Tensor):
+            return out
+        both: Tensor = _AlsoMinimised.apply(out, loss * self.share)  # type: ignore[no-untyped-call]
+        return both
 
 
 class _AlsoMinimised(torch.autograd.Function):
@@ -110,17 +112,18 @@ def column_of(
     """Where this rank finds each parameter of the model."""
     group, ranks = mesh.along("pp").get_group(), mesh.size("pp")
     global_ranks = dist.get_process_group_ranks(group)
-    homes = {stage: place for place in range(ranks) for stage in stages_of(place, section, ranks)}
     holders: dict[str, int] = {}
     for stage, of_stage in enumerate(layers):
         for name in named_parameters(whole.part(of_stage)):
-            holders.setdefault(name, global_ranks[homes[stage]])
+            holders.setdefault(name, global_ranks[home_of(stage, section, ranks)])
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole).items()}
     return Column(group, shapes, holders, device)
 
 
 class Pipelined:
     """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of diloco.inner)."""
+
+    bf16 = False  # a stage takes care of it
 
     def __init__(self, stages: Stages, whole: Transformer, mesh: Mesh, section: MeshSection, column: Column) -> None:
         """`stages` are divided as `[mesh]` has it. `whole`: the whole model, on the meta device."""
@@ -129,14 +132,10 @@ class Pipelined:
         self._tied_head = whole.head is None
         self._column = column
         self._section = section
-        self._ranks, self._place = mesh.size("pp"), mesh.place("pp")
-        self._count = count_stages(section, self._ranks)
-        self._stages: dict[int, Stage] = dict(
-            zip(stages_of(self._place, section, self._ranks), stages.stages, strict=True)
-        )
-        homes = {stage: place for place in range(self._ranks) for stage in stages_of(place, section, self._ranks)}
-        members = dist.get_process_group_ranks(column.group)
-        self._home = {stage: members[place] for stage, place in homes.items()}
+        ranks, members = mesh.size("pp"), dist.get_process_group_ranks(column.group)
+        self._count = count_stages(section, ranks)
+        self._home = [members[home_of(stage, section, ranks)] for stage in range(self._count)]
+        self._stages = dict(zip(stages_of(mesh.place("pp"), section, ranks), stages.stages, strict=True))
         self._tensor_parallel = mesh.size("tp") > 1
         self._hidden = whole.width
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
@@ -167,13 +166,11 @@ class Pipelined:
         """Mean loss over sequences (n, L + 1), on all ranks; forwards only."""
         x = rows[:, :-1]
         loss = None
-        for index in range(self._count):
-            if index not in self._stages:
-                continue
+        for index, stage in self._stages.items():
             if index > 0 and index - 1 not in self._stages:
                 x = torch.empty(self._hidden_shape(rows.shape), device=rows.device)
                 dist.recv(x, self._home[index - 1], self._column.group)
-            x = self._stages[index](x)
+            x = stage(x)
             if index + 1 == self._count:
                 loss = self.whole(token_loss(x, rows[:, 1:]))
             elif index + 1 not in self._stages:
@@ -193,6 +190,7 @@ class Pipelined:
     # ------------------------------------------------------------ what it asks of any ranks
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward."""
         return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
 
     def whole(self, value: Tensor) -> Tensor:
@@ -201,9 +199,7 @@ class Pipelined:
 
     def settle(self) -> None:
         """Give back what a forward pass without a backward pass left gathered."""
-        for module in self.forward.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        give_back(self.forward)
 
     def held(self, name: str, value: Tensor) -> Slice:
         """This rank's share, of a stage that it has."""
@@ -246,7 +242,7 @@ class Pipelined:
     def _from_last(self, value: Tensor | None) -> Tensor:
         """What the rank with the last stage has, a scalar, on all."""
         told = torch.zeros((), device=self._column.device) if value is None else value
-        dist.broadcast(told, self._home[self._count - 1], self._column.group)
+        dist.broadcast(told, self._home[-1], self._column.group)
         return told
 
     def _tied(self) -> Tensor | None:

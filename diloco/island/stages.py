@@ -33,6 +33,13 @@ def stages_of(place: int, section: MeshSection, ranks: int) -> list[int]:
     return list(range(place, count_stages(section, ranks), ranks))
 
 
+def home_of(stage: int, section: MeshSection, ranks: int) -> int:
+    """The place of the rank that has a stage."""
+    if section.schedule == "zbv":
+        return min(stage, 2 * ranks - 1 - stage)
+    return stage % ranks
+
+
 def layer_costs(model: ModelSection, vocabulary: int, sequence_length: int) -> list[float]:
     """Multiplications of one token in each block; in the first those of the embedding as well, in the last the head's.
 

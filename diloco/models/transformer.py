@@ -143,7 +143,7 @@ class Transformer(nn.Module):
         self.hidden_pieces = 1
         """Into how many pieces hidden states are cut along T between blocks, beside those of `piece`."""
         self.embed: nn.Embedding | None = nn.Embedding(vocab_size, section.dim)
-        self.blocks = nn.ModuleDict({str(layer): Block(section, feed_forward) for layer in range(section.layers)})
+        self.blocks = nn.ModuleList(Block(section, feed_forward) for _ in range(section.layers))
         self.norm: nn.RMSNorm | None = nn.RMSNorm(section.dim, NORM_EPS)
         self.head = None if section.tied else nn.Linear(section.dim, vocab_size, bias=False)
         self.reset_parameters()
@@ -170,9 +170,9 @@ class Transformer(nn.Module):
         """
         part = copy.deepcopy(self)
         ends = layers.stop == len(self.blocks)
-        for name in self.blocks:
-            if int(name) not in layers:
-                del part.blocks[name]
+        for layer in range(len(self.blocks)):
+            if layer not in layers:
+                delattr(part.blocks, str(layer))  # `del part.blocks[layer]` would number the others anew
         if layers.start > 0 and not (ends and self.head is None):
             part.embed = None
         if not ends:
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         if not hidden:
             assert self.embed is not None
             x = self.embed(x)
-        for block in self.blocks.values():
+        for block in self.blocks:
             x = block(x, cos, sin)
         if self.norm is None:
             return x

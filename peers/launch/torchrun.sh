@@ -5,6 +5,7 @@
 #   one node    peers/launch/torchrun.sh --join HOST:4000 --site peers/node-8gpu.toml
 #   more        export NODES=2 NODE_RANK=0 MASTER_ADDR=node-a    # on node-b the same with NODE_RANK=1
 #               peers/launch/torchrun.sh --join HOST:4000 --site peers/cluster-ib.toml
+#   pipeline    ... --set mesh.pp=2 --set mesh.micro_batches=4    # a stage on each of two nodes
 #   CPU         RANKS_PER_NODE=2 peers/launch/torchrun.sh configs/quick.toml --site peers/cpu.toml --insecure
 #
 # Node 0 has rank 0, which talks to the world: MASTER_ADDR is that node's name inside the cluster. Ctrl-C or SIGTERM
