@@ -32,7 +32,7 @@ SMALLEST_BURST_BYTES = 72 * 1024
 the kernel cut frames of 64 KiB into packets, which a network card does otherwise: as much work as the peers' own."""
 QUEUE_S = 0.05
 """How much a shaper holds back before it drops: a router's usual buffer."""
-INTERFACE = "eth0"
+INTERFACE, LOCAL_INTERFACE = "eth0", "eth1"
 MOST_PEERS = 200
 
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
@@ -83,6 +83,22 @@ class Star:
     def address(self, peer: int) -> str:
         """Its IPv4 address."""
         return f"10.77.0.{peer + 1}"
+
+    def local_address(self, peer: int) -> str:
+        """Its address on the network that `add_local_network` makes."""
+        return f"10.78.0.{peer + 1}"
+
+    def add_local_network(self) -> None:
+        """One more network between all of them, not shaped: that of the ranks of an island."""
+        _ip("-netns", self._hub, "link", "add", "local", "type", "bridge")
+        _ip("-netns", self._hub, "link", "set", "local", "up")
+        for peer, name in enumerate(self._names):
+            port = f"local{peer}"
+            _ip("link", "add", LOCAL_INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", self._hub)
+            _ip("-netns", name, "address", "add", f"{self.local_address(peer)}/24", "dev", LOCAL_INTERFACE)
+            _ip("-netns", name, "link", "set", LOCAL_INTERFACE, "up")
+            _ip("-netns", self._hub, "link", "set", port, "master", "local")
+            _ip("-netns", self._hub, "link", "set", port, "up")
 
     def sent_bytes(self) -> list[int]:
         """What each peer's shaper has let pass so far, Ethernet headers counted, each packet's of a large frame."""
