@@ -33,7 +33,7 @@ UNTIED = {"tied": False}
 AUXILIARY = {**EXPERTS, "balance": "loss"}
 CASES = {
     "fsdp+tp": Case({"shard": "parameters", "tp": 2}, {}, 1),  # no pipeline: the next one goes on from its state
-    "pp+tp": Case({"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, {}, 2),
+    "pp+tp": Case({"pp": 2, "tp": 2, "micro_batches": 2, "schedule": "zero-bubble"}, {}, 3),
     "pp+fsdp": Case({"pp": 2, "shard": "parameters"}, {}),
     "gpipe": Case({"pp": 4, "schedule": "gpipe"}, {}),
     "pp+ddp, interleaved": Case({"pp": 2, "schedule": "interleaved-1f1b", "micro_batches": 2}, {}),
@@ -70,7 +70,7 @@ class One:
         return self.run.losses[:steps]
 
     def after(self, steps: int) -> tuple[dict[str, Tensor], float]:
-        """Weights and held-out loss. Asked for more and more steps, or for the same again."""
+        """Weights and held-out loss. Asked again: for as many steps, or for more than `losses` was."""
         if steps not in self.known:
             assert len(self.losses(steps)) == len(self.run.losses), "it is further already"
             self.known[steps] = self.run.weights(), heldout(self.run)
