@@ -14,6 +14,8 @@ from diloco.recording import RECORDED, Recorder
 from diloco.round import Exchanger, Line
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
 
+Whole = Callable[[Contribution], Contribution]
+
 
 class Journal:
     """The accounts of one life of a peer. For the training thread."""
@@ -39,9 +41,11 @@ class Journal:
         uncommitted = self.line.trained.tokens
         return Totals(self.trained_tokens, self.committed_tokens, self.discarded_tokens, uncommitted)
 
-    def outgoing(self, exchange: Exchanger) -> Exchanger:
-        """The exchange, or one that keeps every contribution before it offers it."""
-        return Recorded(exchange, self.recorder, self.line) if self.recorder is not None else exchange
+    def outgoing(self, exchange: Exchanger, whole: Whole) -> Exchanger:
+        """The exchange, or one that keeps every contribution before it offers it.
+
+        `whole`: makes a contribution whole of which other ranks hold parts."""
+        return Recorded(exchange, self.recorder, self.line, whole) if self.recorder is not None else exchange
 
     def opened(self, contract: Contract) -> None:
         """The life begins here."""
@@ -94,13 +98,14 @@ class Recorded:
     exchange: Exchanger
     recorder: Recorder
     line: Line
+    whole: Whole
     kept: Contribution | None = None
 
     def offer(self, contribution: Contribution, leaving: bool) -> None:
         """As the exchange's; a contribution that is offered again is there already."""
         if contribution is not self.kept:
             base = self.line.commit.digest if self.line.commit else ""
-            self.recorder.keep(contribution, self.line.layout.fragments[contribution.fragment], base)
+            self.recorder.keep(self.whole(contribution), self.line.layout.fragments[contribution.fragment], base)
             self.kept = contribution
         self.exchange.offer(contribution, leaving)
 

@@ -189,7 +189,7 @@ class Peer:
             resumed=checkpoint is not None,
         )
         self.journal = Journal(opening, self.line, directory, site.storage, self._warn)
-        self._outgoing = self.journal.outgoing(self.exchange)
+        self._outgoing = self.journal.outgoing(self.exchange, self.exchange.whole)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()

@@ -68,7 +68,7 @@ class PaperPeer:
             def outcome(self, patience: Callable[[], bool]) -> Skip:
                 return Skip("on paper", exposed=True)
 
-        self.journal.outgoing(Nowhere()).offer(self.line.sent.contribution, False)
+        self.journal.outgoing(Nowhere(), lambda whole: whole).offer(self.line.sent.contribution, False)
 
     def apply(self, closed: Closed) -> None:
         mine = step_outer(self.line, closed, {})

@@ -184,6 +184,19 @@ class Exchange(Background):
         self._outcome = Future()
         self._call(self._offer, contribution, leaving, self._outcome)
 
+    def whole(self, contribution: Contribution) -> Contribution:
+        """With the parts that other ranks of ours encode. Waits for them."""
+        lanes = len(self.lanes)
+        if lanes == 1:
+            return contribution
+        own = list(contribution.parts)
+        others = asyncio.run_coroutine_threadsafe(self._contributed(), self._loop).result()
+        parts = [others[part % lanes - 1][part] if part % lanes else own[part] for part in range(len(own))]
+        return replace(contribution, parts=parts)
+
+    async def _contributed(self) -> list[Sequence[bytes]]:
+        return [await lane.contributed() for lane in self._others()]
+
     def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
         """Wait until the version that was offered for closes.
 

@@ -181,6 +181,11 @@ class Lane(Background):
         """What a reduction that counts us sends; None: nothing any more."""
         self._contribution = contribution
 
+    async def contributed(self) -> Sequence[bytes]:
+        """What is held here of the contribution. Waits until it is encoded."""
+        contribution = self._contribution
+        return await asyncio.to_thread(list, contribution.parts) if contribution is not None else ()
+
     def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
         """Make room for an attempt. `number`: of the state that it is made on, if that is held; else 0."""
         self.drop()

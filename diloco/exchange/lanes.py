@@ -165,6 +165,10 @@ class RemoteLane:
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
         self.channel.post("end_copy", version, steps)
 
+    async def contributed(self) -> Sequence[bytes]:
+        found: Sequence[bytes] = await self.channel.ask("contributed")
+        return found
+
     async def mean(self, digest: str) -> Sequence[bytes] | None:
         found: Sequence[bytes] | None = await self.channel.ask("mean", digest)
         return found
