@@ -14,6 +14,7 @@ all data-parallel ranks in fp32. Copies of the whole model, with nothing divided
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -121,7 +122,7 @@ def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -
 
     Parameters become DTensors where they are: a model on the meta device takes no memory, and gets its own (`to_empty`)
     and its values afterwards. `bf16`: what is gathered travels as bf16, and gradients are reduced in fp32.
-    Raises ConfigError when the vocabulary does not divide.
+    Raises ConfigError when the vocabulary is too small for `tp`.
     """
     if mesh.size("tp") > 1:
         split_matrices(model, mesh, sequence_parallel=site.mesh.sequence_parallel)
@@ -131,6 +132,8 @@ def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -
         divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
+        if mesh.size("tp") > 1:
+            model.embed.register_forward_hook(_arrived)
         if site.mesh.async_tp:
             overlap_with_products(mesh.along("tp"))
         for block in model.blocks:
@@ -177,12 +180,13 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     """Tensor parallelism in place (Megatron-LM, arXiv 1909.08053, section 3; 2205.05198 for the sequence).
 
     Attention's heads and the feed-forward's width are divided over the ranks, and the vocabulary of embedding, head and
-    loss. Logits come out as a DTensor divided by vocabulary. Raises ConfigError when that does not divide.
+    loss. Logits come out as a DTensor divided by vocabulary, of which the last rank may have less than the others.
+    Raises ConfigError when it would have nothing.
     """
     tp = mesh.along("tp")
     rows = model.embed.num_embeddings
-    if rows % tp.size():
-        raise ConfigError(f"mesh.tp ({tp.size()}) does not divide the vocabulary ({rows})", "set model.vocab_size")
+    if math.ceil(rows / tp.size()) * (tp.size() - 1) >= rows:
+        raise ConfigError(f"mesh.tp ({tp.size()}) leaves a rank no part of the vocabulary ({rows})", "lower mesh.tp")
     between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
     norm = SequenceParallel() if sequence_parallel else Replicated()
     for block in model.blocks:
@@ -197,6 +201,12 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     # The product with the head is no module where the head is the embedding, so its input is made whole here.
     whole = PrepareModuleOutput(output_layouts=between, desired_output_layouts=Replicate(), use_local_output=False)
     parallelize_module(model.norm, tp, whole)
+
+
+def _arrived(_: nn.Module, __: Any, x: Tensor) -> Tensor:
+    """What the embedding's ranks are still sending, waited for: a compiled block that is given it on its way loses the
+    gradient with respect to it (torch 2.13)."""
+    return x.clone()
 
 
 def overlap_with_products(tp: DeviceMesh) -> None:
