@@ -4,6 +4,8 @@ Every peer appends to its own `events.jsonl`, one event per line:
 
     {"t": seconds since this process's Events began (monotonic), "time": unix seconds, "peer": name, "kind": ..., ...}
 
+README.md ("What a peer tells of its hardware") has the fields of "usage" events.
+
 Nothing about correctness rests on these files. They may end in half a line after a `kill -9`, and a full disk ends
 the writing, not the training. `time` orders the files of one machine for a report; no decision ever reads it.
 """

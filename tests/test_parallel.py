@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp+sp": {"tp": 4},
 }
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
+COMPILED = {"fsdp+tp", "zero-3"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
 Cases = Sequence[tuple[Contract, Site]]
 
@@ -47,7 +48,7 @@ def contract() -> Contract:
         {
             "run": {"name": "parallel", "total_tokens": 10**6},
             "data": {"source": "text", "paths": ("text.txt",), "sequence_length": 16},
-            "model": {"layers": 1, "dim": 32, "heads": 4, "ffn_dim": 64},
+            "model": {"layers": 1, "dim": 32, "heads": 4, "ffn_dim": 64, "vocab_size": 257},  # which no mesh divides
             "inner": {"batch_size": 4, "accumulation": 2, "lr": 1e-3, "warmup": 0.0, "clip": 0.5},
             "eval": {"sequences": 4},
         }
@@ -96,7 +97,7 @@ class Run:
 
 
 def case_site(case: str, root: Path) -> Site:
-    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none")}
+    device = {"kind": "cpu", "checkpointing": CHECKPOINTING.get(case, "none"), "compile": case in COMPILED}
     return Site.model_validate({"mesh": CASES[case], "device": device, "data": {"root": str(root)}})
 
 

@@ -206,6 +206,8 @@ def _check_pipeline(pp: int, site: Site, contract: Contract) -> None:
     if section.schedule in SPLIT and (site.device.compile or site.device.checkpointing != "none"):
         cause = f"{schedule} splits the backward pass, which goes with neither device.compile nor device.checkpointing"
         raise ConfigError(cause, 'leave these out, or set mesh.schedule = "1f1b"')
+    if section.cp_method == "ring" and section.cp != 1:
+        raise ConfigError(f"mesh.cp_method 'ring' does not go with mesh.pp ({pp})", 'set mesh.cp_method = "heads"')
     if section.offload:
         raise ConfigError(f"mesh.offload does not go with mesh.pp ({pp})", "leave it out: more stages need less memory")
     _check_micro_batches(pp, section, contract.inner.accumulation * section.micro_batches)

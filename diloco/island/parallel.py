@@ -14,6 +14,7 @@ all data-parallel ranks in fp32. Copies of the whole model, with nothing divided
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -132,7 +133,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
     Parameters become DTensors where they are: a model on the meta device takes no memory, and gets its own (`to_empty`)
     and its values afterwards. `root`: what is called, the model or the stage around it, which has no other parameters.
     `bf16`: what is gathered travels as bf16, and gradients are reduced in fp32. Raises ConfigError when the vocabulary
-    does not divide.
+    is too small for `tp`.
     """
     # Stages gather their parameters once for all micro-batches.
     by_block = site.mesh.shard == "parameters" and mesh.size("pp") == 1
@@ -144,6 +145,8 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
         divide_experts(model, mesh.along("ep"))
     checkpoint_blocks(model, site.device.checkpointing)
     if site.device.compile:
+        if mesh.size("tp") > 1 and model.embed is not None:
+            model.embed.register_forward_hook(_arrived)
         if site.mesh.async_tp:
             overlap_with_products(mesh.along("tp"))
         for block in model.blocks:
@@ -189,12 +192,13 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
     """Tensor parallelism in place (Megatron-LM, arXiv 1909.08053, section 3; 2205.05198 for the sequence).
 
     Attention's heads and the feed-forward's width are divided over the ranks, and the vocabulary of embedding, head and
-    loss. Logits come out as a DTensor divided by vocabulary. Raises ConfigError when that does not divide.
+    loss. Logits come out as a DTensor divided by vocabulary, of which the last rank may have less than the others.
+    Raises ConfigError when it would have nothing.
     """
     tp = mesh.along("tp")
-    if model.vocab_size % tp.size():
-        cause = f"mesh.tp ({tp.size()}) does not divide the vocabulary ({model.vocab_size})"
-        raise ConfigError(cause, "set model.vocab_size")
+    rows = model.vocab_size
+    if math.ceil(rows / tp.size()) * (tp.size() - 1) >= rows:
+        raise ConfigError(f"mesh.tp ({tp.size()}) leaves a rank no part of the vocabulary ({rows})", "lower mesh.tp")
     model.hidden_pieces = tp.size() if sequence_parallel else 1
     between = Shard(1) if sequence_parallel else Replicate()  # of (B, T, D), where the residuals are
     norm = SequenceParallel() if sequence_parallel else Replicated()
@@ -211,15 +215,20 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
         parallelize_module(model.norm, tp, whole)
 
 
+def _arrived(_: nn.Module, __: Any, x: Tensor) -> Tensor:
+    """What the embedding's ranks are still sending, waited for: a compiled block that is given it on its way loses the
+    gradient with respect to it (torch 2.13)."""
+    return x.clone()
+
+
 def overlap_with_products(tp: DeviceMesh) -> None:
     """Let what is compiled from now on gather and scatter piece by piece, each while the product of the one before is
     computed (asynchronous tensor parallelism): NVLink, and sequence-parallel norms."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # it calls itself needless, but torch 2.13's compiler asks for it
+        # It calls itself needless, but torch 2.13's compiler asks for it.
+        warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(tp.get_group().group_name)
     torch._inductor.config._micro_pipeline_tp = True
 

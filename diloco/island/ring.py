@@ -42,6 +42,7 @@ class RingAttention:
         balanced = [rank, HALVES * ranks - 1 - rank]
         self._there = _Move(mine, balanced, self._owner, [chunk // HALVES for chunk in range(HALVES * ranks)], group)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's loop keeps tensors that it could not capture
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         heads = [part.shape[1] for part in (q, k, v)]
         q, k, v = torch.split(self._there(torch.cat((q, k, v), dim=1)), heads, dim=1)

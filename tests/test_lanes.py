@@ -1,0 +1,203 @@
+"""An outer state that the ranks of an island divide: the parts of each, what they make together, and real islands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from diloco.average import unpack
+from diloco.compress import open_codec
+from diloco.config import CodecChoice, Contract, OuterSection, Site
+from diloco.exchange.stepping import Stepping
+from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
+from diloco.island import Island
+from diloco.outer import OuterState, open_outer
+from diloco.round import Alone, Line, complete
+from diloco.workbench import Bench, Workbench
+from tests.peers import PeerProcess, ending, tiny_contract
+from tests.test_run import agree
+
+SHAPES = [("a.weight", (70, 100)), ("b.weight", (90, 101)), ("b.bias", (77,))]
+LAYOUT = Layout.of(SHAPES, part_elements=1024, groups=[["b.*"]])
+LANES = (1, 2, 3, 7, 40)
+"""Of 17 parts; 40 leave some ranks nothing."""
+CPU = torch.device("cpu")
+
+
+def on_lanes(lanes: int) -> list[Fragment]:
+    return [LAYOUT.fragments[0].on_lane(lane, lanes) for lane in range(lanes)]
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_part_is_held_once(lanes: int) -> None:
+    whole, held = LAYOUT.fragments[0], on_lanes(lanes)
+    assert sorted(part for fragment in held for part in fragment.cuts) == list(range(whole.parts))
+    assert sum(fragment.elements for fragment in held) == whole.total == whole.elements
+    assert max(fragment.elements for fragment in held) <= (whole.parts // lanes + 1) * whole.part_elements
+    assert {fragment.parts for fragment in held} == {whole.parts}
+    assert whole.on_lane(lanes, lanes).elements == 0
+    assert Layout((held[0],)).digest == LAYOUT.digest
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_the_pieces_of_parameters_make_them_whole(lanes: int) -> None:
+    whole = LAYOUT.fragments[0]
+    flat = torch.arange(float(whole.total))
+    parameters = {name: torch.empty(shape) for name, shape in SHAPES}
+    write_fragment(parameters, whole, flat)
+    for fragment in on_lanes(lanes):
+        own = torch.cat([flat[slice(*whole.place_of(part))] for part in fragment.cuts] or [torch.empty(0)])
+        for spot in fragment.spots:
+            piece = parameters[spot.name].flatten()[spot.start : spot.stop]
+            assert torch.equal(own[spot.offset : spot.offset + spot.elements], piece)
+            parameters[spot.name].view(-1)[spot.start : spot.stop] = -1.0
+    assert all(bool((value == -1.0).all()) for value in parameters.values())
+
+
+class Told(Alone):
+    """Ranks of which the others have said their hashes."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    def gather(self, text: str) -> list[str]:
+        assert text in self.said
+        return self.said
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_steps_of_the_parts_are_a_step_of_the_whole(lanes: int) -> None:
+    """The state has the same bits, and the same digest once the ranks have told each other their hashes."""
+    optimizer, codecs = open_outer(OuterSection()), [open_codec(CodecChoice(name=name)) for name in ("int8", "fp16")]
+    generator = torch.Generator().manual_seed(1)
+    whole = LAYOUT.fragments[0]
+    anchor, values = (torch.randn(whole.total, generator=generator) for _ in range(2))
+    means = [codecs[whole.group_of(part)].encode(values[slice(*whole.place_of(part))]) for part in range(whole.parts)]
+    start = OuterState(0, (optimizer.start(anchor, whole),))
+    expected = start.replace(0, optimizer.step(start.fragments[0], unpack(means, whole, codecs)), 1)
+    stepped = []
+    for fragment in on_lanes(lanes):
+        own = torch.cat([anchor[slice(*whole.place_of(part))] for part in fragment.cuts] or [torch.empty(0)])
+        state = OuterState(0, (optimizer.start(own, fragment),))
+        held = [mean if part in fragment.cuts else b"" for part, mean in enumerate(means)]
+        after = Stepping(state, fragment, codecs, optimizer).finish(held)
+        stepped.append(after)
+        for part, (begin, end) in fragment.cuts.items():
+            place = slice(*whole.place_of(part))
+            for name, buffer in after.buffers().items():
+                assert torch.equal(buffer[begin:end], expected.fragments[0].buffers()[name][place])
+    said = [" ".join(text for hashes in one.own_hashes.values() for text in hashes.values()) for one in stepped]
+    for after in stepped:
+        if lanes > 1:
+            complete(line_of(Told(said)), after)
+        assert OuterState(1, (after,)).digest == expected.digest
+
+
+def line_of(ranks: Told) -> Line:
+    """A line, as far as telling hashes needs one."""
+    line = object.__new__(Line)
+    line.ranks = ranks
+    return line
+
+
+# ---------------------------------------------------------------- the bridge, on real ranks
+
+MESHES = {"copies": {}, "fsdp": {"shard": "parameters"}, "tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
+
+
+def contract() -> Contract:
+    return Contract.model_validate(
+        {
+            "run": {"name": "lanes", "total_tokens": 10**6},
+            "data": {"source": "text", "paths": ("text.txt",), "sequence_length": 16},
+            "model": {"layers": 2, "dim": 32, "heads": 4, "ffn_dim": 64},
+            "inner": {"batch_size": 4},
+            "sync": {"part_elements": 1024},
+        }
+    )
+
+
+def live(place: int, root: Path) -> None:
+    """On both ranks: read, write something else, read again, by every mesh and number of lanes."""
+    torch.set_num_threads(1)
+    island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}")
+    expected = whole_of(Workbench(contract(), site(root, {}), Island(0, 1, CPU)).weights.parameters)
+    found = {}
+    for name, mesh in MESHES.items():
+        made = Workbench if island.leads else follower
+        bench = made(contract(), site(root, mesh), island)
+        for lanes in (1, 2):
+            layout = Layout.agreed(bench.weights.shapes, contract()).on_lane(island.rank, lanes)
+            for fragment in layout.fragments:
+                before = bench.weights.read(fragment)
+                assert torch.equal(before, part_of(expected, fragment)), f"{name}: what is read over {lanes} lanes"
+                other = torch.full_like(before, -0.0)
+                bench.weights.write(fragment, other)
+                again = bench.weights.read(fragment)
+                assert torch.equal(again.view(torch.int32), other.view(torch.int32)), f"{name}: the bits of zeros"
+                bench.weights.change(fragment, lambda local, at, before=before: local + before[at])
+                assert torch.equal(bench.weights.read(fragment), before)
+        found[name] = True
+    (root / f"done-{place}").write_text(" ".join(found))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def follower(contract: Contract, site: Site, island: Island) -> Bench:
+    return Bench(contract, site, island, int(island.share()))
+
+
+def site(root: Path, mesh: dict[str, object]) -> Site:
+    return Site.model_validate({"mesh": mesh, "device": {"kind": "cpu"}, "data": {"root": str(root)}})
+
+
+def whole_of(parameters: Mapping[str, Tensor]) -> Tensor:
+    shapes = [(name, tuple(value.shape)) for name, value in parameters.items()]
+    (fragment,) = Layout.agreed(shapes, contract()).fragments
+    return read_fragment(parameters, fragment)
+
+
+def part_of(whole: Tensor, fragment: Fragment) -> Tensor:
+    return torch.cat([whole[slice(*fragment.place_of(part))] for part in fragment.cuts] or [torch.empty(0)])
+
+
+@pytest.mark.slow
+def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        mp.spawn(live, (tmp_path,), nprocs=2)
+    assert [(tmp_path / f"done-{place}").read_text().split() for place in range(2)] == [list(MESHES)] * 2
+
+
+# ---------------------------------------------------------------- real islands
+
+
+@pytest.mark.slow
+def test_islands_with_lanes_are_founded_joined_copied_from_recorded_and_replayed(tmp_path: Path) -> None:
+    """An island founds; a peer of one rank and an island copy its state, which two ranks hold each a half of."""
+    island = ("--set", "device.ranks=2", "--set", "storage.record=true", "--set", "device.step_s=0.05")
+    with ending([]) as peers:
+        peers.append(PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)), *island))
+        ticket = peers[0].ticket()
+        peers[0].reaches(2, ["a"])
+        peers.append(PeerProcess("b", tmp_path, "--join", ticket, "--set", "storage.record=true"))
+        peers.append(PeerProcess("c", tmp_path, "--join", ticket, *island, "--set", "mesh.shard=parameters"))
+        reached = peers[0].reaches(4, ["a", "b", "c"], deadline_s=150.0)["version"]
+        peers[0].reaches(reached + 2, ["a", "b", "c"])
+        assert all(event["wire_bytes_sent"] > 0 for event in peers[2].events("version"))
+        for peer in peers[::-1]:
+            peer.interrupt()
+            assert peer.wait() == 0, peer.log.read_text()
+        assert agree(peers) > 4
+    replay = [sys.executable, "-m", "diloco", "replay", str(tmp_path)]
+    done = subprocess.run(replay, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MISMATCH" not in done.stdout
