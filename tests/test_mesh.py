@@ -203,9 +203,10 @@ def test_a_pipeline_that_cannot_run_is_refused(
     assert fix in raised.value.fix
 
 
-def test_another_model_than_ours_is_not_divided() -> None:
+@pytest.mark.parametrize("keys", [{"shard": "parameters"}, {"pp": 2}])
+def test_another_model_than_ours_is_not_divided(keys: dict[str, Any]) -> None:
     model = CONTRACT.model.model_copy(update={"kind": "hf", "hf_config": "there"})
-    mesh = section(shard="parameters")
+    mesh = section(**keys)
     with pytest.raises(ConfigError, match="'hf' cannot be divided"):
         check(sizes_of(mesh, 2), Site(mesh=mesh), CONTRACT.model_copy(update={"model": model}), 2)
 
@@ -277,8 +278,9 @@ def test_which_stages_a_rank_has() -> None:
             assert {home_of(stage, section(schedule=name), 3) for stage in stages} == {place}
 
 
-def test_muon_needs_whole_matrices() -> None:
-    mesh = section(shard="optimizer")
+@pytest.mark.parametrize("keys", [{"shard": "optimizer"}, {"pp": 2}])
+def test_muon_needs_whole_matrices(keys: dict[str, Any]) -> None:
+    mesh = section(**keys)
     muon = CONTRACT.inner.model_copy(update={"optimizer": "muon"})
     with pytest.raises(ConfigError, match="'muon' makes whole matrices orthogonal"):
         check(sizes_of(mesh, 2), Site(mesh=mesh), CONTRACT.model_copy(update={"inner": muon}), 2)
