@@ -114,7 +114,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         run.train(STEPS)
         reached = run.state(root / case)
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
-        found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
+        found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights, **on_disk(reached)}
         heir = Run(contract(), plain, Island(0, 1, CPU))
         resumed = {"onto one rank": (heir, reached), "from one rank": (run, expected), "across": (run, before)}
         for name, (each, state) in resumed.items():
@@ -124,6 +124,17 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         before = reached
         island.dismiss()
     return found
+
+
+def on_disk(state: State) -> dict[str, float]:
+    """How far the weights in the files are from those that training goes on with, the files' bytes for each that all
+    tensors have, and the largest share that one rank has written."""
+    groups, path = state.checkpoint.groups, state.checkpoint.path
+    apart = max((groups["local"][name] - value).abs().max().item() for name, value in state.weights.items())
+    own = {rank: sum(file.stat().st_size for file in path.glob(f"*.{rank}.safetensors")) for rank in range(1, RANKS)}
+    own[0] = sum((path / f"{group}.safetensors").stat().st_size for group in ("inner", "local"))
+    tensors = sum(tensor.nbytes for group in ("inner", "local") for tensor in groups[group].values())
+    return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
 def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None:
@@ -159,6 +170,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
     assert found[case]["losses"] < 1e-4
     assert found[case]["weights"] < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_written_by_one_rank(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert found[case]["apart"] == 0
+    assert 1 < found[case]["written"] < 1.2  # headers
+    assert found[case]["largest"] < 0.35
 
 
 @pytest.mark.parametrize("case", CASES)
