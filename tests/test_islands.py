@@ -66,6 +66,7 @@ def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path)
         assert loss_at(VERSIONS, peers) == pytest.approx(expected, rel=0.01)
         assert all(set(e["counted"]) == {"a", "b", "c"} for e in a.events("version")[:VERSIONS])
 
+        until(lambda: any(e["version"] >= VERSIONS - 1 for e in b.events("checkpoint")), "b has a checkpoint")
         os.kill(ranks_of(b)[1], signal.SIGKILL)
         without = a.reaches(VERSIONS + 1, ["a", "c"])["version"]
         a.reaches(without + 1, ["a", "b", "c"], deadline_s=120.0)

@@ -19,6 +19,7 @@ from diloco.checkpoint import Checkpoint, load
 from diloco.config import Contract, Site
 from diloco.fragments import Layout
 from diloco.island import Island
+from diloco.slices import whole_slices
 from diloco.workbench import Bench, Workbench
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
@@ -82,6 +83,9 @@ class Run:
         return {name: value.detach().clone() for name, value in self.bench.weights.parameters.items()}
 
     def state(self, folder: Path) -> State:
+        """A checkpoint, after two others: what one rank holds has changed, and changed back."""
+        for group in ({}, {"own": whole_slices({"0/momentum": torch.zeros(5000)})}):
+            self.bench.save(folder, 1, ({"local": [], **group}, {}), 1).result()
         written = self.bench.save(folder, len(self.losses), ({"local": []}, {}), 1).result()
         return State(self.weights(), load(written.path), list(self.losses))
 
