@@ -43,7 +43,7 @@ POINTS: Final[Mapping[str, str]] = {
     "before-outer": "a committed version is about to be applied",
     "before-merge": "the outer step is done, the weights and the state are still the old ones",
     "before-ledger-sync": "a commit is written to the ledger, but not synced to the disk",
-    "mid-checkpoint": "the first file of a checkpoint is written, the others and the manifest are not",
+    "mid-checkpoint": "the first file of a checkpoint is written, others and manifest are not; training goes on",
     "serving-state": "a joiner was given a chunk of the state by us",
     "copying-state": "we have a chunk of the state and want more",
 }

@@ -56,8 +56,10 @@ class Saver:
     def __init__(self, island: Island) -> None:
         """All ranks make theirs together."""
         self._island, self._aside = island, island.aside()
-        self._writers: dict[str, dict[str, int]] = {}
-        """By what this rank offered."""
+        self._offer = ""
+        """What this rank offered last."""
+        self._writers: dict[str, int] = {}
+        """What came of it."""
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[object] | None = None
 
@@ -104,11 +106,11 @@ class Saver:
         return taken
 
     def _agreed(self, offer: dict[str, int]) -> dict[str, int]:
-        """Who writes what. Ranks tell each other what they hold only when that has changed."""
-        key = json.dumps(offer)
-        if self._island.mean(float(key not in self._writers)) > 0:
-            self._writers[key] = writers_of(list(map(json.loads, self._island.gather(key))))
-        return self._writers[key]
+        """Who writes what. The ranks tell each other what they hold only when that has changed on one of them."""
+        before, self._offer = self._offer, json.dumps(offer)
+        if self._island.mean(float(self._offer != before)) > 0:
+            self._writers = writers_of(list(map(json.loads, self._island.gather(self._offer))))
+        return self._writers
 
     def _copy(self, group: str, one: Slice) -> Slice:
         """In memory that is used again by the next checkpoint: fresh pages cost more than the copy."""

@@ -11,7 +11,10 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from diloco.checkpoint import Checkpoint, JsonValue, latest, load, outer_state
 from diloco.errors import ResourceError, StateError
 from diloco.fragments import Layout
 from diloco.outer import Nesterov, OuterState, Sgd
-from diloco.slices import whole_slices
+from diloco.slices import Slice, Slices, whole_slices
 
 META = {
     "tokens": 12_345,
@@ -358,6 +361,191 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (path / "outer.safetensors").unlink()
     os.mkfifo(path / "outer.safetensors")
     with pytest.raises(StateError, match=r"outer\.safetensors is missing"):
+        load(path)
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+class Team:
+    """Ranks as threads: what they say to each other, without a network."""
+
+    def __init__(self, size: int) -> None:
+        self.said: list[str] = [""] * size
+        self.meeting = threading.Barrier(size, timeout=30.0)
+
+    def member(self, rank: int) -> Member:
+        return Member(self, rank)
+
+
+@dataclass(frozen=True)
+class Member:
+    team: Team
+    rank: int
+
+    def share(self, text: str = "") -> str:
+        return self.gather(text)[0]
+
+    def gather(self, text: str) -> list[str]:
+        self.team.said[self.rank] = text
+        self.team.meeting.wait()
+        said = list(self.team.said)
+        self.team.meeting.wait()
+        return said
+
+
+def save_together(directory: Path, version: int, parts: list[Slices]) -> Path:
+    """Rank 0 saves, the others save their parts; what rank 0 raises is raised."""
+    team = Team(len(parts))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        others = [
+            pool.submit(checkpoint.save_part, part, team.member(rank)) for rank, part in enumerate(parts[1:], start=1)
+        ]
+        try:
+            return checkpoint.save(directory, version, parts[0], {"note": "all"}, 2, team.member(0))
+        finally:
+            for other in others:
+                other.result()
+
+
+W = torch.arange(24.0).view(6, 4)
+
+
+def shares() -> list[Slices]:
+    """Of three ranks: rows of a matrix, one of them with nothing else, one with a group of its own."""
+    rows = [Slice.of("w/exp_avg", W.shape, (start, 0), W[start : start + 2]) for start in (0, 2, 4)]
+    inner = [*whole_slices({"w/step": torch.tensor(7.0)}), rows[0]]
+    return [
+        {"outer": whole_slices(groups()["outer"]), "inner": inner},
+        {"inner": [rows[1]], "local": []},
+        {"inner": [rows[2]], "local": whole_slices({"b": torch.ones(3)})},
+    ]
+
+
+def test_each_rank_writes_its_part_and_all_of_it_is_read(tmp_path: Path) -> None:
+    path = save_together(tmp_path, 3, shares())
+    assert {file.name for file in path.iterdir()} == {
+        "manifest.json",
+        "outer.safetensors",
+        "inner.safetensors",
+        "inner.1.safetensors",
+        "inner.2.safetensors",
+        "local.2.safetensors",
+    }
+    found = load(tmp_path)
+    expected = {"w/exp_avg": W, "w/step": torch.tensor(7.0)}
+    assert_equal(found, {"outer": groups()["outer"], "inner": expected, "local": {"b": torch.ones(3)}})
+    assert found.meta == {"note": "all"}
+
+
+def test_a_rank_reads_only_the_files_that_hold_what_it_wants(tmp_path: Path) -> None:
+    path = save_together(tmp_path, 3, shares())
+    digest = load(path).digest
+    data = bytearray((path / "inner.1.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "inner.1.safetensors").write_bytes(data)
+    found = checkpoint.reopen(path, digest).groups["inner"]
+    into = torch.zeros(1, 4)
+    found.read(Slice.of("w/exp_avg", W.shape, (5, 0), into))
+    assert torch.equal(into, W[5:])
+    with pytest.raises(StateError, match=r"is damaged: .*inner\.1\.safetensors was changed"):
+        found.read(Slice.of("w/exp_avg", W.shape, (3, 0), into))
+
+
+def test_a_rank_that_sees_another_checkpoint_says_so(tmp_path: Path) -> None:
+    path = save_together(tmp_path, 3, shares())
+    with pytest.raises(StateError, match="it is not the one that rank 0 has") as caught:
+        checkpoint.reopen(path, "0" * 64)
+    assert "one file system" in caught.value.fix
+    with pytest.raises(StateError, match="this rank cannot read checkpoint"):
+        checkpoint.reopen(tmp_path / "elsewhere", "0" * 64)
+
+
+def test_what_a_rank_cannot_write_costs_only_the_new_checkpoint(tmp_path: Path) -> None:
+    before = save_together(tmp_path, 1, shares())
+    broken = shares()
+    broken[2] = {"inner": broken[2]["inner"], "Local": broken[2]["local"]}
+    with pytest.raises(ResourceError, match=r"cannot write checkpoint .*v00000002: rank 2: group 'Local'"):
+        save_together(tmp_path, 2, broken)
+    assert names(tmp_path) == [before.name]
+    assert load(tmp_path).version == 1
+
+
+def test_a_directory_that_cannot_be_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ResourceError, match="cannot write checkpoint"):
+        save_together(tmp_path / "file", 1, shares())
+
+
+def test_ranks_without_one_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another node the folder is not there, or another of the same name is."""
+    report = json.loads(checkpoint._report(tmp_path / "not" / ".v00000001.9.tmp", shares()[1], 1))
+    assert "of rank 0 is not here" in report["refused"]
+    write_groups = checkpoint._write_groups
+
+    def elsewhere(folder: Path, part: Slices, rank: int) -> dict[str, JsonValue]:
+        written = write_groups(folder, part, rank)
+        if rank == 2:
+            (folder / "inner.2.safetensors").unlink()
+        return written
+
+    monkeypatch.setattr(checkpoint, "_write_groups", elsewhere)
+    with pytest.raises(ResourceError, match=r"rank 2: inner\.2\.safetensors was written, and is not here") as caught:
+        save_together(tmp_path, 1, shares())
+    assert "one file system" in caught.value.fix
+    assert names(tmp_path) == []
+
+
+def forge_file(path: Path, name: str, tensors: dict[str, Tensor], slices: Any) -> None:
+    """A file of tensors that tells this of its slices, with the right hash and manifest."""
+    text = slices if isinstance(slices, str) else json.dumps(slices)
+    checkpoint.write_tensors(path / name, tensors, {"slices": text})
+    data = (path / name).read_bytes()
+    files = json.loads((path / "manifest.json").read_bytes())["files"]
+    forge(path, files={**files, name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+
+
+ROWS = {"x": torch.zeros(2, 4)}
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        {"x": ["w/exp_avg", [6, 4], [3, 0]]},
+        {"x": ["w/exp_avg", [6, 4], [5, 0]]},
+        {"x": ["w/exp_avg", [6, 4], [4, 1]]},
+        {"x": ["w/exp_avg", [6, 4], [4]]},
+        {"x": ["w/exp_avg", [6, 4, 1], [4, 0, 0]]},
+        {"x": ["w/exp_avg", [6, 5], [4, 0]]},
+        {"x": ["w/exp_avg", [2**62, 2**62], [4, 0]]},
+        {"x": ["w/exp_avg", [6, 4], [-4, 0]]},
+        {"x": ["w/exp_avg", [6, 4], [4.0, 0]]},
+        {"x": ["w/exp_avg", [6, 4], [True, 0]]},
+        {"x": ["w/exp_avg", [6, 4]]},
+        {"x": [7, [6, 4], [4, 0]]},
+        {"x": "w/exp_avg"},
+        {"y": ["w/exp_avg", [6, 4], [4, 0]]},
+        {},
+        [],
+        "no JSON",
+        "[" * 100_000,
+    ],
+    ids=lambda slices: str(slices)[:40],
+)
+def test_forged_slices(slices: Any, tmp_path: Path) -> None:
+    path = save_together(tmp_path, 1, shares())
+    forge_file(path, "inner.2.safetensors", ROWS, {"x": ["w/exp_avg", [6, 4], [4, 0]]})
+    assert torch.equal(load(path).groups["inner"]["w/exp_avg"][4:], torch.zeros(2, 4))
+    forge_file(path, "inner.2.safetensors", ROWS, slices)
+    with pytest.raises(StateError, match="is damaged"):
+        load(path)
+
+
+def test_slices_of_different_types(tmp_path: Path) -> None:
+    path = save_together(tmp_path, 1, shares())
+    rows = {"x": torch.zeros(2, 4, dtype=torch.float16)}
+    forge_file(path, "inner.2.safetensors", rows, {"x": ["w/exp_avg", [6, 4], [4, 0]]})
+    with pytest.raises(StateError, match="different types"):
         load(path)
 
 

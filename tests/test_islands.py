@@ -71,8 +71,8 @@ def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path)
         assert told["phases"].keys() == {"data", "forward", "backward", "optimizer", "wait"}
         assert told["flops_per_s"] > told["flops_per_s_wall"] > 0
         assert told["mfu"] is None
-        assert (c.events("start")[-1]["ranks"], c.events("start")[-1]["mesh"]) == (4, {"dp_shard": 2, "tp": 2})
-
+        assert (c.events("start")[-1]["ranks"], c.events("start")[-1]["mesh"]) == (4, {"pp": 2, "dp_shard": 2})
+        until(lambda: any(e["version"] >= VERSIONS - 1 for e in b.events("checkpoint")), "b has a checkpoint")
         os.kill(ranks_of(b)[1], signal.SIGKILL)
         without = a.reaches(VERSIONS + 1, ["a", "c"])["version"]
         a.reaches(without + 1, ["a", "b", "c"], deadline_s=120.0)

@@ -21,6 +21,7 @@ from diloco.config import Contract, Site
 from diloco.fragments import Layout, write_fragment
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
+from diloco.slices import whole_slices
 from diloco.workbench import Bench, Workbench
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
@@ -87,6 +88,9 @@ class Run:
         return whole
 
     def state(self, folder: Path) -> State:
+        """A checkpoint, after two others: what one rank holds has changed, and changed back."""
+        for group in ({}, {"own": whole_slices({"0/momentum": torch.zeros(5000)})}):
+            self.bench.save(folder, 1, ({"local": [], **group}, {}), 1).result()
         written = self.bench.save(folder, len(self.losses), ({"local": []}, {}), 1).result()
         return State(self.weights(), load(written.path), list(self.losses))
 
@@ -119,7 +123,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         run.train(STEPS)
         reached = run.state(root / case)
         weights = max((reached.weights[name] - value).abs().max().item() for name, value in expected.weights.items())
-        found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights}
+        found[case] = {"losses": furthest(run.losses, expected.losses), "weights": weights, **on_disk(reached)}
         heir = Run(contract(), plain, Island(0, 1, CPU))
         resumed = {"onto one rank": (heir, reached), "from one rank": (run, expected), "across": (run, before)}
         for name, (each, state) in resumed.items():
@@ -129,6 +133,17 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         before = reached
         island.dismiss()
     return found
+
+
+def on_disk(state: State) -> dict[str, float]:
+    """How far the weights in the files are from those that training goes on with, the files' bytes for each that all
+    tensors have, and the largest share that one rank has written."""
+    groups, path = state.checkpoint.groups, state.checkpoint.path
+    apart = max((groups["local"][name] - value).abs().max().item() for name, value in state.weights.items())
+    own = {rank: sum(file.stat().st_size for file in path.glob(f"*.{rank}.safetensors")) for rank in range(1, RANKS)}
+    own[0] = sum((path / f"{group}.safetensors").stat().st_size for group in ("inner", "local"))
+    tensors = sum(tensor.nbytes for group in ("inner", "local") for tensor in groups[group].values())
+    return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
 def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None:
@@ -166,6 +181,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 def test_a_mesh_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
     assert found[case]["losses"] < 1e-4
     assert found[case]["weights"] < 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_written_by_one_rank(case: str, found: dict[str, dict[str, float]]) -> None:
+    assert found[case]["apart"] == 0
+    assert 1 < found[case]["written"] < 1.2  # headers
+    assert found[case]["largest"] < 0.35
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,6 +19,7 @@ from diloco.feedback import left_over, with_residual
 from diloco.fragments import Layout, Weights
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
+from diloco.peer import save_line
 from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
@@ -209,6 +210,23 @@ def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) ->
         for line, replica in zip(lines, replicas, strict=True):
             torch.testing.assert_close(line.parameters["a"], replica, rtol=1e-5, atol=1e-6)
     assert len({line.state.digest for line in lines}) == 1
+
+
+def test_what_eager_foresees_is_in_no_checkpoint(tmp_path: Path) -> None:
+    """Of the fragment that is on its way the weights are kept as they were trained; the others are the ranks' own."""
+    sync = {"fragments": 2, "part_elements": 4096, "overlap": 1, "merge": "eager"}
+    run = PaperRun(tmp_path, "a", record=False, sync=sync)
+    a = run.peers["a"]
+    a.train()
+    trained = {name: value.detach().clone() for name, value in a.line.parameters.items()}
+    assert save_line(a.line, a.run)[0]["local"] == []
+    a.offer()
+    kept = {one.box.name: one.local for one in save_line(a.line, a.run)[0]["local"]}
+    assert kept.keys() == {entry.name for entry in a.line.layout.fragments[0].entries}
+    for name, value in kept.items():
+        torch.testing.assert_close(value, trained[name], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(a.line.parameters[name], trained[name], atol=1e-4)
+    run.end()
 
 
 def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() -> None:

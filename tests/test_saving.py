@@ -1,0 +1,140 @@
+"""Saving while training goes on: what is copied when, one at a time, and what is told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco import checkpoint, saving
+from diloco.checkpoint import load
+from diloco.errors import ResourceError
+from diloco.island import Island
+from diloco.saving import Contents, Keeper, Saver, Written
+from diloco.slices import Slices, whole_slices
+from diloco.telemetry import Event, Events
+
+
+class Disk:
+    """Writes only when it is let to."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def save(self, *arguments: Any) -> Path:
+        assert self.free.wait(30.0)
+        return checkpoint.save(*arguments)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    monkeypatch.setattr(saving, "save", disk.save)
+    yield disk
+    disk.free.set()
+
+
+class Training:
+    """A peer of one process whose weights move."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.saver = Saver(Island(0, 1, torch.device("cpu")))
+        self.weights, self.anchor = torch.zeros(1000), torch.zeros(1000)
+        self.version = 0
+        self.seen: list[Event] = []
+        self.keeper = Keeper(Events(None, "a", [self.seen.append]), self.begin)
+
+    def contents(self) -> Contents:
+        return {"outer": whole_slices({"0/anchor": self.anchor})}, {"version": self.version}
+
+    def begin(self, contents: Contents) -> Future[Written]:
+        live: Slices = {"local": whole_slices({"w": self.weights})}
+        return self.saver.save(self.directory, self.version, contents[0], live, contents[1], 2)
+
+    def train(self) -> None:
+        self.version += 1
+        self.weights += 1
+        self.anchor = self.anchor + 1
+
+    def due(self) -> None:
+        self.keeper.due(self.version, self.contents)
+
+    def last(self) -> Path:
+        return self.keeper.last(self.version, self.contents)
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in self.seen if event["kind"] == kind]
+
+
+def held_by(path: Path) -> tuple[Tensor, Tensor]:
+    found = load(path)
+    return found.groups["local"]["w"], found.groups["outer"]["0/anchor"]
+
+
+def test_a_checkpoint_is_of_the_moment_at_which_it_began(tmp_path: Path, disk: Disk) -> None:
+    training = Training(tmp_path)
+    training.train()
+    training.due()
+    training.train()
+    disk.free.set()
+    training.saver.wait()
+    weights, anchor = held_by(tmp_path)
+    assert (weights == 1).all()
+    assert (anchor == 1).all()
+    assert load(tmp_path).meta == {"version": 1}
+
+
+def test_one_at_a_time_and_the_last_is_waited_for(tmp_path: Path, disk: Disk) -> None:
+    training = Training(tmp_path)
+    for _ in range(3):
+        training.train()
+        training.due()
+    assert [event["text"] for event in training.events("reason")] == [
+        "no checkpoint of version 2: that of version 1 is still being written",
+        "no checkpoint of version 3: that of version 1 is still being written",
+    ]
+    assert not training.events("checkpoint")
+    disk.free.set()
+    path = training.last()
+    assert path.name == "v00000003"
+    assert (held_by(path)[0] == 3).all()
+    first, last = training.events("checkpoint")
+    assert (first["version"], last["version"]) == (1, 3)
+    assert 0 < first["held_s"] < first["seconds"]
+    assert last["bytes"] == sum(file.stat().st_size for file in path.iterdir())
+    training.train()
+    training.due()
+    training.saver.wait()
+    training.keeper.tell()
+    assert training.events("checkpoint")[-1]["version"] == 4
+
+
+def test_copies_are_made_in_the_same_memory_again(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    training.last()
+    (first,) = training.saver._copies.values()
+    place = first.data_ptr()
+    training.train()
+    training.last()
+    (second,) = training.saver._copies.values()
+    assert second.data_ptr() == place
+    assert (second == 1).all()
+
+
+def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    training = Training(tmp_path / "file")
+    training.due()
+    training.saver.wait()
+    training.keeper.tell()
+    (warning,) = training.events("warning")
+    assert warning["text"].startswith("no checkpoint: cannot write checkpoint")
+    with pytest.raises(ResourceError, match="cannot write checkpoint"):
+        training.last()
