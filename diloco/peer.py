@@ -195,6 +195,8 @@ class Peer:
         self.progress = Progress()
         self._told_s = monotonic_s()
         self._presence: Presence | None = None
+        self.idle: Callable[[], object] = bool
+        """Called now and then while we wait for a state: the other ranks of an island are not to give us up."""
 
     # ------------------------------------------------------------ entering
 
@@ -273,7 +275,8 @@ class Peer:
         self.events.emit("copying", done_bytes=0, total_bytes=total_bytes)
         timeout_s = self.site.timeouts.join_s
         try:
-            state, offer = self.exchange.copy_state(sources, self.line.state, timeout_s, self._on_copied)
+            local = self.line.state
+            state, offer = self.exchange.copy_state(sources, local, timeout_s, self._on_copied, self.idle)
         except TimeoutError as error:
             raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
         self._adopt(state, offer)

@@ -80,6 +80,7 @@ class Trainer:
         bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         data = bench.dataset.fingerprint
         self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory, island)
+        self.peer.idle = bench.idle
         self.reader = BlockReader(bench.dataset, contract.run.seed)
         self._resumed_version = -1
         if checkpoint is not None:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -232,18 +233,26 @@ class Exchange(Background):
         self.machine.progress = progress
 
     def copy_state(
-        self, sources: Sequence[str], local: OuterState, timeout_s: float, progress: Callable[[int, int], None]
+        self,
+        sources: Sequence[str],
+        local: OuterState,
+        timeout_s: float,
+        progress: Callable[[int, int], None],
+        waiting: Callable[[], object] = lambda: None,
     ) -> tuple[OuterState, StateOffer]:
         """The state that the members at these addresses hold; `local` itself when it is that already.
 
-        Raises StateError, and TimeoutError after `timeout_s`.
+        `waiting` is called a few times a second meanwhile. Raises StateError, and TimeoutError after `timeout_s`.
         """
         future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, progress), self._loop)
-        try:
-            result = future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
+        deadline_s = monotonic_s() + timeout_s
+        while not future.done():
+            if monotonic_s() > deadline_s:
+                future.cancel()
+                raise TimeoutError
+            waiting()
+            wait_for([future], 0.2)
+        result = future.result()
         self.behind = False
         self._resync_from = []
         return result

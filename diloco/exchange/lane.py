@@ -262,11 +262,16 @@ class Lane(Background):
         closed = self._stepped(Closed(commit, parts), number)
         self.drop()
         self._contribution = None
+        return closed
+
+    def close_for_follower(self, commit: Commit, number: int) -> None:
+        """The same, for `closed` to find."""
+        closed = self.close(commit, number)
         with self._news:
-            self._closed = {v: entry for v, entry in self._closed.items() if v > commit.version - 8}
+            # Others than the latest were passed over by a copied state: their steps would only take memory.
+            self._closed = {v: entry for v, entry in self._closed.items() if entry[0] == number}
             self._closed[commit.version] = number, closed
             self._news.notify_all()
-        return closed
 
     def _stepped(self, closed: Closed, number: int) -> Closed:
         commit = closed.commit

@@ -151,7 +151,7 @@ class RemoteLane:
         self.channel.post("keep_means", digests)
 
     def close(self, commit: Commit, number: int) -> None:
-        self.channel.post("close", commit, number)
+        self.channel.post("close_for_follower", commit, number)
 
     def retain(self, numbers: Collection[int]) -> None:
         self.channel.post("retain", numbers)
