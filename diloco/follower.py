@@ -110,7 +110,8 @@ class Follower:
 
     def _apply(self, commit: str, counted: bool) -> None:
         record = Commit.from_bytes(commit.encode())
-        closed = self._lane.closed(record) if self._lane is not None else Closed(record, ())
+        nothing = [b""] * self.line.layout.fragments[record.fragment].parts
+        closed = self._lane.closed(record) if self._lane is not None else Closed(record, nothing)
         move_anchor(self.line, closed, counted, {})
         self._hold()
 

@@ -182,13 +182,13 @@ def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_islands_with_lanes_are_founded_joined_copied_from_recorded_and_replayed(tmp_path: Path) -> None:
-    """An island founds; a peer of one rank and an island copy its state, which two ranks hold each a half of."""
+    """An island founds; two islands copy its state, which two ranks hold each a half of. One does all on rank 0."""
     island = ("--set", "device.ranks=2", "--set", "storage.record=true", "--set", "device.step_s=0.05")
     with ending([]) as peers:
         peers.append(PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)), *island))
         ticket = peers[0].ticket()
         peers[0].reaches(2, ["a"])
-        peers.append(PeerProcess("b", tmp_path, "--join", ticket, "--set", "storage.record=true"))
+        peers.append(PeerProcess("b", tmp_path, "--join", ticket, *island, "--set", "network.lanes=1"))
         peers.append(PeerProcess("c", tmp_path, "--join", ticket, *island, "--set", "mesh.shard=parameters"))
         reached = peers[0].reaches(4, ["a", "b", "c"], deadline_s=150.0)["version"]
         peers[0].reaches(reached + 2, ["a", "b", "c"])
