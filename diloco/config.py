@@ -636,8 +636,9 @@ class NetworkSection(Section):
     streams: Annotated[int, Field(ge=1, le=16)] = 1
     """Connections to each other peer that contributions and means go over at once: several fill a long, lossy link."""
     lanes: PositiveInt | None = None
-    """Ranks of this island that divide the outer state, and exchange their parts over connections of their own; all of
-    them when not given, 1: rank 0 alone. Each listens on a port of its own: that of `listen` and its rank on top."""
+    """Ranks of this island that divide the outer state, and exchange their parts over connections of their own; 1: rank
+    0 alone. When not given, all of them, but 1 with `advertise`, which says that one port can be reached. Rank r
+    listens on the port of `listen` + 100 + r, or on a free one."""
 
 
 class StorageSection(Section):

@@ -24,6 +24,9 @@ from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anc
 from diloco.types import Closed, Commit
 from diloco.workbench import Bench
 
+LANE_PORTS = 100
+"""Above that of rank 0 are those of the other ranks; the peer directory's is the next one, usually."""
+
 
 def follow(contract: Contract, site: Site, island: Island) -> None:
     """The life of a rank that does not lead."""
@@ -94,7 +97,7 @@ class Follower:
         lane = self._lane = Lane(terms, runtime.link, runtime.loop)
         self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
         host, port = split_address(site.network.listen)
-        served = runtime.serve(LaneService(lane), join_address(host, port + self.island.rank if port else 0))
+        served = runtime.serve(LaneService(lane), join_address(host, port + LANE_PORTS + self.island.rank if port else 0))
         if not site.network.advertise:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])

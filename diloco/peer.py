@@ -545,7 +545,9 @@ compiled_codecs = cache(use_compiled)
 
 def lanes_of(site: Site, island: Island | None) -> int:
     """Ranks of an island that divide the outer state."""
-    return min(site.network.lanes or island.size, island.size) if island is not None else 1
+    if island is None:
+        return 1
+    return min(site.network.lanes or (1 if site.network.advertise else island.size), island.size)
 
 
 def open_line(

@@ -134,6 +134,19 @@ class PeerProcess:
         return self.process.wait(deadline_s)
 
 
+def ranks_of(launcher: PeerProcess) -> dict[int, int]:
+    """Process id by rank."""
+    pid = launcher.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
+    return {
+        int(entry.removeprefix(b"RANK=")): child
+        for child, entries in environments.items()
+        for entry in entries
+        if entry.startswith(b"RANK=")
+    }
+
+
 @contextmanager
 def ending(processes: list[PeerProcess]) -> Iterator[list[PeerProcess]]:
     """Whatever happens, no process stays behind."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers import PeerProcess, ending, tiny_contract, until
+from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 from tests.test_run import agree
 
 pytestmark = pytest.mark.slow
@@ -40,19 +40,6 @@ def loss_at(version: int, peers: list[PeerProcess]) -> float:
         return evaluated[0] if evaluated else None
 
     return float(until(found, f"somebody evaluates version {version}", 120.0))
-
-
-def ranks_of(launcher: PeerProcess) -> dict[int, int]:
-    """Process id by rank."""
-    pid = launcher.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
-    return {
-        int(entry.removeprefix(b"RANK=")): child
-        for child, entries in environments.items()
-        for entry in entries
-        if entry.startswith(b"RANK=")
-    }
 
 
 def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ from diloco.island import Island
 from diloco.outer import OuterState, open_outer
 from diloco.round import Alone, Line, complete
 from diloco.workbench import Bench, Workbench
-from tests.peers import PeerProcess, ending, tiny_contract
+from tests.peers import PeerProcess, ending, ranks_of, tiny_contract
 from tests.test_run import agree
 
 SHAPES = [("a.weight", (70, 100)), ("b.weight", (90, 101)), ("b.bias", (77,))]
@@ -201,3 +203,25 @@ def test_islands_with_lanes_are_founded_joined_copied_from_recorded_and_replayed
     done = subprocess.run(replay, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MISMATCH" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_sync_takes_its_island_out_and_nobody_else(tmp_path: Path) -> None:
+    """The island sends so slowly that it is always in a sync; what it had sent by then may be counted or not."""
+    with ending([]) as peers:
+        peers.append(PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)), "--set", "device.step_s=0.02"))
+        ticket = peers[0].ticket()
+        peers.append(PeerProcess("b", tmp_path, "--join", ticket))
+        slow = ("--set", "device.ranks=2", "--set", "network.send_bps=400000")
+        peers.append(PeerProcess("c", tmp_path, "--join", ticket, *slow))
+        a, b, c = peers
+        together = a.reaches(2, ["a", "b", "c"], deadline_s=150.0)["version"]
+        os.kill(ranks_of(c)[1], signal.SIGKILL)
+        without = a.reaches(together + 1, ["a", "b"])["version"]
+        a.reaches(without + 1, ["a", "b", "c"], deadline_s=150.0)
+        assert not a.events("skip") + b.events("skip")
+        for peer in (c, b, a):
+            peer.interrupt()
+            assert peer.wait() == 0, peer.log.read_text()
+        assert agree(peers) > without
+        assert [peer.events("end")[-1]["discarded_tokens"] for peer in (a, b)] == [0, 0]
