@@ -97,7 +97,8 @@ class Follower:
         lane = self._lane = Lane(terms, runtime.link, runtime.loop)
         self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
         host, port = split_address(site.network.listen)
-        served = runtime.serve(LaneService(lane), join_address(host, port + LANE_PORTS + self.island.rank if port else 0))
+        own = port + LANE_PORTS + self.island.rank if port else 0
+        served = runtime.serve(LaneService(lane), join_address(host, own))
         if not site.network.advertise:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
