@@ -146,12 +146,12 @@ def on_disk(state: State) -> dict[str, float]:
     return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
-def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None:
+def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases, ranks: int) -> None:
     """One of the processes: rank 0 leads through the cases, and writes down what it found; the others follow."""
     torch.set_num_threads(1)
     # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
-    island = Island.at(place, RANKS, CPU, rendezvous=meeting)
+    island = Island.at(place, ranks, CPU, rendezvous=meeting)
     if island.leads:
         (root / "found.json").write_text(json.dumps(lead(root, island)))
     else:
@@ -161,12 +161,12 @@ def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases) -> None
     torch.distributed.destroy_process_group()
 
 
-def found_by(lead: Lead, cases: Cases, root: Path) -> dict[str, dict[str, float]]:
+def found_by(lead: Lead, cases: Cases, root: Path, ranks: int = RANKS) -> dict[str, dict[str, float]]:
     """What rank 0 of one group of processes found, by case."""
     (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        mp.spawn(live, (root, f"file://{root / 'meeting'}", lead, cases), nprocs=RANKS)
+        mp.spawn(live, (root, f"file://{root / 'meeting'}", lead, cases, ranks), nprocs=ranks)
     found: dict[str, dict[str, float]] = json.loads((root / "found.json").read_text())
     return found
 

@@ -6,6 +6,7 @@ As in test_parallel: one group of processes does all cases.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,15 +46,15 @@ CASES = {
 }
 
 
-def contract(case: str) -> Contract:
+def contract(case: str, cases: Mapping[str, Case] = CASES) -> Contract:
     """Five layers: stages of different lengths."""
     plain = small()
-    return plain.model_copy(update={"model": plain.model.model_copy(update={"layers": 5, **CASES[case].model})})
+    return plain.model_copy(update={"model": plain.model.model_copy(update={"layers": 5, **cases[case].model})})
 
 
-def site(root: Path, case: str | None = None) -> Site:
+def site(root: Path, case: str | None = None, cases: Mapping[str, Case] = CASES) -> Site:
     """Of a case, or of one process."""
-    mesh, checkpointing = (CASES[case].mesh, CASES[case].checkpointing) if case else ({}, "none")
+    mesh, checkpointing = (cases[case].mesh, cases[case].checkpointing) if case else ({}, "none")
     device = {"kind": "cpu", "checkpointing": checkpointing}
     return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})
 
@@ -116,3 +117,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_trains_as_one_process_does(case: str, found: dict[str, dict[str, float]]) -> None:
     assert max(abs(value) for value in found[case].values()) < 1e-4, found[case]
+
+
+THREE = {"pp+fsdp+tp": Case({"pp": 2, "shard": "parameters", "tp": 2, "micro_batches": 2}, {})}
+"""Three dimensions, two ranks along each."""
+
+
+def lead_three(root: Path, island: Island) -> dict[str, dict[str, float]]:
+    """Eight ranks beside one process."""
+    (case,) = THREE
+    one = Run(contract(case, THREE), site(root), Island(0, 1, CPU))
+    one.train(STEPS)
+    run = Run(contract(case, THREE), site(root, case, THREE), island)
+    run.train(STEPS)
+    expected, found = one.weights(), run.weights()
+    far = max((found[name] - value).abs().max().item() for name, value in expected.items())
+    island.dismiss()
+    return {case: {"losses": furthest(run.losses, one.losses), "weights": far}}
+
+
+def test_eight_ranks_along_three_dimensions(tmp_path: Path) -> None:
+    found = found_by(lead_three, [(contract(case, THREE), site(tmp_path, case, THREE)) for case in THREE], tmp_path, 8)
+    assert max(found["pp+fsdp+tp"].values()) < 1e-4, found
