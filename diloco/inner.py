@@ -210,7 +210,8 @@ class InnerLoop:
         """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
         micro_batches = torch.split(block, self.section.batch_size)
         if self._ranks.pipeline is not None:
-            return self._ranks.pipeline.backward(micro_batches)
+            with self.phases.device("pipeline"):
+                return self._ranks.pipeline.backward(micro_batches)
         total = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):

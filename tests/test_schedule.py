@@ -20,7 +20,7 @@ from diloco.fragments import Layout, Weights
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
 from diloco.peer import save_line
-from diloco.round import Line, Sent, adopt_state, measure, step_outer, withdraw
+from diloco.round import Line, Sent, adopt_state, measure, step_outer, weights_to_keep, withdraw
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.weighing import Weighing
@@ -213,7 +213,7 @@ def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) ->
 
 
 def test_what_eager_foresees_is_in_no_checkpoint(tmp_path: Path) -> None:
-    """Of the fragment that is on its way the weights are kept as they were trained; the others are the ranks' own."""
+    """Of the fragment that is on its way the weights are kept as they were trained."""
     sync = {"fragments": 2, "part_elements": 4096, "overlap": 1, "merge": "eager"}
     run = PaperRun(tmp_path, "a", record=False, sync=sync)
     a = run.peers["a"]
@@ -221,11 +221,13 @@ def test_what_eager_foresees_is_in_no_checkpoint(tmp_path: Path) -> None:
     trained = {name: value.detach().clone() for name, value in a.line.parameters.items()}
     assert save_line(a.line, a.run)[0]["local"] == []
     a.offer()
-    kept = {one.box.name: one.local for one in save_line(a.line, a.run)[0]["local"]}
-    assert kept.keys() == {entry.name for entry in a.line.layout.fragments[0].entries}
-    for name, value in kept.items():
-        torch.testing.assert_close(value, trained[name], rtol=1e-5, atol=1e-6)
-        assert not torch.allclose(a.line.parameters[name], trained[name], atol=1e-4)
+    moved = {name: value.detach().clone() for name, value in a.line.parameters.items()}
+    with weights_to_keep(a.line):
+        for name, value in a.line.parameters.items():
+            torch.testing.assert_close(value, trained[name], rtol=1e-5, atol=1e-6)
+    for entry in a.line.layout.fragments[0].entries:
+        assert torch.equal(a.line.parameters[entry.name], moved[entry.name])
+        assert not torch.allclose(moved[entry.name], trained[entry.name], atol=1e-4)
     run.end()
 
 

@@ -351,6 +351,7 @@ class Lane(Background):
                     failpoints.hit("mid-contribution")
                 yield Part(index, await asyncio.to_thread(contribution.parts.__getitem__, index))  # or it is encoded
 
+        failpoints.hit("before-contribution")
         await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
         failpoints.hit("after-contribution")
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 PASSES = 3
 """Passes over all members before the copy has failed."""
 PAUSE_S = 0.2
-STRIPES = 2
-"""Calls that a copy takes."""
 
 
 class Download:
@@ -78,15 +76,14 @@ class Download:
         return [StateChunk(*place, digest) for place, digest in zip(called_for, hashes, strict=True)]
 
     def _next_chunks(self) -> None:
-        """Ask one holder for a few chunks in one call."""
+        """Ask one holder for what is missing; so small a state comes in one call."""
         if not self._wanted:
             self._assemble()
         elif not self._holders:
             self.host.later(PAUSE_S, self.start)
         else:
             holder = self.host.world.dice.choice(self._holders)
-            few = max(len(self.newest.chunk_hashes) // STRIPES, 1)
-            question = partial(_chunks_of, self.newest.digest, [index for index, _ in self._wanted[:few]])
+            question = partial(_chunks_of, self.newest.digest, [index for index, _ in self._wanted])
             take, failed = partial(self._keep, holder), partial(self._keep, holder, ())
             self.host.world.network.ask(self.host, holder, question, take, failed)
 
