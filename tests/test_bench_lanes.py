@@ -24,6 +24,7 @@ def test_two_lanes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (two,) = json.loads(found.read_text())
     assert (two["lanes"], two["ranks"], two["ratio"]) == (2, 2, 1.0)
-    assert two["seconds"] > two["limit_seconds"] == pytest.approx(two["params"] * 8 / 2e6)
+    assert two["limit_seconds"] == pytest.approx(two["params"] * 8 / 2e6)
+    assert two["seconds"] > 0.5 * two["limit_seconds"]  # a shaper lets through what it has saved up
     assert two["outer_bytes"] == pytest.approx(4 * two["params"], abs=8)
     assert done.stdout.split()[0] == "lanes"
