@@ -49,6 +49,7 @@ def test_between_namespaces(tmp_path: Path) -> None:
     assert row["share"] is None  # nothing to compare it with
 
 
+@pytest.mark.slow(queued=False)
 def test_a_mistake_is_named() -> None:
     done = bench("--rows", "none,warp")
     assert done.returncode == 2

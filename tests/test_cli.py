@@ -26,6 +26,7 @@ def fails(code: int, cause: str, *arguments: str, cwd: Path | None = None) -> No
     assert "  fix: " in done.stderr
 
 
+@pytest.mark.slow(queued=False)
 def test_mistyped_key(tmp_path: Path) -> None:
     contract = tmp_path / "c.toml"
     contract.write_text(QUICK.read_text().replace("batch_size", "batchsize"))

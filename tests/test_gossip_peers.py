@@ -120,6 +120,7 @@ def finish(peers: list[Gossiper]) -> None:
     asyncio.run(asyncio.wait_for(together(), 40))
 
 
+@pytest.mark.slow(queued=False)
 def test_a_dozen_peers_each_on_its_own_hear_of_all_and_end_alike() -> None:
     """Nobody knows all but by hearsay, and none waits for another before the final average."""
     count = 12

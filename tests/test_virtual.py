@@ -54,7 +54,7 @@ def every(seeds: int, quick: int) -> list[Any]:
     return [pytest.param(first, marks=slow if first >= quick else ()) for first in range(0, seeds, PER_TEST)]
 
 
-@pytest.mark.parametrize("first", every(SEEDS, quick=150))
+@pytest.mark.parametrize("first", every(SEEDS, quick=50))
 def test_seeds_hold(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST))
     assert not tally.violations
