@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,7 @@ from diloco.errors import ResourceError, StateError
 from diloco.fragments import Fragment, Layout, NamedShapes
 from diloco.ledger import sync_path
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
+from diloco.ranks import Alone, Ranks
 from diloco.slices import Box, Pieces, Slice, Slices
 
 logger = logging.getLogger(__name__)
@@ -88,35 +89,6 @@ class Checkpoint:
 
 
 # ---------------------------------------------------------------- save
-
-
-class Gathering(Protocol):
-    """The ranks of an island (`diloco.island.Island`), or one alone."""
-
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank."""
-
-
-class Ranks(Gathering, Protocol):
-    """The ranks that write a checkpoint together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank."""
-
-
-class Alone:
-    """One process that writes all of it."""
-
-    rank = 0
-
-    def share(self, text: str = "") -> str:
-        return text
-
-    def gather(self, text: str) -> list[str]:
-        return [text]
 
 
 def save(
@@ -350,21 +322,16 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
 
     Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
     """
-    pieces = checkpoint.groups.get("outer", Pieces(()))
+    buffers = ("anchor", *optimizer.slot_names)
+    flats = flat_buffers(checkpoint, "outer", layout, buffers)
     steps = checkpoint.value("steps", list)
-    sizes = {
-        f"{fragment.index}/{name}": (fragment.total,)
-        for fragment in layout.fragments
-        for name in ("anchor", *optimizer.slot_names)
-    }
     counts = all(type(count) is int and count >= 0 for count in steps) and len(steps) == len(layout.fragments)
-    if not (counts and {name: pieces.shape(name) for name in pieces} == sizes):
-        cause = f"the outer state in checkpoint {checkpoint.path} does not fit the model"
-        raise StateError(cause, "use the contract, and the Hugging Face config if any, that it was written with")
+    if not counts or len(flats) < len(steps) * len(buffers):
+        raise _unfit(checkpoint, "outer")
     fragments = (
         FragmentState(
-            fragment_flat(pieces, f"{fragment.index}/anchor", fragment),
-            {name: fragment_flat(pieces, f"{fragment.index}/{name}", fragment) for name in optimizer.slot_names},
+            flats[f"{fragment.index}/anchor"],
+            {name: flats[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
             count,
             fragment,
         )
@@ -373,7 +340,27 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
     return OuterState(checkpoint.version, tuple(fragments))
 
 
-def read_together(ranks: Gathering, read: Callable[[], T]) -> T:
+def flat_buffers(
+    checkpoint: Checkpoint, group: str, layout: Layout, buffers: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """What `layout` holds of a group's flat buffers, fp32, named INDEX/BUFFER, or INDEX where `buffers` is None.
+
+    Raises StateError when one does not fit.
+    """
+    pieces = checkpoint.groups.get(group, Pieces(()))
+    ends = [""] if buffers is None else [f"/{name}" for name in buffers]
+    homes = {f"{fragment.index}{end}": fragment for fragment in layout.fragments for end in ends}
+    if not all(name in homes and pieces.shape(name) == (homes[name].total,) for name in pieces):
+        raise _unfit(checkpoint, group)
+    return {name: fragment_flat(pieces, name, homes[name]) for name in pieces}
+
+
+def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
+    cause = f"the {group} state in checkpoint {checkpoint.path} does not fit the model"
+    return StateError(cause, "use the contract, and the Hugging Face config if any, that it was written with")
+
+
+def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
     """What `read` gives on this rank. Raises StateError on all ranks when it does on one."""
     found: list[T] = []
     refused = ""

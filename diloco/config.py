@@ -674,6 +674,9 @@ class TimeoutsSection(Section):
     """How long joining may take in all, waiting for the run to start not counted."""
     leave_s: PositiveFloat = 20.0
     """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
+    collective_s: PositiveFloat = 600.0
+    """How long a rank waits for another one of its island: one that hangs is found out by then, and the island starts
+    again. Longer than any inner step, evaluation or checkpoint."""
 
 
 class Site(Section):

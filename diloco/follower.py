@@ -14,12 +14,12 @@ from diloco.compress import PayloadError
 from diloco.config import Contract, Site
 from diloco.encoding import Encoder
 from diloco.exchange.address import join_address, split_address
-from diloco.exchange.lane import Lane, LaneTerms
+from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.island import Island
-from diloco.peer import compiled_codecs, lanes_of, line_slices, open_line, restored_line
+from diloco.peer import compiled_codecs, lane_terms, lanes_of, line_slices, open_line, restored_line
 from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anchor, weights_to_keep, withdraw
 from diloco.types import Closed, Commit
 from diloco.workbench import Bench
@@ -81,20 +81,9 @@ class Follower:
         self.island.gather(address)
 
     def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
-        site, line = self.site, self.line
-        lanes = lanes_of(site, self.island)
+        site, lanes = self.site, lanes_of(self.site, self.island)
         runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
-        membership, averaging = self._contract.membership, self._contract.outer.averaging
-        terms = LaneTerms(
-            line.layout,
-            line.codecs,
-            line.optimizer,
-            line.weighing,
-            site.timeouts.stall_s,
-            membership.max_norm_ratio,
-            averaging == "radial",
-        )
-        lane = self._lane = Lane(terms, runtime.link, runtime.loop)
+        lane = self._lane = Lane(lane_terms(self._contract, site, self.line.layout), runtime.link, runtime.loop)
         self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0

@@ -48,7 +48,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     _check(options)
     site = open_site(options)
     given = _given(options)
-    island = Island.here(device_of(site))
+    island = Island.here(device_of(site), site.timeouts.collective_s)
     if not island.leads:
         follow(contract_from_json(island.share()), site, island)
         island.close()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from diloco import failpoints
-from diloco.checkpoint import Checkpoint, JsonValue, fragment_flat, fragment_slices, outer_state, read_together
+from diloco.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import use_compiled
@@ -39,6 +39,7 @@ from diloco.exchange.address import is_loopback, split_address
 from diloco.exchange.dht import Directory
 from diloco.exchange.engine import Exchange, Terms
 from diloco.exchange.keys import VARIABLE, secret_from_environment
+from diloco.exchange.lane import LaneTerms
 from diloco.exchange.lanes import Door
 from diloco.exchange.link import StateOffer, Welcome
 from diloco.exchange.messages import Reply
@@ -53,8 +54,8 @@ from diloco.island import Island
 from diloco.journal import Journal
 from diloco.ledger import Opening
 from diloco.outer import OuterState, open_outer
+from diloco.ranks import Alone
 from diloco.round import (
-    Alone,
     Diverged,
     Line,
     Trained,
@@ -68,7 +69,7 @@ from diloco.round import (
 )  # fmt: skip
 from diloco.saving import Contents
 from diloco.schedule import OFFERED_AGAIN, Cadence, Finish
-from diloco.slices import Pieces, Slice
+from diloco.slices import Slice
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
 from diloco.weighing import Weighing
@@ -526,15 +527,10 @@ class Peer:
             contract_json=contract.to_json().encode(),
             rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
             timing=timing_of(self.site),
-            layout=layout,
+            lane=lane_terms(contract, self.site, layout),
             layout_digest=layout.digest,
-            codecs=self.line.codecs,
-            optimizer=self.line.optimizer,
-            weighing=self.line.weighing,
             total_tokens=contract.run.total_tokens,
             data=data,
-            max_norm_ratio=contract.membership.max_norm_ratio,
-            radial=contract.outer.averaging == "radial",
             serve_bps=serve_bps_of(self.site),
         )
 
@@ -571,7 +567,7 @@ def open_line(
         optimizer,
         Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
-        ranks=Alone() if island is None or island.size == 1 else island,
+        ranks=island or Alone(),
         merge=contract.sync.merge,
         mix_alpha=contract.sync.mix_alpha,
         feedback=contract.codec.error_feedback,
@@ -649,26 +645,21 @@ def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
 def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
     """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
 
-    def read() -> tuple[OuterState, Checkpoint]:
-        checkpoint = opened()
-        return outer_state(checkpoint, line.layout, line.optimizer), checkpoint
+    def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
+        checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
+        return (
+            outer_state(checkpoint, layout, optimizer),
+            flat_buffers(checkpoint, "residual", layout),
+            flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
+        )
 
-    state, checkpoint = read_together(line.ranks, read)
+    state, residuals, foreseen = read_together(line.ranks, read)
     adopted(line, state)
-    for name, flat in _flats(line, checkpoint.groups.get("residual")):
-        line.residuals[int(name)] = flat
-    for name, flat in _flats(line, checkpoint.groups.get("own")):
+    line.residuals.update((int(index), flat) for index, flat in residuals.items())
+    for name, flat in foreseen.items():
         index, _, slot = name.partition("/")
         own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
         line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
-
-
-def _flats(line: Line, pieces: Pieces | None) -> list[tuple[str, Tensor]]:
-    """Flat buffers of fragments, by names that begin with the fragment's index."""
-    fragments = line.layout.fragments
-    return [
-        (name, fragment_flat(pieces, name, fragments[int(name.partition("/")[0])])) for name in pieces or () if pieces
-    ]
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
@@ -692,6 +683,19 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
         offences_allowed=membership.offences_allowed,
         total_tokens=contract.run.total_tokens,
+    )
+
+
+def lane_terms(contract: Contract, site: Site, layout: Layout) -> LaneTerms:
+    """What a lane needs of both. `layout`: of the parts that are held here."""
+    return LaneTerms(
+        layout,
+        open_codecs(contract.codec),
+        open_outer(contract.outer),
+        Weighing.of(contract),
+        site.timeouts.stall_s,
+        contract.membership.max_norm_ratio,
+        contract.outer.averaging == "radial",
     )
 
 

@@ -31,6 +31,7 @@ from diloco.memory import empty_as
 from diloco.merge import carry, carry_fragment, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
+from diloco.ranks import Alone, Ranks
 from diloco.telemetry import FLIGHT, timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.weighing import Weighing
@@ -86,38 +87,6 @@ class Exchanger(Protocol):
     def offer(self, contribution: Contribution, leaving: bool) -> None: ...
 
     def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip: ...
-
-
-class Ranks(Protocol):
-    """The ranks of a peer that divide its outer state (`diloco.island.Island`). The first decides; all do the same."""
-
-    def announce(self, task: str, **details: object) -> None:
-        """From the first: have the others do this, too. `details` are JSON values."""
-
-    def all(self, fine: bool) -> bool:
-        """Whether it is fine on every rank."""
-
-    def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks."""
-
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank."""
-
-
-class Alone(Ranks):
-    """There is one."""
-
-    def announce(self, task: str, **details: object) -> None:
-        """Nobody to tell."""
-
-    def all(self, fine: bool) -> bool:
-        return fine
-
-    def total(self, sums: Tensor) -> Tensor:
-        return sums
-
-    def gather(self, text: str) -> list[str]:
-        return [text]
 
 
 @dataclass

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco.clock import monotonic_s, new_incarnation
-from diloco.compress import open_codecs
 from diloco.config import Contract
 from diloco.errors import EvictedError, UsageError
 from diloco.exchange.engine import Exchange, Terms
@@ -21,12 +20,10 @@ from diloco.exchange.presence import Presence
 from diloco.exchange.runtime import reachable
 from diloco.fragments import Layout
 from diloco.launch import PeerOptions, event_card, open_directory, open_site, peer_name
-from diloco.outer import open_outer
-from diloco.peer import Gate, rules_of, timing_of
+from diloco.peer import Gate, lane_terms, rules_of, timing_of
 from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
 from diloco.types import Closed, Member, Phase, Progress
-from diloco.weighing import Weighing
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,8 @@ class Witness:
             contract_json=contract.to_json().encode(),
             rules=rules_of(contract, parts=()),
             timing=timing_of(self.gate.site),
-            layout=Layout(()),
+            lane=lane_terms(contract, self.gate.site, Layout(())),
             layout_digest=welcome.layout,
-            codecs=open_codecs(contract.codec),
-            optimizer=open_outer(contract.outer),
-            weighing=Weighing.of(contract),
             total_tokens=contract.run.total_tokens,
             data=welcome.data,
         )

@@ -39,8 +39,8 @@ from diloco.saving import Contents, Saver, Written
 from diloco.slices import Pieces, Slices, whole_slices
 from diloco.tracing import Trace
 
-IDLE_S = 60.0
-"""How often the other ranks are told that rank 0 still waits for the world."""
+IDLE_SHARE = 0.1
+"""Of the time for which ranks wait for each other: how often they are told that rank 0 still waits for the world."""
 
 
 class Bench:
@@ -52,7 +52,7 @@ class Bench:
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
         self.contract, self.site, self.island = contract, site, island
-        self.mesh = Mesh.of(sizes, island.rank, island.device.type)
+        self.mesh = Mesh.of(sizes, island.rank, island.device.type, island.timeout_s)
         self.vocab_size = vocab_size
         self.divided = island.size > 1 and divides(sizes, site.mesh)
         self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
@@ -285,7 +285,7 @@ class Workbench(Bench):
 
     def idle(self) -> bool:
         """Say to the other ranks now and then that we wait for the world. Always true."""
-        if monotonic_s() - self._told_s > IDLE_S:
+        if monotonic_s() - self._told_s > IDLE_SHARE * self.island.timeout_s:
             self._announce("idle")
         return True
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
+import secrets
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,13 +25,20 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from diloco.average import unpack
-from diloco.compress import open_codec
+from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecChoice, Contract, OuterSection, Site
+from diloco.errors import ResourceError
+from diloco.exchange.lane import Head, Lane
+from diloco.exchange.lanes import Door, FirstRank, RemoteLane
+from diloco.exchange.runtime import Runtime
 from diloco.exchange.stepping import Stepping
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.island import Island
-from diloco.outer import OuterState, open_outer
-from diloco.round import Alone, Line, complete
+from diloco.outer import OuterState, StateChunk, open_outer
+from diloco.peer import lane_terms
+from diloco.ranks import Alone
+from diloco.round import Line, complete
+from diloco.types import Contribution
 from diloco.workbench import Bench, Workbench
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract
 from tests.test_run import agree
@@ -177,6 +194,93 @@ def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         mp.spawn(live, (tmp_path,), nprocs=2)
     assert [(tmp_path / f"done-{place}").read_text().split() for place in range(2)] == [list(MESHES)] * 2
+
+
+# ---------------------------------------------------------------- what the ranks tell each other
+
+
+class Heard:
+    """What reaches the exchange of rank 0 from a lane on another rank."""
+
+    def __init__(self) -> None:
+        self.failures: queue.Queue[BaseException] = queue.Queue()
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.put(error)
+
+
+class Blocked(Sequence[bytes]):
+    """Parts whose encoding does not end before it may."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        self.may_end.wait(60.0)
+        return b""
+
+
+@contextmanager
+def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.AbstractEventLoop]]:
+    """The lane of rank 1, on a loop of its own, as rank 0 sees it; somebody else has called first."""
+    key = secrets.token_bytes(32)
+    door = Door("127.0.0.1", key)
+    with ThreadPoolExecutor(1) as pool:
+        welcome = pool.submit(door.let_in, 1)
+        with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+            Client(("127.0.0.1", door.port), authkey=b"a guess")
+        with socket.create_connection(("127.0.0.1", door.port)):
+            pass
+        here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
+        lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
+        first = FirstRank(("127.0.0.1", door.port), key, 1, lane, there.loop)
+        connections = welcome.result(30.0)
+    heard = Heard()
+    remote = RemoteLane(connections[1], here.loop, cast(Head, heard), 1)
+    try:
+        yield remote, heard, lane, first, here.loop
+    finally:
+        remote.end()
+        first.close()
+        lane.stop()
+        here.close()
+        there.close()
+
+
+def test_strangers_at_the_door_do_not_keep_the_ranks_out() -> None:
+    with two_ranks() as (remote, _, _, _, loop):
+        question = remote.chunk(7, StateChunk("0/anchor", 0, "no such state"))
+        assert asyncio.run_coroutine_threadsafe(question, loop).result(30.0) is None
+
+
+def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
+    """Or the training side would wait for ever for a contribution of which a dead rank held a part."""
+    with two_ranks() as (remote, heard, lane, first, loop):
+        parts = Blocked()
+        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        question = asyncio.run_coroutine_threadsafe(remote.contributed(), loop)
+        with pytest.raises(TimeoutError):
+            question.result(0.05)
+        first.close()
+        with pytest.raises(ResourceError, match="another rank of this island is gone"):
+            question.result(30.0)
+        assert isinstance(heard.failures.get(timeout=30.0), ResourceError)
+        with pytest.raises(ResourceError, match="gone"):
+            asyncio.run_coroutine_threadsafe(remote.mean("any"), loop).result(30.0)
+        parts.may_end.set()
+
+
+def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
+    with two_ranks() as (remote, heard, lane, _, _):
+        remote.fill("0/anchor", 0, b"of a copy that was never begun")
+        assert "rank 1 of this island failed: KeyError" in str(heard.failures.get(timeout=30.0))
+        lane.failed(PayloadError("of a task of its own"))
+        assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=30.0))
+        with pytest.raises(PayloadError):
+            lane.copied()
 
 
 # ---------------------------------------------------------------- real islands

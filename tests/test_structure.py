@@ -34,7 +34,8 @@ LAYERS = {
     "edges": """
         diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
         diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.saving diloco.telemetry
-        diloco.meter diloco.tracing diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models""",
+        diloco.meter diloco.tracing diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models
+        diloco.ranks""",
     "tensor maths": """
         diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
         diloco.memory diloco.models.transformer diloco.models.moe diloco.models.export_map diloco.outlier diloco.muon

@@ -39,11 +39,6 @@ class Background:
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What failed."""
-        return self._failure
-
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -58,9 +53,13 @@ class Background:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self._failure = task.exception()
-            logger.error("the exchange failed", exc_info=self._failure)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        """The training side is to end for it."""
+        logger.error("the exchange failed", exc_info=error)
+        self._failure = self._failure or error
 
     async def _stop(self) -> None:
         for task in list(self._tasks):

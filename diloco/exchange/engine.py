@@ -21,9 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from diloco import failpoints
-from diloco.average import digest_of, is_mean_of, max_part_bytes
+from diloco.average import digest_of, is_mean_of
 from diloco.clock import monotonic_s
-from diloco.compress import Codec
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
 from diloco.exchange.lane import Lane, LaneTerms
@@ -45,10 +44,8 @@ from diloco.exchange.probe import nobody_listens
 from diloco.exchange.rules import Rules, Timing
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json
-from diloco.fragments import Layout
-from diloco.outer import OuterOptimizer, OuterState, state_bytes
+from diloco.outer import OuterState, state_bytes
 from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
-from diloco.weighing import Weighing
 
 logger = logging.getLogger(__name__)
 
@@ -64,36 +61,14 @@ class Terms:
     contract_json: bytes
     rules: Rules
     timing: Timing
-    layout: Layout
-    """Without fragments for a witness."""
+    lane: LaneTerms
     layout_digest: str
     """What a joiner's model must have, too."""
-    codecs: Sequence[Codec]
-    """By group of parameters (`Fragment.group_of`)."""
-    optimizer: OuterOptimizer
-    weighing: Weighing
     total_tokens: int
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""
-    max_norm_ratio: float = 0.0
-    """A contribution that is so many times larger than the others' is refused; 0: none is."""
-    radial: bool = False
-    """Lengths and directions are averaged apart (`diloco.radial`)."""
     serve_bps: float = 0.0
     """Limit for serving the state to joiners, bits per second; 0: none."""
-
-
-def lane_terms(terms: Terms) -> LaneTerms:
-    """What a lane needs of it."""
-    return LaneTerms(
-        terms.layout,
-        terms.codecs,
-        terms.optimizer,
-        terms.weighing,
-        terms.timing.stall_s,
-        terms.max_norm_ratio,
-        terms.radial,
-    )
 
 
 class Exchange(Background):
@@ -117,7 +92,7 @@ class Exchange(Background):
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
         self.machine.forks = forks
         self.directory: tuple[str, ...] = ()
-        self.max_part_bytes = max_part_bytes(terms.layout, terms.codecs)
+        self.max_part_bytes = terms.lane.max_part_bytes
         self.overlap_tokens = 0
         """Of the inner steps that go on while a contribution is on its way."""
         self.behind = False
@@ -125,7 +100,7 @@ class Exchange(Background):
         self.refused: m.Reply = m.Reply.OK
         """The latest refusal of one of our messages."""
         self._on_reason = on_reason
-        self.lane = Lane(lane_terms(terms), link, loop)
+        self.lane = Lane(terms.lane, link, loop)
         self.lane.head = self
         self.lanes: list[Lane | RemoteLane] = [self.lane]
         """By number: ours first, then those of the other ranks that divide the outer state."""
@@ -139,7 +114,7 @@ class Exchange(Background):
         """The same, as long as the offer stands."""
         self._means: deque[str] = deque(maxlen=terms.rules.means_kept)
         """Digests of the latest that are here, whole."""
-        self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.layout, terms.optimizer))
+        self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.lane.layout, terms.lane.optimizer))
         self._closed: deque[Closed] = deque()
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
@@ -260,8 +235,7 @@ class Exchange(Background):
     async def _copy(
         self, sources: Sequence[str], local: OuterState, progress: Callable[[int, int], None]
     ) -> tuple[OuterState, StateOffer]:
-        terms, others = self.terms, self._others()
-        stall_s, lineage = terms.timing.stall_s, self.machine.lineage
+        terms, others, lineage = self.terms.lane, self._others(), self.machine.lineage
         for lane in others:
             lane.begin_copy()
 
@@ -269,7 +243,7 @@ class Exchange(Background):
             others[part % len(self.lanes) - 1].fill(buffer, part, data)
 
         state, offer = await download(
-            self.link, sources, local, terms.layout, terms.optimizer, stall_s, progress, lineage, elsewhere
+            self.link, sources, local, terms.layout, terms.optimizer, terms.stall_s, progress, lineage, elsewhere
         )
         for lane in others:
             lane.end_copy(offer.version, offer.steps)
@@ -340,12 +314,6 @@ class Exchange(Background):
         """Sent and received by other ranks of ours, as far as they told."""
         told = [lane.wire_bytes for lane in self._others()]
         return sum(sent for sent, _ in told), sum(received for _, received in told)
-
-    def _raise_failure(self) -> None:
-        for lane in self._others():
-            self._failure = self._failure or lane.failure
-        self._failure = self._failure or self.lane.failure
-        super()._raise_failure()
 
     def _others(self) -> list[RemoteLane]:
         return [lane for lane in self.lanes if isinstance(lane, RemoteLane)]
@@ -617,7 +585,7 @@ class Exchange(Background):
                 parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
             except (LinkDown, LinkSlow, LinkRefused):
                 continue
-            if is_mean_of(parts, commit, self.terms.layout):
+            if is_mean_of(parts, commit, self.terms.lane.layout):
                 self._keep_mean(commit.mean_digest, parts)
                 self._feed(m.MeanHeld(commit.mean_digest))
                 return
@@ -638,7 +606,7 @@ class Exchange(Background):
             self.behind = True
             self._feed(m.Withdrawn(m.TOO_FAR))
         for closed in missed:
-            if not is_mean_of(closed.parts, closed.commit, self.terms.layout):
+            if not is_mean_of(closed.parts, closed.commit, self.terms.lane.layout):
                 logger.warning("%s sent a mean that does not match its commit", source.peer)
                 return
             self._keep_mean(closed.commit.mean_digest, closed.parts)

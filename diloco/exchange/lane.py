@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from diloco import failpoints
+from diloco.average import max_part_bytes
 from diloco.compress import Codec, PayloadError
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1
 """How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
+
+NEWS_S = 60.0
+"""How long the training side of a rank that does not lead waits for what rank 0 has announced."""
 
 Key = tuple[int, int]
 """The version being made, and the attempt at it."""
@@ -58,6 +62,11 @@ class LaneTerms:
     radial: bool = False
     """Lengths and directions are averaged apart (`diloco.radial`)."""
 
+    @property
+    def max_part_bytes(self) -> int:
+        """Of any part that others send."""
+        return max_part_bytes(self.layout, self.codecs)
+
 
 class Head(Protocol):
     """Whom a lane serves: the exchange, in this process or on another rank."""
@@ -70,6 +79,9 @@ class Head(Protocol):
 
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
         """Whether a stream may be read; waits until the reduction that it belongs to has begun here."""
+
+    def failed(self, error: BaseException) -> None:
+        """The lane is of no use any more."""
 
 
 class Outlets:
@@ -153,22 +165,24 @@ class Lane(Background):
         For ranks that do not lead. Raises TimeoutError.
         """
         digest = commit.mean_digest
+        self._wait_for(lambda: commit.version in self._closed or digest in self._means, f"version {commit.version}")
         with self._news:
-            here = self._news.wait_for(lambda: commit.version in self._closed or digest in self._means, 60.0)
-            if not here:
-                raise TimeoutError(f"the mean of version {commit.version} did not come")
             number, closed = self._closed.pop(commit.version, (0, None))
         fits = closed is not None and closed.commit == commit and number == self.held
         return closed if closed is not None and fits else Closed(commit, self._means[digest])
 
     def copied(self) -> OuterState:
         """The state that was copied from other peers. Waits for it. Raises TimeoutError."""
-        with self._news:
-            if not self._news.wait_for(lambda: self._copied is not None, 60.0):
-                raise TimeoutError("the copied state did not come")
-            state, self._copied = self._copied, None
+        self._wait_for(lambda: self._copied is not None, "the copied state")
+        state, self._copied = self._copied, None
         assert state is not None
         return state
+
+    def _wait_for(self, there: Callable[[], bool], what: str) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: there() or self._failure is not None, NEWS_S):
+                raise TimeoutError(f"{what} did not come from rank 0")
+        self._raise_failure()
 
     def stop(self) -> None:
         """End the tasks. The link is the caller's."""
@@ -176,6 +190,13 @@ class Lane(Background):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ reducing
+
+    def failed(self, error: BaseException) -> None:
+        """Whom it serves, and who waits for it, is to end for it."""
+        super().failed(error)
+        self._head.failed(error)
+        with self._news:
+            self._news.notify_all()
 
     def take(self, contribution: Contribution | None) -> None:
         """What a reduction that counts us sends; None: nothing any more."""

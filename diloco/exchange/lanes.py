@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from diloco.average import max_part_bytes
 from diloco.errors import ResourceError
 from diloco.exchange import messages as m
 from diloco.exchange.lane import Head, Key, Lane
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 Address = tuple[str, int]
 NUMBER = "number"
 """A question's; its answer has the same."""
+BACKLOG = 1024
+"""So many ranks may call at once."""
+SEE = "its output says why"
 
 
 class Channel:
@@ -38,13 +43,15 @@ class Channel:
         connection: Connection[Any, Any],
         loop: asyncio.AbstractEventLoop,
         handle: Callable[[str, tuple[Any, ...]], Any],
-        gone: Callable[[], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         """`handle`: of a method's name and arguments; what it returns answers a question, at once or when it is done.
-        `gone`: called when the other rank is."""
-        self._connection, self._loop, self._handle, self._gone = connection, loop, handle, gone
+        `failed`: told what handling raises, and ResourceError when the other rank is gone."""
+        self._connection, self._loop, self._handle, self._failed = connection, loop, handle, failed
+        self._end: ResourceError | None = None
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._answers: set[asyncio.Task[None]] = set()
         self._asked = 0
         for work in (self._write, self._read):
             threading.Thread(target=work, name="lane", daemon=True).start()
@@ -54,7 +61,9 @@ class Channel:
         self._outgoing.put((None, method, arguments))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """The same, and wait for what it returns."""
+        """The same, and wait for what it returns. Raises ResourceError when the other rank is gone."""
+        if self._end is not None:
+            raise self._end
         self._asked += 1
         future = self._questions[self._asked] = self._loop.create_future()
         self._outgoing.put((self._asked, method, arguments))
@@ -69,29 +78,53 @@ class Channel:
             while (item := self._outgoing.get()) is not None:
                 self._connection.send(item)
         except OSError:
-            pass  # the reader sees it, too
-        self._connection.close()
+            return  # the reader sees it, too
+        # The other side reads to the end, and hangs up, too; then the reader closes.
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.shutdown(socket.SHUT_WR)
 
     def _read(self) -> None:
         try:
             while True:
                 self._loop.call_soon_threadsafe(self._arrived, *self._connection.recv())
         except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
-            try:
-                self._loop.call_soon_threadsafe(self._gone)
-            except RuntimeError:
-                return
+            self._outgoing.put(None)
+            self._connection.close()
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._broken)
+
+    def _broken(self) -> None:
+        self._end = ResourceError("another rank of this island is gone", SEE)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(self._end)
+        self._failed(self._end)
 
     def _arrived(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         if method == NUMBER:
-            self._questions.pop(arguments[0]).set_result(arguments[1])
+            question = self._questions.pop(arguments[0])
+            if not question.done():  # or who asked has ended
+                question.set_result(arguments[1])
             return
-        result = self._handle(method, arguments)
+        try:
+            result = self._handle(method, arguments)
+        except Exception as error:  # the thread's edge: raised where somebody looks
+            logger.exception("%s of a lane failed", method)
+            self._failed(error)
+            return
         if number is not None:
-            self._loop.create_task(self._answer(number, result))
+            task = self._loop.create_task(self._answer(number, result))
+            self._answers.add(task)
+            task.add_done_callback(self._answered)
 
     async def _answer(self, number: int, result: Any) -> None:
         self._outgoing.put((None, NUMBER, (number, await result if isinstance(result, Awaitable) else result)))
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._answers.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("an answer of a lane failed", exc_info=error)
+            self._failed(error)
 
 
 class RemoteLane:
@@ -101,24 +134,26 @@ class RemoteLane:
         self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: Head, rank: int
     ) -> None:
         self._head, self._rank = head, rank
-        self.failure: ResourceError | None = None
         self.send_bps = 0
         self.wire_bytes = (0, 0)
         """Sent and received there."""
         self._closing = False
-        self.channel = Channel(connection, loop, self._handle, self._lost)
+        self.channel = Channel(connection, loop, self._handle, self._failed)
 
     def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "rates":
             self.send_bps, *wire = arguments
             self.wire_bytes = (wire[0], wire[1])
             return None
+        if method == "failed":
+            self._failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
+            return None
         assert method in ("told", "lost", "admit")
         return getattr(self._head, method)(*arguments)
 
-    def _lost(self) -> None:
+    def _failed(self, error: BaseException) -> None:
         if not self._closing:
-            self.failure = ResourceError(f"rank {self._rank} of this island is gone", "its output says why")
+            self._head.failed(error)
 
     def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
         self.channel.post("begin", begin, fragment, header, number)
@@ -191,7 +226,7 @@ class FirstRank:
         connection = Client(address, authkey=key)
         connection.send(rank)
         self._lane = lane
-        self._channel = Channel(connection, loop, self._handle, lambda: None)
+        self._channel = Channel(connection, loop, self._handle, self.failed)
         lane.head = self
 
     def told(self, event: m.Event, content: bytes = b"") -> None:
@@ -202,6 +237,9 @@ class FirstRank:
 
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
         return self._channel.ask("admit", header)
+
+    def failed(self, error: BaseException) -> None:
+        self._channel.post("failed", f"{type(error).__name__}: {error}")
 
     def rates(self, send_bps: int, sent: int, received: int) -> None:
         """How fast others take what this rank sends, and how many bytes it has sent and received."""
@@ -219,7 +257,7 @@ class LaneService(Service):
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self.max_part_bytes = max_part_bytes(lane.terms.layout, lane.terms.codecs)
+        self.max_part_bytes = lane.terms.max_part_bytes
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         return await self._lane.on_parts(header, parts)
@@ -261,8 +299,10 @@ class Door:
 
     def __init__(self, host: str, key: bytes) -> None:
         """`host`: where the other ranks reach this one."""
-        local = host in ("127.0.0.1", "localhost")
-        self._listener = Listener(("127.0.0.1" if local else "0.0.0.0", 0), backlog=1024, authkey=key)
+        try:
+            self._listener = Listener((host, 0), backlog=BACKLOG, authkey=key)
+        except OSError:  # a name or an address that only others know: of a service, of a translated network
+            self._listener = Listener(("0.0.0.0", 0), backlog=BACKLOG, authkey=key)
 
     @property
     def port(self) -> int:
@@ -272,7 +312,10 @@ class Door:
         """The connections of so many other ranks, by rank."""
         connections: dict[int, Connection[Any, Any]] = {}
         while len(connections) < count:
-            connection = self._listener.accept()
-            connections[int(connection.recv())] = connection
+            try:
+                connection = self._listener.accept()
+                connections[int(connection.recv())] = connection
+            except (AuthenticationError, EOFError, ConnectionError) as error:
+                logger.warning("somebody who is no rank of this island called at its door: %s", error)
         self._listener.close()
         return connections

@@ -21,8 +21,10 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from diloco.errors import ResourceError, UsageError
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Longest that a rank waits for another. Rank 0, which may wait for the world, says so once a minute."""
+COLLECTIVE_S = 600.0
+"""`timeouts.collective_s`, where there is no site."""
+MEETING_TIMEOUT = timedelta(minutes=10)
+"""For all ranks to have started, at least."""
 ASIDE_TIMEOUT = timedelta(hours=6)
 """The same on another thread (`Island.aside`), where the wait is for a disk."""
 
@@ -32,17 +34,26 @@ END = "end"
 class Island:
     """This process's place among the ranks, and what they say to each other."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        ranks_per_node: int | None = None,
+        timeout_s: float = COLLECTIVE_S,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.ranks_per_node = ranks_per_node or size
+        self.timeout_s = timeout_s
+        """Longest that a rank waits for another."""
         self._group: Any = None
         """Whom it speaks over; None: torch's default group."""
 
     @staticmethod
-    def here(device: torch.device) -> Island:
-        """The island that torchrun or SLURM started, or an island of one.
+    def here(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
+        """The island that torchrun or SLURM started, or an island of one. `timeout_s`: how long ranks wait for others.
 
         Raises UsageError when their variables are incomplete.
         """
@@ -61,26 +72,32 @@ class Island:
                 raise ResourceError(cause, f"start {there} ranks on each node (device.ranks, or --nproc-per-node)")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        return Island.at(rank, size, device, per_node)
+        return Island.at(rank, size, device, per_node, timeout_s=timeout_s)
 
     @staticmethod
     def at(
-        rank: int, size: int, device: torch.device, ranks_per_node: int | None = None, rendezvous: str = "env://"
+        rank: int,
+        size: int,
+        device: torch.device,
+        ranks_per_node: int | None = None,
+        rendezvous: str = "env://",
+        timeout_s: float = COLLECTIVE_S,
     ) -> Island:
         """Rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
             # What is said goes over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            store, rank, size = next(meet(rendezvous, rank, size, timeout=COLLECTIVE_TIMEOUT))
+            timeout = timedelta(seconds=timeout_s)
+            store, rank, size = next(meet(rendezvous, rank, size, timeout=max(timeout, MEETING_TIMEOUT)))
             life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             # The launcher's store outlives ranks that are started again; what the dead wrote there misleads these.
             store = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, world_size=size, rank=rank, store=store)
-        return Island(rank, size, device, ranks_per_node)
+            dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
+        return Island(rank, size, device, ranks_per_node, timeout_s)
 
     def aside(self) -> Island:
         """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
-        other = Island(self.rank, self.size, self.device, self.ranks_per_node)
+        other = Island(self.rank, self.size, self.device, self.ranks_per_node, self.timeout_s)
         if self.size > 1:
             other._group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT)
         return other

@@ -8,12 +8,14 @@ A new dimension is a line in `DIMENSIONS`, a key of `[mesh]`, and a check in `ch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.config import Contract, MeshSection, ModelSection, Site
 from diloco.errors import ConfigError
@@ -38,13 +40,16 @@ class Mesh:
     rank: int = 0
     devices: DeviceMesh | None = None
     """Torch's, with the dimensions' names; None on an island of one rank."""
+    timeout_s: float = 0.0
+    """Longest that a rank waits for another in any of them."""
 
     @staticmethod
-    def of(sizes: Sizes, rank: int, device_type: str) -> Mesh:
+    def of(sizes: Sizes, rank: int, device_type: str, timeout_s: float) -> Mesh:
         """The mesh of an island whose process group stands. All its ranks make it together."""
         if math.prod(sizes.values()) == 1:
             return Mesh(sizes)
-        return Mesh(sizes, rank, init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return Mesh(sizes, rank, _patient(devices, timeout_s), timeout_s)
 
     def size(self, *names: str) -> int:
         """Ranks along these dimensions together."""
@@ -71,13 +76,16 @@ class Mesh:
         names = ("dp_shard", *(name for name in also if self.sizes[name] > 1))
         if len(names) == 1:
             return self.along("dp_replicate", "dp_shard")
-        shares = self.along(*names)._flatten("_".join(names))
-        return DeviceMesh._concatenate([self.along("dp_replicate"), shares])
+        return DeviceMesh._concatenate([self.along("dp_replicate"), self._as_one(names, "_".join(names))])
 
     def of_one_stage(self) -> ProcessGroup:
         """The ranks that differ from this one in anything but `pp`. All ranks make it together."""
         names = tuple(name for name in self.sizes if name != "pp")
-        return self.along(*names)._flatten("stage").get_group()
+        return self._as_one(names, "stage").get_group()
+
+    def _as_one(self, names: Sequence[str], name: str) -> DeviceMesh:
+        """These dimensions as one of that name."""
+        return _patient(self.along(*names)._flatten(name), self.timeout_s)
 
     @cached_property
     def _places(self) -> Sizes:
@@ -86,6 +94,13 @@ class Mesh:
         for name in reversed(list(self.sizes)):
             rest, places[name] = divmod(rest, self.sizes[name])
         return places
+
+
+def _patient(devices: DeviceMesh, timeout_s: float) -> DeviceMesh:
+    """Torch's groups have a default of their own, which is not that of the group that they were made from."""
+    for group in devices.get_all_groups():
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return devices
 
 
 def sizes_of(section: MeshSection, ranks: int) -> Sizes:
