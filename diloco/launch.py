@@ -49,10 +49,23 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     site = open_site(options)
     given = _given(options)
     island = Island.here(device_of(site), site.timeouts.collective_s)
-    if not island.leads:
+    with island.watched():
+        if island.leads:
+            return _lead(options, stop, listener, site, given, island)
         follow(contract_from_json(island.share()), site, island)
         island.close()
         return None
+
+
+def _lead(
+    options: PeerOptions,
+    stop: Callable[[], bool],
+    listener: Callable[[Event], None],
+    site: Site,
+    given: Contract | None,
+    island: Island,
+) -> Ending:
+    """The life of rank 0, or of the only one."""
     if restarted():
         options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc.aio
@@ -18,6 +18,7 @@ import grpc.aio
 from diloco.exchange.grpc_link import channel_credentials
 from diloco.exchange.keys import SERVER_NAME, keys_of
 from diloco.telemetry import read_events
+from tests.warm import Command
 
 DEADLINE_S = 90.0
 KEYS = keys_of("")
@@ -87,15 +88,9 @@ class PeerProcess:
         arguments = [command, *how, "--dir", str(self.directory), "--set", "device.threads=1"]
         if "--resume" not in how:
             arguments += ["--name", name]
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*(launcher or (sys.executable, "-m")), "diloco", *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self.process = (
+            _launched([*launcher, "diloco", *arguments], self.log) if launcher else Command(arguments, self.log)
+        )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.directory / "events.jsonl") if event["kind"] == kind]
@@ -134,6 +129,18 @@ class PeerProcess:
         return self.process.wait(deadline_s)
 
 
+def _launched(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
 def ranks_of(launcher: PeerProcess) -> dict[int, int]:
     """Process id by rank."""
     pid = launcher.process.pid
@@ -161,12 +168,11 @@ def ending(processes: list[PeerProcess]) -> Iterator[list[PeerProcess]]:
 
 def run_cli(*arguments: str, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """One command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "diloco", *arguments],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=timeout_s,
-        cwd=cwd,
-        check=False,
-    )
+    with TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        command = Command(arguments, output, errors, cwd)
+        try:
+            code = command.wait(timeout_s)
+        finally:
+            command.kill()
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())

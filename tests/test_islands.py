@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from diloco.errors import ResourceError
+from diloco.island import Island
+from diloco.island.mesh import Mesh
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 from tests.test_run import agree
+from tests.warm import run_ranks
 
 pytestmark = pytest.mark.slow
 
 SHAPES = {
     "a": (),
-    "b": ("device.ranks=2", "mesh.tp=2"),
-    "c": ("device.ranks=4", "mesh.shard=parameters", "mesh.pp=2", "mesh.micro_batches=2"),
+    "b": ("device.ranks=2", "mesh.shard=parameters"),
+    "c": ("device.ranks=4", "mesh.shard=parameters", "mesh.tp=2"),
 }
+LATER = ("device.ranks=4", "mesh.shard=parameters", "mesh.pp=2", "mesh.micro_batches=2")
 VERSIONS = 3
 FOUNDER = ("--set", "eval.every_versions=1", "--set", "model.layers=2", "--set", "device.step_s=0.05")
 """Not as fast as it could: what the others need to start again is not spent on hundreds of versions meanwhile."""
@@ -28,10 +37,12 @@ def three(directory: Path, peers: list[PeerProcess], shapes: dict[str, tuple[str
     directory.mkdir()
     contract = str(tiny_contract(directory, peers=3))
     peers.append(PeerProcess("a", directory, contract, *FOUNDER))
-    ticket = peers[0].ticket()
-    for name in "bc":
-        settings = [text for setting in shapes[name] for text in ("--set", setting)]
-        peers.append(PeerProcess(name, directory, "--join", ticket, *settings))
+    peers.extend(joiner(name, peers[0], shapes[name]) for name in "bc")
+
+
+def joiner(name: str, founder: PeerProcess, shape: tuple[str, ...]) -> PeerProcess:
+    settings = [text for setting in shape for text in ("--set", setting)]
+    return PeerProcess(name, founder.directory.parent, "--join", founder.ticket(), *settings)
 
 
 def loss_at(version: int, peers: list[PeerProcess]) -> float:
@@ -53,23 +64,62 @@ def test_islands_of_any_shape_train_one_model_and_one_comes_back(tmp_path: Path)
         assert loss_at(VERSIONS, peers) == pytest.approx(expected, rel=0.01)
         assert all(set(e["counted"]) == {"a", "b", "c"} for e in a.events("version")[:VERSIONS])
 
-        told = c.events("usage")[-1]
+        d = joiner("d", a, LATER)
+        peers.append(d)
+        together = a.reaches(VERSIONS, ["a", "b", "c", "d"], deadline_s=150.0)["version"]
+
+        told = until(lambda: next((e for e in d.events("usage") if e["phases"]), None), "d tells what it uses")
         assert [rank["host_peak_bytes"] > 10**8 for rank in told["memory"]] == [True] * 4
         assert told["phases"].keys() == {"data", "pipeline", "optimizer", "wait"}
         assert told["flops_per_s"] > told["flops_per_s_wall"] > 0
         assert told["mfu"] is None
-        assert (c.events("start")[-1]["ranks"], c.events("start")[-1]["mesh"]) == (4, {"pp": 2, "dp_shard": 2})
+        assert (d.events("start")[-1]["ranks"], d.events("start")[-1]["mesh"]) == (4, {"pp": 2, "dp_shard": 2})
         until(lambda: any(e["version"] >= VERSIONS - 1 for e in b.events("checkpoint")), "b has a checkpoint")
         os.kill(ranks_of(b)[1], signal.SIGKILL)
-        without = a.reaches(VERSIONS + 1, ["a", "c"])["version"]
-        a.reaches(without + 1, ["a", "b", "c"], deadline_s=120.0)
+        without = a.reaches(together + 1, ["a", "c", "d"])["version"]
+        a.reaches(without + 1, ["a", "b", "c", "d"], deadline_s=150.0)
         assert b.events("start")[-1]["resumed_version"] >= VERSIONS - 1
         assert not a.events("skip")
 
-        c.interrupt()
-        assert c.wait() == 0, c.log.read_text()
-        assert "left at version" in c.log.read_text()
+        for peer in (d, c):
+            peer.interrupt()
+            assert peer.wait() == 0, peer.log.read_text()
+            assert "left at version" in peer.log.read_text()
         for peer in (a, b):
             peer.interrupt()
         assert (a.wait(), b.wait()) == (0, 0)
         assert agree(peers) >= VERSIONS
+
+
+# ---------------------------------------------------------------- ranks that hang
+
+
+def silent(place: int, root: Path) -> None:
+    """Of four ranks the last takes part in nothing: each other one waits for it in a group of another kind."""
+    island = Island.at(place, 4, torch.device("cpu"), rendezvous=f"file://{root / 'meeting'}", timeout_s=2.0)
+    sizes = {"dp_replicate": 1, "pp": 2, "dp_shard": 2, "cp": 1, "ep": 1, "tp": 1}
+    mesh = Mesh.of(sizes, place, "cpu", island.timeout_s)
+    stage = mesh.of_one_stage()
+    if place == 3:
+        until(lambda: len(list(root.glob("told-*"))) == 3, "the others give up")
+        os._exit(0)
+    groups = {1: [mesh.along("pp").get_group()], 2: [mesh.along("dp_shard").get_group(), stage]}.get(place, [])
+    told = [waited(island, partial(dist.all_reduce, torch.ones(1), group=group)) for group in groups]
+    if place == 0:
+        told.append(waited(island, partial(island.all, True)))
+    (root / f"told-{place}").write_text("\n".join(told))
+    until(lambda: len(list(root.glob("told-*"))) == 3, "all three give up")  # who ends, resets its connections
+    os._exit(0)
+
+
+def waited(island: Island, collective: Callable[[], object]) -> str:
+    with pytest.raises(ResourceError) as raised, island.watched():
+        collective()
+    return raised.value.cause
+
+
+def test_a_rank_that_hangs_is_found_in_every_group(tmp_path: Path) -> None:
+    run_ranks(silent, 4, tmp_path)
+    told = [line for path in tmp_path.glob("told-*") for line in path.read_text().splitlines()]
+    assert len(told) == 4
+    assert all("has not answered for 2 s" in line for line in told), told

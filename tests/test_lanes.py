@@ -8,8 +8,6 @@ import queue
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from diloco.average import unpack
@@ -40,8 +37,9 @@ from diloco.ranks import Alone
 from diloco.round import Line, complete
 from diloco.types import Contribution
 from diloco.workbench import Bench, Workbench
-from tests.peers import PeerProcess, ending, ranks_of, tiny_contract
+from tests.peers import PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree
+from tests.warm import run_ranks
 
 SHAPES = [("a.weight", (70, 100)), ("b.weight", (90, 101)), ("b.bias", (77,))]
 LAYOUT = Layout.of(SHAPES, part_elements=1024, groups=[["b.*"]])
@@ -145,7 +143,6 @@ def contract() -> Contract:
 
 def live(place: int, root: Path) -> None:
     """On both ranks: read, write something else, read again, by every mesh and number of lanes."""
-    torch.set_num_threads(1)
     island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}")
     expected = whole_of(Workbench(contract(), site(root, {}), Island(0, 1, CPU)).weights.parameters)
     found = {}
@@ -190,9 +187,7 @@ def part_of(whole: Tensor, fragment: Fragment) -> Tensor:
 @pytest.mark.slow
 def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        mp.spawn(live, (tmp_path,), nprocs=2)
+    run_ranks(live, 2, tmp_path)
     assert [(tmp_path / f"done-{place}").read_text().split() for place in range(2)] == [list(MESHES)] * 2
 
 
@@ -219,6 +214,8 @@ class Blocked(Sequence[bytes]):
         return 1
 
     def __getitem__(self, index: Any) -> Any:
+        if index:
+            raise IndexError
         self.may_end.wait(60.0)
         return b""
 
@@ -303,8 +300,7 @@ def test_islands_with_lanes_are_founded_joined_copied_from_recorded_and_replayed
             peer.interrupt()
             assert peer.wait() == 0, peer.log.read_text()
         assert agree(peers) > 4
-    replay = [sys.executable, "-m", "diloco", "replay", str(tmp_path)]
-    done = subprocess.run(replay, capture_output=True, text=True, timeout=120, check=False)
+    done = run_cli("replay", str(tmp_path), timeout_s=120.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MISMATCH" not in done.stdout
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from diloco.checkpoint import Checkpoint, load
@@ -23,6 +22,7 @@ from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
 from diloco.slices import whole_slices
 from diloco.workbench import Bench, Workbench
+from tests.warm import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
 
@@ -148,7 +148,6 @@ def on_disk(state: State) -> dict[str, float]:
 
 def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases, ranks: int) -> None:
     """One of the processes: rank 0 leads through the cases, and writes down what it found; the others follow."""
-    torch.set_num_threads(1)
     # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
     island = Island.at(place, ranks, CPU, rendezvous=meeting)
@@ -164,9 +163,7 @@ def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases, ranks: 
 def found_by(lead: Lead, cases: Cases, root: Path, ranks: int = RANKS) -> dict[str, dict[str, float]]:
     """What rank 0 of one group of processes found, by case."""
     (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        mp.spawn(live, (root, f"file://{root / 'meeting'}", lead, cases, ranks), nprocs=ranks)
+    run_ranks(live, ranks, root, f"file://{root / 'meeting'}", lead, cases, ranks)
     found: dict[str, dict[str, float]] = json.loads((root / "found.json").read_text())
     return found
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -193,6 +194,18 @@ class Island:
         total = torch.tensor([value])
         dist.all_reduce(total)
         return total.item() / self.size
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What torch raises where another rank is gone or hangs, as ResourceError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            cause = f"another rank of this island is gone, or has not answered for {self.timeout_s:g} s"
+            said = str(error).partition("\n")[0][:300]
+            raise ResourceError(f"{cause} ({said})", "its output says why") from error
 
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""

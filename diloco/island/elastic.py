@@ -26,6 +26,8 @@ from diloco.errors import (
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIFE = "DILOCO_LIFE"
 """In the environment of the ranks: how often they were started before."""
+LAUNCHER = "DILOCO_LAUNCHER"
+"""The same: its process id."""
 RESTARTS = 10
 """How often an island may lose a rank before it gives up."""
 GRACE_S = 15
@@ -68,6 +70,7 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
         signals_to_handle="SIGTERM,SIGINT,SIGHUP",
         shutdown_timeout=leave_s,
     )
+    os.environ[LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
     except SignalException:
@@ -87,3 +90,5 @@ def end_with_launcher() -> None:
     """A rank that the launcher started dies when that is killed, which leaves it no time to say so. Only Linux."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+            os._exit(1)  # it was killed while we started

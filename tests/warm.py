@@ -1,0 +1,86 @@
+"""Processes that begin where all imports are done: those are half of what most of them would take.
+
+Each is forked from a server that did nothing but import (`multiprocessing`'s fork server). A command has a session, a
+folder, an environment and outputs of its own. What `python -m diloco` does beyond that, tests of the launcher and of
+simulations see.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.multiprocessing as mp
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.warm_imports"])
+
+
+class Command:
+    """`diloco` with these arguments. As much of `subprocess.Popen` as tests need."""
+
+    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None):
+        """Appends to the files; without `errors` those go to `output`, too."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        places = (str(output), str(errors or output), str(cwd or Path.cwd()))
+        self._process = _SERVER.Process(target=_live, args=(list(arguments), *places, environment))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("diloco", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_ranks(work: Callable[..., None], ranks: int, *arguments: object) -> None:
+    """`work(rank, *arguments)` in so many processes, which reach each other on loopback. Raises what one raises."""
+    mp.start_processes(_rank, (work, arguments), nprocs=ranks, start_method="forkserver")
+
+
+def _rank(place: int, work: Callable[..., None], arguments: Sequence[object]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    work(place, *arguments)
+
+
+def _live(arguments: list[str], output: str, errors: str, cwd: str, environment: Mapping[str, str]) -> NoReturn:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, _APPEND), (2, errors, _APPEND)):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.argv = ["diloco", *arguments]
+    from diloco.cli import main
+
+    main()
+
+
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
