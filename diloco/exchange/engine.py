@@ -62,6 +62,7 @@ class Terms:
     rules: Rules
     timing: Timing
     lane: LaneTerms
+    """What the lane of each rank needs."""
     layout_digest: str
     """What a joiner's model must have, too."""
     total_tokens: int

@@ -27,7 +27,7 @@ COLLECTIVE_S = 600.0
 MEETING_TIMEOUT = timedelta(minutes=10)
 """For all ranks to have started, at least."""
 ASIDE_TIMEOUT = timedelta(hours=6)
-"""The same on another thread (`Island.aside`), where the wait is for a disk."""
+"""How long ranks wait for each other on another thread (`Island.aside`): there it is for a disk."""
 
 END = "end"
 
