@@ -17,6 +17,7 @@ hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("diloco")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Slow tests, which mostly start processes and wait for them, queue in one worker, while another takes all others:
     those marked `slow(queued=False)`, too, and those that name a group of their own."""

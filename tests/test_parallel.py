@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tp+sp": {"tp": 4},
 }
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
-COMPILED = {"fsdp+tp"}
+COMPILED = {"fsdp+tp", "zero-3"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
 Cases = Sequence[tuple[Contract, Site]]
 
