@@ -26,7 +26,9 @@ _SERVER.set_forkserver_preload(["tests.warm_imports"])
 class Command:
     """`diloco` with these arguments. As much of `subprocess.Popen` as tests need."""
 
-    def __init__(self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None):
+    def __init__(
+        self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None
+    ) -> None:
         """Appends to the files; without `errors` those go to `output`, too."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         places = (str(output), str(errors or output), str(cwd or Path.cwd()))

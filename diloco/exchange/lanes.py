@@ -44,10 +44,12 @@ class Channel:
         loop: asyncio.AbstractEventLoop,
         handle: Callable[[str, tuple[Any, ...]], Any],
         failed: Callable[[BaseException], None],
+        gone: Callable[[ResourceError], None],
     ) -> None:
         """`handle`: of a method's name and arguments; what it returns answers a question, at once or when it is done.
-        `failed`: told what handling raises, and ResourceError when the other rank is gone."""
-        self._connection, self._loop, self._handle, self._failed = connection, loop, handle, failed
+        `failed`: told what handling raises; `gone`: that the other rank is."""
+        self._connection, self._loop, self._handle = connection, loop, handle
+        self._failed, self._gone = failed, gone
         self._end: ResourceError | None = None
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -98,7 +100,7 @@ class Channel:
         for question in self._questions.values():
             if not question.done():
                 question.set_exception(self._end)
-        self._failed(self._end)
+        self._gone(self._end)
 
     def _arrived(self, number: int | None, method: str, arguments: tuple[Any, ...]) -> None:
         if method == NUMBER:
@@ -109,7 +111,6 @@ class Channel:
         try:
             result = self._handle(method, arguments)
         except Exception as error:  # the thread's edge: raised where somebody looks
-            logger.exception("%s of a lane failed", method)
             self._failed(error)
             return
         if number is not None:
@@ -123,7 +124,6 @@ class Channel:
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._answers.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("an answer of a lane failed", exc_info=error)
             self._failed(error)
 
 
@@ -138,7 +138,7 @@ class RemoteLane:
         self.wire_bytes = (0, 0)
         """Sent and received there."""
         self._closing = False
-        self.channel = Channel(connection, loop, self._handle, self._failed)
+        self.channel = Channel(connection, loop, self._handle, head.failed, self._gone)
 
     def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "rates":
@@ -146,12 +146,12 @@ class RemoteLane:
             self.wire_bytes = (wire[0], wire[1])
             return None
         if method == "failed":
-            self._failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
+            self._head.failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
             return None
         assert method in ("told", "lost", "admit")
         return getattr(self._head, method)(*arguments)
 
-    def _failed(self, error: BaseException) -> None:
+    def _gone(self, error: ResourceError) -> None:
         if not self._closing:
             self._head.failed(error)
 
@@ -226,7 +226,8 @@ class FirstRank:
         connection = Client(address, authkey=key)
         connection.send(rank)
         self._lane = lane
-        self._channel = Channel(connection, loop, self._handle, self.failed)
+        # When rank 0 is gone, so are torch's connections to it: they say so where this rank waits.
+        self._channel = Channel(connection, loop, self._handle, lane.failed, lambda _: None)
         lane.head = self
 
     def told(self, event: m.Event, content: bytes = b"") -> None:
