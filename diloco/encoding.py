@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import overload
 
@@ -10,22 +10,21 @@ from torch import Tensor
 
 from diloco.compress import Codec
 
-Piece = tuple[Codec, Callable[[], Tensor]]
-"""Of a part: its codec, and what makes its values, flat fp32."""
-Pieces = Sequence[Piece | None]
-"""By part; None: another rank holds it, and what is encoded of it is empty."""
-Encode = Callable[[Pieces], Sequence[bytes]]
+Piece = tuple[int, Codec, Callable[[], Tensor]]
+"""A part's number, its codec, and what makes its values, flat fp32."""
+Encode = Callable[[int, Iterable[Piece]], Sequence[bytes]]
+"""Given how many parts there are, and pieces of them: what another rank holds is no piece, and comes out empty."""
 
 
-def encode_now(pieces: Pieces) -> list[bytes]:
+def encode_now(parts: int, pieces: Iterable[Piece]) -> list[bytes]:
     """Each piece encoded. Raises PayloadError when a value is not finite."""
-    return [_encode(piece) for piece in pieces]
+    encoded = [b""] * parts
+    for part, codec, values in pieces:
+        encoded[part] = _encode(codec, values)
+    return encoded
 
 
-def _encode(piece: Piece | None) -> bytes:
-    if piece is None:
-        return b""
-    codec, values = piece
+def _encode(codec: Codec, values: Callable[[], Tensor]) -> bytes:
     return codec.encode(values())
 
 
@@ -35,9 +34,10 @@ class Encoder:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
-    def __call__(self, pieces: Pieces) -> Encoded:
-        """As `encode_now`, but at once; what the values are made of must not change any more. They must be finite."""
-        return Encoded([self._pool.submit(_encode, piece) for piece in pieces])
+    def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
+        """As `encode_now`, but at once; what the values are made of must not change before they are encoded.
+        They must be finite."""
+        return Encoded(parts, {part: self._pool.submit(_encode, codec, values) for part, codec, values in pieces})
 
     def close(self) -> None:
         """Encode no more."""
@@ -47,11 +47,11 @@ class Encoder:
 class Encoded(Sequence[bytes]):
     """Encoded parts, of which the later ones may not be ready: asking for one waits for it."""
 
-    def __init__(self, parts: Sequence[Future[bytes]]) -> None:
-        self._parts = parts
+    def __init__(self, parts: int, pieces: Mapping[int, Future[bytes]]) -> None:
+        self._length, self._pieces = parts, pieces
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -61,5 +61,6 @@ class Encoded(Sequence[bytes]):
 
     def __getitem__(self, index: int | slice) -> bytes | Sequence[bytes]:
         if isinstance(index, slice):
-            return [part.result() for part in self._parts[index]]
-        return self._parts[index].result()
+            return [self[part] for part in range(*index.indices(self._length))]
+        part = range(self._length)[index]
+        return self._pieces[part].result() if part in self._pieces else b""

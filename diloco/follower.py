@@ -20,7 +20,16 @@ from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.island import Island
 from diloco.peer import compiled_codecs, lane_terms, lanes_of, line_slices, open_line, restored_line
-from diloco.round import adopted, dropped, measured, move_anchor, weights_at_anchor, weights_to_keep, withdraw
+from diloco.round import (
+    adopted,
+    dropped,
+    kept_local,
+    measured,
+    move_anchor,
+    weights_at_anchor,
+    weights_to_keep,
+    withdraw,
+)
 from diloco.types import Closed, Commit
 from diloco.workbench import Bench
 
@@ -59,6 +68,7 @@ class Follower:
             self.bench.serve(
                 meet=self._meet,
                 measure=self._measure,
+                keep_local=lambda: kept_local(self.line),
                 withdraw=lambda: withdraw(self.line),
                 apply=self._apply,
                 adopt=self._adopt,
@@ -92,20 +102,20 @@ class Follower:
             return reachable(served, toward)
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
 
-    def _measure(self, staleness: float, trainers: int) -> None:
+    def _measure(self, staleness: float, trainers: int, overlaps: bool) -> None:
         try:
-            self.line.sent = measured(self.line, staleness, trainers, {})
+            self.line.sent = measured(self.line, staleness, trainers, overlaps, {})
         except PayloadError:
             return  # rank 0 has found the same, and says what becomes of it
         if self._lane is not None:
             self._lane.offer(self.line.sent.contribution)
         self.island.all(True)
 
-    def _apply(self, commit: str, counted: bool) -> None:
+    def _apply(self, commit: str, counted: bool, in_place: bool) -> None:
         record = Commit.from_bytes(commit.encode())
         nothing = [b""] * self.line.layout.fragments[record.fragment].parts
         closed = self._lane.closed(record) if self._lane is not None else Closed(record, nothing)
-        move_anchor(self.line, closed, counted, {})
+        move_anchor(self.line, closed, counted, in_place, {})
         self._hold()
 
     def _adopt(self) -> None:

@@ -12,15 +12,17 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from diloco.compress.codec import magnitude
 from diloco.config import Contract
 from diloco.errors import ConfigError
 
@@ -65,6 +67,11 @@ class Spot:
     @property
     def elements(self) -> int:
         return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """The place behind its last one in the buffer."""
+        return self.offset + self.elements
 
 
 @dataclass(frozen=True)
@@ -130,14 +137,24 @@ class Fragment:
     @cached_property
     def spots(self) -> tuple[Spot, ...]:
         """The pieces of parameters that the parts held here consist of, in the order of a flat buffer."""
-        spots = []
+        return tuple(spot for spots in self.spots_of.values() for spot in spots)
+
+    @cached_property
+    def spots_of(self) -> Mapping[int, Sequence[Spot]]:
+        """The same by part."""
+        ends = [entry.offset + entry.elements for entry in self.entries]
+        found: dict[int, list[Spot]] = {}
         for part, (begin, _) in self.cuts.items():
             start, stop = self.place_of(part)
-            for entry in self.entries:
+            found[part] = []
+            for entry in self.entries[bisect_right(ends, start) :]:
+                if entry.offset >= stop:
+                    break
                 first, last = max(start, entry.offset), min(stop, entry.offset + entry.elements)
                 if first < last:
-                    spots.append(Spot(entry.name, first - entry.offset, last - entry.offset, begin + first - start))
-        return tuple(spots)
+                    spot = Spot(entry.name, first - entry.offset, last - entry.offset, begin + first - start)
+                    found[part].append(spot)
+        return found
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int, int], ...]:
@@ -225,6 +242,32 @@ class Weights:
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
         """What is held here of a fragment, as `read_fragment` has it."""
         return read_fragment(self.parameters, fragment, into)
+
+    def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        """What is held here of a fragment, part by part: its number, and what makes its values, flat fp32 on the host.
+
+        Any thread may ask for them, each once, while nobody writes to the parameters.
+        """
+        for part, spots in fragment.spots_of.items():
+            yield part, partial(self._part, spots)
+
+    def _part(self, spots: Sequence[Spot]) -> Tensor:
+        flat = torch.empty(sum(spot.elements for spot in spots))
+        begin = 0
+        for spot in spots:
+            parameter = self.parameters[spot.name].detach().reshape(-1)
+            flat[begin : begin + spot.elements].copy_(parameter[spot.start : spot.stop])
+            begin += spot.elements
+        return flat
+
+    def within(self, fragment: Fragment, limit: float) -> bool:
+        """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""
+        names = [entry.name for entry in fragment.entries if entry.name in self.parameters]
+        return all(magnitude(self._held(self.parameters[name])) <= limit for name in names)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        """What this process holds of it."""
+        return parameter.detach()
 
     def write(self, fragment: Fragment, flat: Tensor) -> None:
         """Overwrite a fragment's parameters with what is held here of it."""

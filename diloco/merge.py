@@ -32,16 +32,22 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     return carried
 
 
-def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor, anchor: Tensor) -> None:
+def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor | None, anchor: Tensor) -> None:
     """`carry` a fragment's parameters (any device, any dtype) in place.
 
     `base` and `anchor`: flat fp32. Where nothing was done since `base` they are only compared and overwritten.
+    `base` None: nothing was done at all.
     """
+    if base is None:
+        weights.write(fragment, anchor)
+    else:
+        weights.change(fragment, lambda local, at: carry_piece(local, base, anchor, at))
 
-    def carried(local: Tensor, at: slice) -> Tensor:
-        return anchor[at] if torch.equal(local, base[at]) else carry(local, base[at], anchor[at])
 
-    weights.change(fragment, carried)
+def carry_piece(local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
+    """`carry` the piece of a fragment that is `at` a place of the flat `base` and `anchor`. May be a view of those."""
+    done = base is not None and not torch.equal(local, base[at])
+    return carry(local, base[at], anchor[at]) if base is not None and done else anchor[at]
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:

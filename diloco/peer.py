@@ -64,6 +64,7 @@ from diloco.round import (
     begin_round,
     drop_progress,
     finish_round,
+    keep_local,
     run_round,
     step_outer,
 )  # fmt: skip
@@ -168,16 +169,10 @@ class Peer:
         welcome = gate.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
-        self.exchange = Exchange(
-            me,
-            self._terms(data),
-            gate.runtime.link,
-            lineage,
-            welcome is None,
-            gate.runtime.loop,
-            self._on_reason,
-            welcome.forks if welcome else (),
-        )
+        terms, link, loop = self._terms(data), gate.runtime.link, gate.runtime.loop
+        forks = welcome.forks if welcome else ()
+        self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
+        self.line.spare = self._spare
         self.hide(Cadence.of(contract))
         self.address = ""
         opening = Opening(
@@ -198,6 +193,8 @@ class Peer:
         self._presence: Presence | None = None
         self.idle: Callable[[], object] = bool
         """Called now and then while we wait for a state: the other ranks of an island are not to give us up."""
+        self.saving: Callable[[], bool] = lambda: False
+        """Whether a checkpoint is being written: of the outer state itself."""
 
     # ------------------------------------------------------------ entering
 
@@ -331,6 +328,8 @@ class Peer:
         def first_steps() -> None:
             inner_steps()
             self._ready(on_closed)
+            if not self._hides:
+                self.report(phase=Phase.SYNCING)
 
         def last_steps() -> None:
             overlapped_steps()
@@ -338,7 +337,8 @@ class Peer:
 
         def rounds(seconds: dict[str, float]) -> Sequence[Closed] | Skip:
             apply = partial(self._apply, on_closed=on_closed)
-            return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last_steps)
+            last = last_steps if self._hides else None
+            return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last)
 
         return self._counted(self._surviving(rounds), on_closed, patience, leaving)
 
@@ -401,6 +401,11 @@ class Peer:
         counts_us = any(counted.peer == self.name for closed in outcome for counted in closed.commit.counted)
         return at_once and bool(outcome) and not counts_us and bool(line.trained.tokens) and not self.done
 
+    def _spare(self) -> bool:
+        """Whether the next outer step may be made in the buffers of the state that we stand at."""
+        in_place = not steps_ahead(self.site, self.line.layout)
+        return in_place and not self.saving() and self.exchange.spare()
+
     def _ready(self, on_closed: OnClosed) -> None:
         """Raises RunOver when the last version closed meanwhile: there is none to contribute to."""
         failpoints.hit("after-inner-steps")
@@ -422,6 +427,7 @@ class Peer:
             self.journal.discarded(drop_progress(self.line), outcome.reason)
         if isinstance(outcome, Skip):
             self.events.emit("skip", version=self.line.state.version + 1, reason=outcome.reason)
+        keep_local(self.line)
         self.report(phase=Phase.TRAINING)
         return outcome
 
@@ -696,7 +702,14 @@ def lane_terms(contract: Contract, site: Site, layout: Layout) -> LaneTerms:
         site.timeouts.stall_s,
         contract.membership.max_norm_ratio,
         contract.outer.averaging == "radial",
+        steps_ahead(site, layout),
     )
+
+
+def steps_ahead(site: Site, layout: Layout) -> bool:
+    """Whether outer steps are made while a mean arrives (`DeviceSection.outer_step`)."""
+    how = site.device.outer_step
+    return how == "ahead" or (how == "auto" and all(fragment.lanes == 1 for fragment in layout.fragments))
 
 
 def serve_bps_of(site: Site) -> float:

@@ -9,7 +9,7 @@ Read `run_round` first. Everything that makes it survive dead peers, slow links 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,11 +24,11 @@ from diloco.average import unpack
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
 from diloco.compress.codec import magnitude
-from diloco.encoding import Encode, Piece, Pieces, encode_now
+from diloco.encoding import Encode, encode_now
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Fragment, Layout, Weights
 from diloco.memory import empty_as
-from diloco.merge import carry, carry_fragment, foresee, mix
+from diloco.merge import carry, carry_fragment, carry_piece, foresee, mix
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.pseudograd import pseudo_gradient
 from diloco.ranks import Alone, Ranks
@@ -36,7 +36,8 @@ from diloco.telemetry import FLIGHT, timed
 from diloco.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.weighing import Weighing
 
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = torch.finfo(torch.float32).max / 2
+"""Of anchor and local weights: the difference of two such is finite."""
 STEPS_OF_THE_LINE = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge")
 
 
@@ -61,8 +62,9 @@ class Sent:
     """A contribution on its way. Tensors are flat fp32, of its fragment."""
 
     contribution: Contribution
-    local: Tensor
-    """The local weights just after it was sent: what has changed since is progress of the next contribution."""
+    local: Tensor | None
+    """The local weights just after it was sent: what has changed since is progress of the next contribution. None
+    while nothing has (`keep_local`)."""
     unsent: Tensor
     """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
     target: Tensor | None = None
@@ -77,8 +79,9 @@ class Sent:
 class Ahead(Closed):
     """A version whose average and outer step are made on another thread, from the state that its commit names."""
 
-    after: Callable[[], FragmentState]
-    """Waits for the fragment's next state. Raises PayloadError when the mean is no mean."""
+    after: Callable[[bool], FragmentState]
+    """Waits for the fragment's next state; told whether that may take the place of the one before, whose buffers are
+    then overwritten. Raises PayloadError when the mean is no mean, and has overwritten nothing."""
 
 
 class Exchanger(Protocol):
@@ -128,6 +131,8 @@ class Line:
     """The version at which the progress that is not committed yet began."""
     own: dict[int, FragmentState] = field(default_factory=dict)
     """By fragment, for `eager`: the outer steps that our contributions alone would have made."""
+    spare: Callable[[], bool] = lambda: False
+    """Whether nobody else needs the outer state any more, so that the next outer step may overwrite it."""
 
     def __post_init__(self) -> None:
         self.since = self.state.version
@@ -163,25 +168,34 @@ def run_round(
     patience: Callable[[], bool],
     leaving: Callable[[], bool],
     seconds: dict[str, float],
-    overlapped_steps: Callable[[], None] = lambda: None,
+    overlapped_steps: Callable[[], None] | None = None,
 ) -> Sequence[Closed] | Skip:
     """One round. Returns the versions that closed, ours counted or not, or why none did; nothing is lost either way.
 
     `apply` is called for each version that closed and calls `step_outer` (it may add telemetry and checkpoints);
     `overlapped_steps` are inner steps to do while the bytes are on their way; `seconds` collects the time of each step.
+    Who does inner steps after it, however it ended, calls `keep_local` before.
     """
     with timed(seconds, "inner"):
         inner_steps()
-    begin_round(line, exchange, leaving(), seconds)
-    with timed(seconds, "inner"):
-        overlapped_steps()
+    begin_round(line, exchange, leaving(), seconds, overlaps=overlapped_steps is not None)
+    if overlapped_steps is not None:
+        with timed(seconds, "inner"):
+            overlapped_steps()
     return finish_round(line, exchange, apply, patience, seconds)
 
 
-def begin_round(line: Line, exchange: Exchanger, leaving: bool, seconds: dict[str, float]) -> None:
-    """Pseudo-gradient and compress; the exchange begins. Raises PayloadError when the progress is not finite."""
+def begin_round(
+    line: Line, exchange: Exchanger, leaving: bool, seconds: dict[str, float], *, overlaps: bool = True
+) -> None:
+    """Pseudo-gradient and compress; the exchange begins. Raises PayloadError when the progress is not finite.
+
+    `overlaps`: inner steps follow while the bytes are on their way.
+    """
     if line.sent is None:
-        line.sent = measure(line, seconds)
+        line.sent = measure(line, seconds, overlaps=overlaps)
+    elif overlaps:
+        keep_local(line)
     exchange.offer(line.sent.contribution, leaving)
 
 
@@ -204,32 +218,33 @@ def finish_round(
     return outcome
 
 
-def measure(line: Line, seconds: dict[str, float]) -> Sent:
+def measure(line: Line, seconds: dict[str, float], *, overlaps: bool = True) -> Sent:
     """Pseudo-gradient of the due fragment, compressed. Raises PayloadError when it is not finite.
 
-    Where nobody needs it whole, it is made part by part by whoever encodes it.
+    Where nobody needs it whole, it is made part by part by whoever encodes it; and where nothing `overlaps`, of the
+    weights themselves, which must not change until `keep_local`.
     `eager` also moves the fragment's local weights to where the outer step will have them, as far as we know.
     """
     trained, staleness, trainers = line.trained, line.staleness, line.trainers
-    line.ranks.announce("measure", staleness=staleness, trainers=trainers)
-    sent = measured(line, staleness, trainers, seconds)
+    line.ranks.announce("measure", staleness=staleness, trainers=trainers, overlaps=overlaps)
+    sent = measured(line, staleness, trainers, overlaps, seconds)
     weight = line.weighing.weight(trained.tokens, staleness)
     counted = replace(sent.contribution, weight=weight, tokens=trained.tokens, blocks=trained.blocks)
     line.ranks.all(True)  # have it, too, before anybody asks for it
     return replace(sent, contribution=counted)
 
 
-def measured(line: Line, staleness: float, trainers: int, seconds: dict[str, float]) -> Sent:
+def measured(line: Line, staleness: float, trainers: int, overlaps: bool, seconds: dict[str, float]) -> Sent:
     """`measure` on one rank: what it sends, without weight."""
     fragment = line.due
     before = line.state.fragments[fragment.index]
     anchor = before.anchor
     with timed(seconds, "pseudo_gradient"):
-        local = line.weights.read(fragment, empty_as(anchor))
-        if not line.ranks.all(magnitude(anchor) + magnitude(local) <= LARGEST):
+        if not line.ranks.all(line.weights.within(fragment, LARGEST) and magnitude(anchor) <= LARGEST):
             raise PayloadError("the pseudo-gradient is not finite")
         whole = line.feedback is not None or line.merge == "eager" or line.align
-        gradient = pseudo_gradient(anchor, local) if whole else None
+        local = line.weights.read(fragment, empty_as(anchor)) if whole or overlaps else None
+        gradient = pseudo_gradient(anchor, local) if whole and local is not None else None
     with timed(seconds, "compress"):
         target = gradient
         if target is not None and line.align:
@@ -238,11 +253,9 @@ def measured(line: Line, staleness: float, trainers: int, seconds: dict[str, flo
             target = with_residual(target, line.residuals.get(fragment.index), line.feedback)
             if not line.ranks.all(math.isfinite(magnitude(target))):
                 raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
-
-        def values(start: int, stop: int) -> Tensor:
-            return pseudo_gradient(anchor[start:stop], local[start:stop]) if target is None else target[start:stop]
-
-        parts = line.encode(_pieces(values, fragment, line.codecs))
+        made = _gradients(line, fragment, anchor, local) if target is None else _cut(target, fragment)
+        pieces = ((part, line.codecs[fragment.group_of(part)], values) for part, values in made)
+        parts = line.encode(fragment.parts, pieces)
     contribution = Contribution(fragment.index, line.state.version, 0, 0, 0, parts)
     sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
     if line.merge != "eager" or gradient is None:
@@ -250,12 +263,38 @@ def measured(line: Line, staleness: float, trainers: int, seconds: dict[str, flo
     return _look_ahead(line, sent, fragment, gradient, 1.0 / trainers)
 
 
-def _pieces(values: Callable[[int, int], Tensor], fragment: Fragment, codecs: Sequence[Codec]) -> Pieces:
-    """The codec of each part that is held here and what makes its values, given its bounds."""
-    pieces: list[Piece | None] = [None] * fragment.parts
-    for part, bounds in fragment.cuts.items():
-        pieces[part] = codecs[fragment.group_of(part)], partial(values, *bounds)
-    return pieces
+Made = Iterable[tuple[int, Callable[[], Tensor]]]
+"""The number of each part that is held here, and what makes its values."""
+
+
+def _cut(flat: Tensor, fragment: Fragment) -> Made:
+    return ((part, partial(flat.__getitem__, slice(*bounds))) for part, bounds in fragment.cuts.items())
+
+
+def _gradients(line: Line, fragment: Fragment, anchor: Tensor, local: Tensor | None) -> Made:
+    """`local` None: of the weights as they stand."""
+
+    def gradient(at: slice, weights: Callable[[], Tensor]) -> Tensor:
+        return pseudo_gradient(anchor[at], weights())
+
+    cuts = fragment.cuts
+    made = line.weights.parts(fragment) if local is None else _cut(local, fragment)
+    return ((part, partial(gradient, slice(*cuts[part]), weights)) for part, weights in made)
+
+
+def keep_local(line: Line) -> None:
+    """Inner steps follow while a contribution is on its way: what they change is progress of the next one."""
+    if line.sent is not None and line.sent.local is None:
+        line.ranks.announce("keep_local")
+        kept_local(line)
+
+
+def kept_local(line: Line) -> None:
+    """`keep_local` on one rank."""
+    if line.sent is not None:
+        contribution = line.sent.contribution
+        len(contribution.parts[:])  # waits: it may be made of these very weights
+        line.sent = replace(line.sent, local=line.weights.read(line.layout.fragments[contribution.fragment]))
 
 
 def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor, share: float) -> Sent:
@@ -336,9 +375,11 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
         if mine is None:
             withdraw(line)  # not counted for certain: all of it is still progress
         raise Diverged(commit.version)
-    line.ranks.announce("apply", commit=commit.to_bytes().decode(), counted=mine is not None)
     sent = line.sent
-    move_anchor(line, closed, mine is not None, seconds)
+    in_place = mine is not None and _needs_no_anchor(line, commit) and line.spare()
+    counted = mine is not None
+    line.ranks.announce("apply", commit=commit.to_bytes().decode(), counted=counted, in_place=in_place)
+    move_anchor(line, closed, counted, in_place, seconds)
     line.ranks.all(True)  # stand there, too, before anybody asks for it
     if mine is not None and sent is not None:
         seconds[FLIGHT] = monotonic_s() - sent.since_s
@@ -347,13 +388,19 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     return mine
 
 
-def move_anchor(line: Line, closed: Closed, counted: bool, seconds: dict[str, float]) -> None:
-    """What `step_outer` does on one rank; `counted`: the version counts what was sent."""
+def _needs_no_anchor(line: Line, commit: Commit) -> bool:
+    """Whether the merge of a version that counts us can do without the anchor before it."""
+    return line.merge != "eager" and not any(entry.peer == line.peer for entry in commit.omitted)
+
+
+def move_anchor(line: Line, closed: Closed, counted: bool, in_place: bool, seconds: dict[str, float]) -> None:
+    """What `step_outer` does on one rank; `counted`: the version counts what was sent; `in_place`: the outer state
+    before it is needed by nobody."""
     fragment = line.layout.fragments[closed.commit.fragment]
     before = line.state.fragments[fragment.index]
     if isinstance(closed, Ahead):
         with timed(seconds, "outer"):
-            after = closed.after()
+            after = closed.after(in_place)
     else:
         with timed(seconds, "average"):
             mean = unpack(closed.parts, fragment, line.codecs)
@@ -389,19 +436,22 @@ def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: T
     """The local weights onto the new anchor. A part that omits us, or a version, leaves what we sent progress."""
     sent = line.sent
     base = old if sent is None else sent.local if counted else sent.unsent
+    unsent = old if sent is None else sent.unsent
     omitted = _omitted(line, commit, fragment) if counted else []
-    if sent is not None and omitted:
-        base = base.clone()
-        for start, stop in omitted:
-            base[start:stop] = sent.unsent[start:stop]
-    if counted and line.merge == "mix":
-        local = line.weights.read(fragment)
-        mixed = mix(local, new, line.mix_alpha)
-        for start, stop in omitted:
-            mixed[start:stop] = carry(local[start:stop], base[start:stop], new[start:stop])
-        line.weights.write(fragment, mixed)
-    else:
+    mixes = counted and line.merge == "mix"
+    if not omitted and not mixes:
         carry_fragment(line.weights, fragment, base, new)
+        return
+
+    def merged(local: Tensor, at: slice) -> Tensor:
+        anchor = new[at]
+        after = mix(local, anchor, line.mix_alpha) if mixes else carry_piece(local, base, new, at).clone()
+        for start, stop in omitted:
+            here = slice(max(start - at.start, 0), max(stop - at.start, 0))
+            after[here] = carry(local[here], unsent[at][here], anchor[here])
+        return after
+
+    line.weights.change(fragment, merged)
 
 
 def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
@@ -443,10 +493,10 @@ def adopted(line: Line, state: OuterState) -> None:
     """`adopt_state` on one rank."""
     sent = line.sent
     for fragment in line.layout.fragments:
-        base, anchor = line.state.fragments[fragment.index].anchor, state.fragments[fragment.index].anchor
+        base: Tensor | None = line.state.fragments[fragment.index].anchor
         if sent is not None and sent.contribution.fragment == fragment.index:
             base = sent.local
-        line.weights.write(fragment, carry(line.weights.read(fragment), base, anchor))
+        carry_fragment(line.weights, fragment, base, state.fragments[fragment.index].anchor)
     line.state, line.sent = state, None
     line.own.clear()
     kept = line.residual_after_rejoin

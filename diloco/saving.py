@@ -158,6 +158,11 @@ class Keeper:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
             self._events.emit("reason", text=text, routine=False)
 
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._begun is not None and not self._begun.written.done()
+
     def tell(self) -> None:
         """Say what came of the last one, if that is known by now."""
         if self._begun is not None and self._begun.written.done():

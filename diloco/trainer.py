@@ -86,6 +86,7 @@ class Trainer:
         if checkpoint is not None:
             self._restore(checkpoint)
         self._keeper = Keeper(events, self._begin_save)
+        self.peer.saving = lambda: self._keeper.busy
         self._commit: Commit | None = None
         self._trained = checkpoint.value("tokens", int) if checkpoint else 0
         self._cadence = Cadence.of(contract)

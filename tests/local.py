@@ -71,7 +71,7 @@ class LocalGate:
     """`diloco.peer.Gate` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str, welcome: Welcome | None) -> None:
-        self.site = SITE
+        self.site = world.site
         self.runtime = LocalRuntime(world, address)
         self.directory = NoDirectory()
         self.welcome = welcome
@@ -94,7 +94,7 @@ class LocalPeer:
         directory = world.directory / name if world.directory else None
         self.told: list[dict[str, Any]] = []
         events = Events(None, name, [self.told.append])
-        self.peer = Peer(name, world.contract, SITE, Weights.of(self.model), gate, events, directory=directory)  # type: ignore[arg-type]
+        self.peer = Peer(name, world.contract, world.site, Weights.of(self.model), gate, events, directory=directory)  # type: ignore[arg-type]
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}
@@ -136,9 +136,11 @@ class LocalPeer:
 class LocalWorld:
     """An event loop on a thread, a network in memory, and peers that train on threads of their own."""
 
-    def __init__(self, count: int = 3, directory: Path | None = None, **sections: dict[str, Any]) -> None:
+    def __init__(
+        self, count: int = 3, directory: Path | None = None, site: Site = SITE, **sections: dict[str, Any]
+    ) -> None:
         """`directory`: where every peer has a folder with its ledger and its recorded contributions, if anywhere."""
-        self.directory = directory
+        self.directory, self.site = directory, site
         self.contract = contract(count, **sections)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)

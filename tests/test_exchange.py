@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,12 +13,12 @@ import torch
 
 from diloco.clock import monotonic_s
 from diloco.compress import bundle
-from diloco.exchange.link import Kind, LinkDown, Part, StreamHeader
+from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Reply
 from diloco.exchange.statesync import IDLE_S
 from diloco.outer import OuterState
 from diloco.types import Skip
-from tests.local import LocalPeer, LocalWorld
+from tests.local import SITE, LocalPeer, LocalWorld
 
 
 @pytest.fixture
@@ -47,6 +48,41 @@ def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None
     assert all(torch.equal(peer.model.weight.flatten(), anchor) for peer in world.peers)
     assert all(peer.peer.line.trained.tokens == 0 for peer in world.peers)
     assert world.peers[0].commits[-1].tokens == 5 * 3 * 10
+
+
+IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})
+
+
+@pytest.mark.parametrize("world", [{"site": IN_PLACE}], indirect=True)
+def test_outer_steps_in_place_have_the_same_bits(world: LocalWorld) -> None:
+    """And nobody who copies a state meanwhile gets half of the next."""
+    buffers = [[buffer.data_ptr() for _, buffer in peer.peer.line.state.buffers()] for peer in world.peers]
+    world.rounds(world.peers, 3)
+    assert [[buffer.data_ptr() for _, buffer in peer.peer.line.state.buffers()] for peer in world.peers] == buffers
+    ahead = LocalWorld()
+    ahead.rounds(ahead.peers, 3)
+    assert world.peers[0].states == ahead.peers[0].states
+    ahead.close()
+    joiner = world.add("p3")
+    world.rounds(world.peers[:3], 2)
+    joiner.enter()
+    world.rounds(world.peers, 2)
+    assert world.peers[0].commits[-1].counted[-1].peer == "p3"
+    agree(world.peers)
+
+
+def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
+    exchange, line = world.peers[0].peer.exchange, world.peers[0].peer.line
+    assert exchange.spare()
+    with pytest.raises(LinkRefused):
+        world.run(exchange.on_state_offer(""))
+    waiting = asyncio.run_coroutine_threadsafe(exchange.on_state_offer(""), world.loop)
+    exchange.hold(line.state, line.commit)
+    assert waiting.result(10.0).digest == line.state.digest
+    assert not exchange.spare()  # somebody is about to copy it
+    other = world.peers[1].peer
+    assert world.run(other.exchange.on_state_offer(other.line.state.digest)).digest == other.line.state.digest
+    assert other.exchange.spare()  # it was asked by one who has that state
 
 
 def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def live(place: int, root: Path) -> None:
     """On both ranks: read, write something else, read again, by every mesh and number of lanes."""
     island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}")
     expected = whole_of(Workbench(contract(), site(root, {}), Island(0, 1, CPU)).weights.parameters)
-    found = {}
+    found, pool = {}, ThreadPoolExecutor(1)
     for name, mesh in MESHES.items():
         made = Workbench if island.leads else follower
         bench = made(contract(), site(root, mesh), island)
@@ -154,6 +154,11 @@ def live(place: int, root: Path) -> None:
             for fragment in layout.fragments:
                 before = bench.weights.read(fragment)
                 assert torch.equal(before, part_of(expected, fragment)), f"{name}: what is read over {lanes} lanes"
+                asked = [(part, pool.submit(values)) for part, values in bench.weights.parts(fragment)]
+                assert [part for part, _ in asked] == list(fragment.cuts)
+                assert all(torch.equal(one.result(), before[slice(*fragment.cuts[part])]) for part, one in asked)
+                assert bench.weights.within(fragment, float(expected.abs().max()))
+                assert not island.all(bench.weights.within(fragment, 1e-3))
                 other = torch.full_like(before, -0.0)
                 bench.weights.write(fragment, other)
                 again = bench.weights.read(fragment)

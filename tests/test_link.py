@@ -116,7 +116,7 @@ class Listener:
         found = [closed.parts for closed in self.closed if closed.commit.mean_digest == mean_digest]
         return found[0] if found else None
 
-    async def on_state_offer(self) -> StateOffer:
+    async def on_state_offer(self, have: str) -> StateOffer:
         if self.reply is not m.Reply.OK:
             raise LinkRefused(self.reply, "no state here yet")
         hashes = tuple(content_hash(chunk).hex() for chunk in self.state.values())
@@ -224,7 +224,7 @@ def test_hello_status_and_state_offer(net):
         address = await net.start(service)
         assert await net.link.hello(address, 1.0) == WELCOME
         assert json.loads(await net.link.status(address, 1.0)) == {"version": 3}
-        assert await net.link.fetch_state_offer(address, 1.0) == await service.on_state_offer()
+        assert await net.link.fetch_state_offer(address, 1.0) == await service.on_state_offer("")
 
     play(net, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.average import fold, mean_digest
-from diloco.compress import open_codec
+from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecSection, Contract, OuterSection
 from diloco.errors import ConfigError
+from diloco.exchange.stepping import Stepping
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Layout, Weights
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
 from diloco.peer import save_line
-from diloco.round import Line, Sent, adopt_state, measure, step_outer, weights_to_keep, withdraw
+from diloco.round import Ahead, Line, Sent, adopt_state, keep_local, measure, step_outer, weights_to_keep, withdraw
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.weighing import Weighing
@@ -255,6 +257,72 @@ def test_mix_is_of_the_weights_now_and_not_of_those_sent() -> None:
     assert torch.equal(line.state.fragments[0].anchor, torch.ones(SIZE))
     assert torch.equal(line.parameters["a"], torch.full((SIZE,), 0.25 * 3.0 + 0.75 * 1.0))
     assert torch.equal(mix(torch.tensor([2.0]), torch.tensor([4.0]), 0.0), torch.tensor([4.0]))
+
+
+# ---------------------------------------------------------------- where nothing overlaps
+
+
+def rounds_of(overlaps: bool, merge: str, omitted: int, in_place: bool) -> list[Tensor]:
+    """Weights and anchors of two peers after each of three versions; one trains on before each version closes."""
+    lines = [line_of(name, torch.zeros(SIZE), OuterSection(), merge=merge, mix_alpha=0.25) for name in "xy"]
+    found = []
+    for version in range(1, 4):
+        for line, target in zip(lines, TARGETS, strict=False):
+            line.commit = commit_of(version - 1)
+            train(line.parameters["a"], target)
+            line.sent = measure(line, {}, overlaps=overlaps)
+            assert (line.sent.local is None) != overlaps
+        if version == 2:
+            keep_local(lines[0])
+            train(lines[0].parameters["a"], TARGETS[2])
+        closed = close(lines, [line.sent for line in lines if line.sent])
+        if omitted >= 0:
+            commit = replace(closed.commit, omitted=(Omitted("x", omitted, omitted + 1),))
+            closed = Closed(commit, closed.parts)
+        for line in lines:
+            line.spare = lambda: in_place
+            step_outer(line, ahead(line, closed) if in_place else closed, {})
+        found += [line.parameters["a"].clone() for line in lines] + [lines[0].state.fragments[0].anchor.clone()]
+    return found
+
+
+def ahead(line: Line, closed: Closed) -> Ahead:
+    stepping = Stepping(line.state, line.layout.fragments[0], line.codecs, line.optimizer, ahead=False)
+    return Ahead(closed.commit, closed.parts, partial(stepping.finish, closed.parts))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("omitted", [-1, 0, 1])
+@pytest.mark.parametrize("merge", ["carry", "mix"])
+def test_a_round_without_a_copy_of_the_weights_has_the_same_bits(merge: str, omitted: int, in_place: bool) -> None:
+    """Nor without one of the outer state. Part `omitted` of the mean leaves x out (the mean itself is made up here)."""
+    expected = rounds_of(True, merge, omitted, False)
+    assert all(map(torch.equal, rounds_of(False, merge, omitted, in_place), expected))
+
+
+def test_the_outer_state_is_overwritten_only_where_nobody_needs_it() -> None:
+    line = line_of("x", torch.zeros(SIZE), OuterSection())
+    asked: list[bool] = []
+    for spare, version_counts_us in ((True, True), (False, True), (True, False)):
+        line.spare = lambda spare=spare: spare
+        line.commit = commit_of(line.state.version)
+        train(line.parameters["a"], TARGETS[0])
+        line.sent = measure(line, {}, overlaps=False)
+        closed = close([line] if version_counts_us else [line_of("y", torch.zeros(SIZE), OuterSection())], [line.sent])
+        commit = replace(closed.commit, state_digest=line.state.digest, version=line.state.version + 1)
+        after = line.optimizer.step(line.state.fragments[0], torch.zeros(SIZE))
+        step_outer(line, Ahead(commit, closed.parts, lambda in_place, after=after: asked.append(in_place) or after), {})
+    assert asked == [True, False, False]
+
+
+def test_weights_beyond_half_of_fp32_are_refused() -> None:
+    line = line_of("x", torch.zeros(SIZE), OuterSection())
+    for value in (torch.inf, torch.nan, -2.0e38):
+        line.parameters["a"][7] = value
+        with pytest.raises(PayloadError, match="not finite"):
+            measure(line, {}, overlaps=False)
+    line.parameters["a"][7] = -1.6e38
+    assert measure(line, {}, overlaps=False).contribution.parts
 
 
 # ---------------------------------------------------------------- error feedback

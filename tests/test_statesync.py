@@ -79,7 +79,7 @@ class Holder(Listener):
         self.served: list[int] = []
         self.spoils = False
 
-    async def on_state_offer(self) -> StateOffer:
+    async def on_state_offer(self, have: str) -> StateOffer:
         return self.snapshots.offer(self.held, make_offer(self.held, None), time.monotonic())
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
@@ -242,7 +242,7 @@ def test_offers_that_do_not_fit_are_left_out(state: OuterState) -> None:
         ]
         for address, lie in zip(("member:0", "member:1"), lies, strict=True):
 
-            async def offer(lie: StateOffer = lie) -> StateOffer:
+            async def offer(have: str, lie: StateOffer = lie) -> StateOffer:
                 return lie
 
             members.holders[address].on_state_offer = offer  # type: ignore[method-assign]

@@ -69,6 +69,34 @@ def test_the_bits_are_those_of_one_step(optimizer: OuterOptimizer) -> None:
     assert after.hashes == expected.hashes
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_not_ahead_the_bits_are_the_same_and_memory_too_if_it_may_be(optimizer: OuterOptimizer, in_place: bool) -> None:
+    before, fragment, final = state(optimizer), LAYOUT.fragments[0], means(2)
+    expected = optimizer.step(before.fragments[0], unpack(final, fragment, CODECS))
+    kept = {name: buffer.clone() for name, buffer in before.fragments[0].buffers().items()}
+    stepping = Stepping(before, fragment, CODECS, optimizer, ahead=False)
+    for part in range(5):
+        stepping.take(part, final[part])
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in before.fragments[0].buffers().items())
+    after = stepping.finish(final, in_place)
+    assert after.steps == expected.steps
+    for name, buffer in before.fragments[0].buffers().items():
+        assert torch.equal(after.buffers()[name], expected.buffers()[name])
+        assert (after.buffers()[name].data_ptr() == buffer.data_ptr()) == in_place
+        assert in_place or torch.equal(buffer, kept[name])
+    assert after.hashes == expected.hashes
+
+
+def test_in_place_nothing_is_overwritten_when_one_part_is_no_mean() -> None:
+    final, before = means(2), state(OPTIMIZERS[1])
+    kept = {name: buffer.clone() for name, buffer in before.fragments[0].buffers().items()}
+    stepping = Stepping(before, LAYOUT.fragments[0], CODECS, OPTIMIZERS[1], ahead=False)
+    with pytest.raises(PayloadError):
+        stepping.finish([*final[:-1], b"no mean"], in_place=True)
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in before.fragments[0].buffers().items())
+
+
 def test_a_share_of_a_step() -> None:
     optimizer, before, final = OPTIMIZERS[1], state(OPTIMIZERS[1]), means(2)
     after = Stepping(before, LAYOUT.fragments[0], CODECS, optimizer, share=0.25).finish(final)

@@ -123,6 +123,8 @@ class Exchange(Background):
         self._numbers: dict[str, int] = {}
         """Of the states that are held, by digest: what lanes call them."""
         self._snapshots = Snapshots(self._backlog)
+        self._spared = False
+        """The state is being overwritten by the next."""
         self._serving = RateLimit(terms.serve_bps)
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
@@ -203,6 +205,11 @@ class Exchange(Background):
         event = m.StateHeld(state.version, state.digest, commit if copied else None)
         self.lane.hold(state)
         self._call(self._hold, state, commit, event, copied, self.lane.held)
+
+    def spare(self) -> bool:
+        """Whether nobody copies the state that we stand at. Then nobody is offered it any more, and it may be
+        overwritten: who asks waits until `hold` tells of the next."""
+        return self._ask(self._spare)
 
     def report(self, progress: Progress) -> None:
         """What the heartbeats tell of this peer."""
@@ -351,13 +358,20 @@ class Exchange(Background):
         self._feed(m.Offered(offer))
 
     def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool, number: int) -> None:
-        self._state, self._state_commit = state, commit
+        self._state, self._state_commit, self._spared = state, commit, False
         self._numbers[state.digest] = number
         if copied:
             self._close_again(state.version)
         self._snapshots.forget(state.version, monotonic_s())
         self._retain()
+        self._spawn(self._tell_moved())
         self._feed(event)
+
+    def _spare(self) -> bool:
+        if self._state is not None:
+            self._snapshots.forget(self._state.version, monotonic_s())
+            self._spared = self._state.digest not in self._snapshots.digests()
+        return self._spared
 
     def _retain(self) -> None:
         """Lanes keep the latest state, and those that others are copying."""
@@ -679,15 +693,25 @@ class Exchange(Background):
         by_lane = [own, *(parts for parts in others if parts is not None)]
         return [by_lane[part % len(by_lane)][part] for part in range(len(own))]
 
-    async def on_state_offer(self) -> StateOffer:
-        if self._state is None:
-            raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
-        # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
-        state, commit = self._state, self._state_commit if self.machine.commit is not None else None
-        offer = await self._loop.run_in_executor(self._pool, make_offer, state, commit)
-        given = self._snapshots.offer(state, offer, monotonic_s())
-        self._retain()
-        return given
+    async def on_state_offer(self, have: str) -> StateOffer:
+        while (state := await self._standing()) is not None:
+            # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
+            commit = self._state_commit if self.machine.commit is not None else None
+            offer = await self._loop.run_in_executor(self._pool, make_offer, state, commit)
+            if have == offer.digest:
+                return offer
+            if not self._spared and self._state is state:
+                given = self._snapshots.offer(state, offer, monotonic_s())
+                self._retain()
+                return given
+        raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
+
+    async def _standing(self) -> OuterState | None:
+        """The state, once it is not being overwritten; None when that takes too long, or there is none."""
+        with suppress(TimeoutError):
+            async with self._moved:
+                await asyncio.wait_for(self._moved.wait_for(lambda: not self._spared), self.terms.timing.stall_s)
+        return None if self._spared else self._state
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         failpoints.hit("serving-state")

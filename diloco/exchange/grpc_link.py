@@ -148,9 +148,9 @@ class GrpcLink(Link):
                     raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
                 return await _read_mean(replies, first.parts, max_part_bytes)
 
-    async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer:
+    async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
         with _weather(address):
-            request = peer_pb2.FetchStateOfferRequest()
+            request = peer_pb2.FetchStateOfferRequest(have=have)
             answer = _there(await self._peer(address).FetchStateOffer(request, timeout=timeout_s))
         return _parsed(convert.state_offer_from_wire, answer)
 
@@ -514,7 +514,7 @@ class _Peer(PeerServicer):
 
     async def FetchStateOffer(self, request: peer_pb2.FetchStateOfferRequest, context: Context) -> peer_pb2.StateOffer:
         async with _refusing(context):
-            return convert.state_offer_to_wire(await self._service.on_state_offer())
+            return convert.state_offer_to_wire(await self._service.on_state_offer(request.have))
 
     async def FetchState(self, request: parts_pb2.FetchStateRequest, context: Context) -> None:  # type: ignore[override]
         async with _refusing(context):

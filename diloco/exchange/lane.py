@@ -61,6 +61,8 @@ class LaneTerms:
     """A contribution that is so many times larger than the others' is refused; 0: none is."""
     radial: bool = False
     """Lengths and directions are averaged apart (`diloco.radial`)."""
+    ahead: bool = True
+    """Outer steps are made part by part as the mean arrives; else in place, when the version is applied."""
 
     @property
     def max_part_bytes(self) -> int:
@@ -278,7 +280,7 @@ class Lane(Background):
         return self._means.get(digest)
 
     def close(self, commit: Commit, number: int) -> Closed:
-        """A version closed. Ends its step on our own thread, if it was made on the state `number`, which is held."""
+        """A version closed. Its step is made on our own thread, if it was made on the state `number`, which is held."""
         parts = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
         closed = self._stepped(Closed(commit, parts), number)
         self.drop()
@@ -304,7 +306,11 @@ class Lane(Background):
         self._stepping = None
         if stepping is None:
             return closed
-        return Ahead(commit, closed.parts, self._pool.submit(stepping.finish, closed.parts).result)
+        finish = partial(stepping.finish, closed.parts)
+        if not self.terms.ahead:
+            return Ahead(commit, closed.parts, lambda in_place: self._pool.submit(finish, in_place).result())
+        stepped = self._pool.submit(finish)
+        return Ahead(commit, closed.parts, lambda _: stepped.result())
 
     def _steps_from(self, number: int, fragment: int, share: float) -> bool:
         """Whether what was begun is this very step."""
@@ -315,7 +321,8 @@ class Lane(Background):
         state, terms = self._states.get(number), self.terms
         if state is None:
             return None
-        return Stepping(state, terms.layout.fragments[fragment], terms.codecs, terms.optimizer, share)
+        piece = terms.layout.fragments[fragment]
+        return Stepping(state, piece, terms.codecs, terms.optimizer, share, terms.ahead)
 
     @property
     def key(self) -> Key | None:

@@ -278,7 +278,7 @@ class LaneService(Service):
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         raise _not_here()
 
-    async def on_state_offer(self) -> StateOffer:
+    async def on_state_offer(self, have: str) -> StateOffer:
         raise _not_here()
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:

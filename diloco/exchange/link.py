@@ -133,7 +133,9 @@ class Link(Protocol):
 
     async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]: ...
 
-    async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer: ...
+    async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
+        """`have`: digest of the state that we hold, which need not be kept for us."""
+        ...
 
     def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
@@ -167,7 +169,9 @@ class Service(Protocol):
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None: ...
 
-    async def on_state_offer(self) -> StateOffer: ...
+    async def on_state_offer(self, have: str) -> StateOffer:
+        """`have`: digest of the state that the caller holds; if it is ours, it comes for no chunk."""
+        ...
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         """One chunk of the snapshot with that digest; None when it is gone."""

@@ -136,8 +136,8 @@ class _MemoryLink(Link):
         _check_sizes(payloads, max_part_bytes)
         return list(payloads)
 
-    async def fetch_state_offer(self, address: str, timeout_s: float) -> StateOffer:
-        return await self._ask(address, timeout_s, lambda service: service.on_state_offer())
+    async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
+        return await self._ask(address, timeout_s, lambda service: service.on_state_offer(have))
 
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float

@@ -185,7 +185,7 @@ async def download(
     copy: _Copy | None = None
     fruitless = 0
     while True:
-        best = await _best_offer(link, sources, layout, optimizer, stall_s, lineage)
+        best = await _best_offer(link, sources, layout, optimizer, stall_s, lineage, local_digest)
         if best is None:
             fruitless += 1
             if fruitless == FRUITLESS_PASSES:
@@ -209,7 +209,13 @@ async def download(
 
 
 async def _best_offer(
-    link: Link, sources: Sequence[str], layout: Layout, optimizer: OuterOptimizer, timeout_s: float, lineage: str
+    link: Link,
+    sources: Sequence[str],
+    layout: Layout,
+    optimizer: OuterOptimizer,
+    timeout_s: float,
+    lineage: str,
+    have: str,
 ) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
     """What most members offer (of several, the latest), its manifest, and who holds it. None: none could be asked.
 
@@ -219,7 +225,7 @@ async def _best_offer(
 
     async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
         try:
-            offer = await link.fetch_state_offer(address, timeout_s)
+            offer = await link.fetch_state_offer(address, timeout_s, have)
             if lineage and offer.commit is not None and offer.commit.lineage != lineage:
                 raise StateError("its state belongs to a lineage that ended")
             return offer, _manifest(offer, layout, optimizer)

@@ -555,13 +555,13 @@ class Swapping(Background):
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         return None
 
-    async def on_state_offer(self) -> StateOffer:
+    async def on_state_offer(self, have: str) -> StateOffer:
         """As of before the first swap: the joiner's own swaps are counted from there."""
         if self._state is None:
             raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
         state = OuterState(0, self._state.fragments)
         offer = await self._loop.run_in_executor(self._pool, make_offer, state, None)
-        return self._snapshots.offer(state, offer, monotonic_s())
+        return offer if have == offer.digest else self._snapshots.offer(state, offer, monotonic_s())
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         return self._snapshots.chunk(digest, chunk, monotonic_s())

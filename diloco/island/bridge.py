@@ -10,8 +10,10 @@ parameters of its stages only: those of others it gets along its `Column`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diloco.fragments import Entry, Fragment, NamedShapes, Spot, Weights
 from diloco.island import Island
+
+AHEAD = 4
+"""Parts of a fragment that a rank has gathered, and not encoded yet."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ def take(whole: Tensor, into: Tensor) -> Tensor:
     return into
 
 
+def _handed_over(values: Tensor, room: threading.Semaphore) -> Tensor:
+    room.release()
+    return values
+
+
 Plan = list[tuple[Entry, list[list[Spot]]]]
 
 
@@ -117,22 +127,53 @@ class Bridge(Weights):
         for entry, lanes in self._plan(fragment):
             whole = self.whole(entry.name).flatten()
             for spot in lanes[self._island.rank]:
-                flat[spot.offset : spot.offset + spot.elements].copy_(whole[spot.start : spot.stop])
+                flat[spot.offset : spot.end].copy_(whole[spot.start : spot.stop])
         return flat
+
+    @torch.no_grad()
+    def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        """As of a whole model, but gathered here, on the thread that asks for the next part. That waits while `AHEAD`
+        parts were not asked for their values."""
+        room = threading.Semaphore(AHEAD)
+        cuts = iter(fragment.cuts.items())
+        part, (begin, end) = next(cuts, (-1, (0, 0)))
+        flat = torch.empty(end - begin)
+        for entry, lanes in self._plan(fragment):
+            whole = self.whole(entry.name).flatten()
+            for spot in lanes[self._island.rank]:
+                flat[spot.offset - begin :][: spot.elements].copy_(whole[spot.start : spot.stop])
+                if spot.end == end:
+                    room.acquire()
+                    yield part, partial(_handed_over, flat, room)
+                    part, (begin, end) = next(cuts, (-1, (0, 0)))
+                    flat = torch.empty(end - begin)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     @torch.no_grad()
     def write(self, fragment: Fragment, flat: Tensor) -> None:
         """Every rank gives the parts that its `fragment` holds, and takes its shares of the parameters."""
         for entry, lanes in self._plan(fragment):
-            own = [flat[spot.offset : spot.offset + spot.elements] for spot in lanes[self._island.rank]]
-            held = self.parameters.get(entry.name)
-            whole = self._assembled(entry, torch.cat([*own, torch.empty(0)]), lanes, fragment.lanes)
-            if held is not None:
-                take(whole.to(held.dtype), held)
+            own = [flat[spot.offset : spot.end] for spot in lanes[self._island.rank]]
+            self._take(entry, own, lanes, fragment.lanes)
 
+    @torch.no_grad()
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
-        """As for a whole model, all at once."""
-        self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))
+        for entry, lanes in self._plan(fragment):
+            whole = self.whole(entry.name).flatten()
+            own = [
+                changed(whole[spot.start : spot.stop].to("cpu", torch.float32), slice(spot.offset, spot.end))
+                for spot in lanes[self._island.rank]
+            ]
+            self._take(entry, own, lanes, fragment.lanes)
+
+    def _take(self, entry: Entry, own: Sequence[Tensor], lanes: Sequence[Sequence[Spot]], holders: int) -> None:
+        """Every rank's share of a parameter, of the pieces that each has."""
+        whole = self._assembled(entry, torch.cat([*own, torch.empty(0)]), lanes, holders)
+        held = self.parameters.get(entry.name)
+        if held is not None:
+            take(whole.to(held.dtype), held)
 
     def _assembled(self, entry: Entry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
         """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
@@ -186,4 +227,4 @@ class Led(Weights):
         self._bridge.write(fragment, flat)
 
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
-        self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))
+        self.write(fragment, changed(self.read(fragment), slice(0, fragment.elements)))  # as the others are told

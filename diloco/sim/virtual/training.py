@@ -22,6 +22,7 @@ from diloco.round import (
     Trained,
     adopt_state,
     drop_progress,
+    keep_local,
     measure,
     step_outer,
     weights_to_keep,
@@ -157,6 +158,7 @@ class Training:
 
     def _trained(self, steps: int, lasted_s: float, then: Callable[[], None]) -> None:
         line = self.line
+        keep_local(line)
         for name, noise in self.books.train(steps).items():
             line.parameters[name].add_(noise)
         line.trained.add(steps, self._fresh_blocks())
@@ -183,7 +185,7 @@ class Training:
         line = self.line
         if line.sent is None:
             try:
-                line.sent = measure(line, {})
+                line.sent = measure(line, {}, overlaps=self.overlapping)
             except PayloadError:
                 self.books.dropped(drop_progress(line))
                 return False

@@ -102,12 +102,17 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 class FetchStateOfferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HAVE_FIELD_NUMBER: _builtins.int
+    have: _builtins.str
+    """digest of the state that the caller holds: if it is that one, it is not kept for it"""
     def __init__(
         self,
+        *,
+        have: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have", b"have"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
