@@ -543,8 +543,8 @@ class DeviceSection(Section):
     outer_step: Literal["auto", "ahead", "in_place"] = "auto"
     """`ahead`: average and outer step are made while the mean arrives, in RAM of their own: one fragment in fp32 for
     the anchor and one for each of the outer optimizer's slots. `in_place`: once the version closed, in the outer state
-    itself, which takes nothing more, but training waits for it. `auto`: ahead for a single process, in place where
-    several ranks divide the outer state, and the time. (Gossip has outer steps of its own.)"""
+    itself, which takes nothing more, but training waits for it. `auto`: ahead for a single process, in place on an
+    island of several ranks, which divide the time, too. (Gossip has outer steps of its own.)"""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0

@@ -93,7 +93,8 @@ class Follower:
     def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
         site, lanes = self.site, lanes_of(self.site, self.island)
         runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
-        lane = self._lane = Lane(lane_terms(self._contract, site, self.line.layout), runtime.link, runtime.loop)
+        terms = lane_terms(self._contract, site, self.line.layout, self.island.size)
+        lane = self._lane = Lane(terms, runtime.link, runtime.loop)
         self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0

@@ -403,7 +403,7 @@ class Peer:
 
     def _spare(self) -> bool:
         """Whether the next outer step may be made in the buffers of the state that we stand at."""
-        in_place = not steps_ahead(self.site, self.line.layout)
+        in_place = not self.exchange.terms.lane.ahead
         return in_place and not self.saving() and self.exchange.spare()
 
     def _ready(self, on_closed: OnClosed) -> None:
@@ -533,7 +533,7 @@ class Peer:
             contract_json=contract.to_json().encode(),
             rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
             timing=timing_of(self.site),
-            lane=lane_terms(contract, self.site, layout),
+            lane=lane_terms(contract, self.site, layout, self.island.size if self.island is not None else 1),
             layout_digest=layout.digest,
             total_tokens=contract.run.total_tokens,
             data=data,
@@ -692,8 +692,9 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
     )
 
 
-def lane_terms(contract: Contract, site: Site, layout: Layout) -> LaneTerms:
-    """What a lane needs of both. `layout`: of the parts that are held here."""
+def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
+    """What a lane needs of both. `layout`: of the parts that are held here; `ranks`: of the island."""
+    how = site.device.outer_step
     return LaneTerms(
         layout,
         open_codecs(contract.codec),
@@ -702,14 +703,8 @@ def lane_terms(contract: Contract, site: Site, layout: Layout) -> LaneTerms:
         site.timeouts.stall_s,
         contract.membership.max_norm_ratio,
         contract.outer.averaging == "radial",
-        steps_ahead(site, layout),
+        how == "ahead" or (how == "auto" and ranks == 1),
     )
-
-
-def steps_ahead(site: Site, layout: Layout) -> bool:
-    """Whether outer steps are made while a mean arrives (`DeviceSection.outer_step`)."""
-    how = site.device.outer_step
-    return how == "ahead" or (how == "auto" and all(fragment.lanes == 1 for fragment in layout.fragments))
 
 
 def serve_bps_of(site: Site) -> float:
