@@ -196,6 +196,15 @@ def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
     assert [(tmp_path / f"done-{place}").read_text().split() for place in range(2)] == [list(MESHES)] * 2
 
 
+@pytest.mark.parametrize(
+    ("outer_step", "ranks", "ahead"),
+    [("auto", 1, True), ("auto", 2, False), ("ahead", 2, True), ("in_place", 1, False)],
+)
+def test_an_island_steps_in_place_unless_told_otherwise(outer_step: str, ranks: int, ahead: bool) -> None:
+    site = Site.model_validate({"device": {"outer_step": outer_step}})
+    assert lane_terms(contract(), site, LAYOUT, ranks).ahead == ahead
+
+
 # ---------------------------------------------------------------- what the ranks tell each other
 
 
