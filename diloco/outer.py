@@ -6,9 +6,9 @@ on some CPUs), no sum over elements, no `torch.sqrt` (MKL's, where torch has MKL
 and scalars from IEEE operations only (no `pow`, which differs between C libraries). `torch.set_flush_denormal` must
 be off, as it is by default.
 
-Buffers are never written after they were made: a step makes new ones. A snapshot for a joiner or a checkpoint is
-therefore a reference. It costs one fragment's anchor and slots twice, while the step runs and for as long as
-somebody reads the old ones.
+A step makes new buffers, and a snapshot for a joiner or a checkpoint is a reference: that costs one fragment's anchor
+and slots twice, while the step runs and for as long as somebody reads the old ones. Or it overwrites the old ones, when
+nobody does (`diloco.round.Line.spare`).
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class OuterOptimizer(ABC):
         """Names of the buffers that it keeps beside the anchor."""
 
     def start(self, anchor: Tensor, fragment: Fragment | None = None) -> FragmentState:
-        """The state before the first step: `anchor` (flat fp32, not to be written any more) and zero slots."""
+        """The state before the first step: `anchor` (flat fp32, which is taken over) and zero slots."""
         return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0, fragment)
 
     @abstractmethod
@@ -257,8 +257,9 @@ class OuterOptimizer(ABC):
     ) -> FragmentState:
         """The state after descending `mean`, the flat fp32 mean of pseudo-gradients.
 
-        Its buffers are those of `into`, which are overwritten, or new ones. `share`, above 0 and at most 1: how much
-        of a step this is (`diloco.weighing`). SGD and Nesterov only (`OuterSection.partial`) know of others than 1.
+        Its buffers are those of `into`, which are overwritten and may be those of `state`, or new ones. `share`, above
+        0 and at most 1: how much of a step this is (`diloco.weighing`). SGD and Nesterov only (`OuterSection.partial`)
+        know of others than 1.
         """
 
 

@@ -595,7 +595,7 @@ def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
 
 
 def save_line(line: Line, contract: Contract) -> Contents:
-    """What a checkpoint holds of what a line stands at: references, to buffers that are never written again.
+    """What a checkpoint holds of what a line stands at: references, to buffers that are not overwritten meanwhile.
 
     Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
     (under `weights_to_keep`).
