@@ -546,7 +546,8 @@ class DeviceSection(Section):
     itself, which takes nothing more, but training waits for it. `auto`: ahead for a single process, in place on an
     island of several ranks, which divide the time, too. (Gossip has outer steps of its own.)"""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
-    """Codecs in C, compiled once into the user's cache folder, with the same bits; `auto`: if there is a compiler."""
+    """Codecs and the Nesterov outer step in C, compiled once into the user's cache folder, with the same bits;
+    `auto`: if there is a compiler."""
     step_s: NonNegativeFloat = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
     speed: Annotated[float, Field(gt=0, le=1)] = 1.0

@@ -244,7 +244,8 @@ class Weights:
         return read_fragment(self.parameters, fragment, into)
 
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """What is held here of a fragment, part by part: its number, and what makes its values, flat fp32 on the host.
+        """What is held here of a fragment, part by part: its number, and what gives its values, flat fp32 on the host,
+        to be read and not kept.
 
         Any thread may ask for them, each once, while nobody writes to the parameters.
         """
@@ -252,13 +253,10 @@ class Weights:
             yield part, partial(self._part, spots)
 
     def _part(self, spots: Sequence[Spot]) -> Tensor:
-        flat = torch.empty(sum(spot.elements for spot in spots))
-        begin = 0
-        for spot in spots:
-            parameter = self.parameters[spot.name].detach().reshape(-1)
-            flat[begin : begin + spot.elements].copy_(parameter[spot.start : spot.stop])
-            begin += spot.elements
-        return flat
+        """May be a view of a parameter."""
+        pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
+        held = [piece.to("cpu", torch.float32) for piece in pieces]
+        return held[0] if len(held) == 1 else torch.cat(held)
 
     def within(self, fragment: Fragment, limit: float) -> bool:
         """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""

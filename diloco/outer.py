@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.compress import kernels
 from diloco.config import OuterSection
 from diloco.errors import StateError
 from diloco.fragments import Fragment, Layout
@@ -294,13 +295,14 @@ class Nesterov(OuterOptimizer):
         self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
     ) -> FragmentState:
         after = into or state.unfilled()
-        momentum = after.slots["momentum"]
         kept = self.momentum + (1 - share) * (1 - self.momentum)  # the momentum itself, to the bit, of a whole step
-        for tile in tiles(mean.numel()):
-            fresh = mean[tile] if share == 1 else mean[tile] * share
-            torch.mul(state.slots["momentum"][tile], kept, out=momentum[tile]).add_(fresh)
-            update = (momentum[tile] * self.momentum).add_(mean[tile]).mul_(self.lr * share)
-            torch.sub(state.anchor[tile], update, out=after.anchor[tile])
+        old, new = ((one.slots["momentum"], one.anchor) for one in (state, after))
+        if not kernels.nesterov(mean, old, new, kept, share, self.momentum, self.lr * share):
+            for tile in tiles(mean.numel()):
+                fresh = mean[tile] if share == 1 else mean[tile] * share
+                momentum = torch.mul(old[0][tile], kept, out=new[0][tile]).add_(fresh)
+                update = (momentum * self.momentum).add_(mean[tile]).mul_(self.lr * share)
+                torch.sub(old[1][tile], update, out=new[1][tile])
         return replace(after, steps=state.steps + 1)
 
 

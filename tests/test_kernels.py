@@ -24,6 +24,7 @@ from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
 from diloco.compress.sign import SignCodec
 from diloco.errors import ConfigError
+from diloco.outer import FragmentState, Nesterov
 
 CODECS: list[BlockCodec] = [
     *(kind(block) for kind in (Int8Codec, Int4Codec, E3M0Codec) for block in (8, 64)),
@@ -282,3 +283,32 @@ def test_a_library_with_other_bits_is_not_used(
     monkeypatch.setattr(build, "SOURCE", changed)
     assert f"the compiled {codec}" in build.use_compiled("auto", tmp_path / "cache")
     assert kernels.installed() is None
+
+
+# ---------------------------------------------------------------- the outer step
+
+
+@given(
+    size=st.integers(0, 300),
+    share=st.sampled_from([1.0, 0.25, 1 / 3]),
+    momentum=st.floats(0, 0.99),
+    lr=st.floats(0.01, 2),
+    scale=st.sampled_from([1e-42, 1e-3, 1.0, 3e38]),
+    in_place=st.booleans(),
+)
+def test_an_outer_step_has_the_same_bits(
+    library: CDLL, size: int, share: float, momentum: float, lr: float, scale: float, in_place: bool
+) -> None:
+    anchor, slot, mean = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).mul_(scale)
+    optimizer = Nesterov(lr, momentum)
+    kernels.install(None)
+    expected = optimizer.step(FragmentState(anchor.clone(), {"momentum": slot.clone()}, 1), mean, share=share)
+    kernels.install(library)
+    try:
+        state = FragmentState(anchor.clone(), {"momentum": slot.clone()}, 1)
+        got = optimizer.step(state, mean, state if in_place else None, share)
+    finally:
+        kernels.install(None)
+    finite = expected.anchor.isfinite() & expected.slots["momentum"].isfinite()
+    for name, buffer in expected.buffers().items():
+        assert torch.equal(got.buffers()[name][finite].view(torch.int32), buffer[finite].view(torch.int32))

@@ -1,4 +1,4 @@
-"""Compile kernels.c on this machine with the system's compiler, once, and switch the codecs to it.
+"""Compile kernels.c on this machine with the system's compiler, once, and switch codecs and outer step to it.
 
 The library lies in the user's cache folder, under a name that follows from source, compiler, flags and processor: a
 home directory may be shared by different machines. It is used only if it makes the bits that eager torch makes.
@@ -22,6 +22,7 @@ import torch
 from diloco.compress import Codec, kernels, open_codec
 from diloco.config import CodecSection
 from diloco.errors import ConfigError
+from diloco.outer import FragmentState, Nesterov
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC")
@@ -125,7 +126,18 @@ def _check(library: ctypes.CDLL) -> None:
         finally:
             kernels.install(None)
         if not same:
-            raise NoKernelsError(f"the compiled {codec.name} makes other bits than torch does on this machine")
+            raise _other_bits(codec.name)
+    eager_step = _stepped(values)
+    kernels.install(library)
+    try:
+        if _stepped(values) != eager_step:
+            raise _other_bits("outer step")
+    finally:
+        kernels.install(None)
+
+
+def _other_bits(name: str) -> NoKernelsError:
+    return NoKernelsError(f"the compiled {name} makes other bits than torch does on this machine")
 
 
 def _sections() -> list[CodecSection]:
@@ -134,6 +146,14 @@ def _sections() -> list[CodecSection]:
     dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
     binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
     return plain + dithered + binned
+
+
+def _stepped(values: torch.Tensor) -> list[bytes]:
+    """By a whole outer step and by a third of one."""
+    optimizer = Nesterov(0.7, 0.9)
+    state = FragmentState(values, {"momentum": values.flip(0)}, 1)
+    after = [optimizer.step(state, values.roll(7), share=share) for share in (1.0, 1 / 3)]
+    return [buffer.numpy().tobytes() for one in after for buffer in one.buffers().values()]
 
 
 def _outcome(codec: Codec, values: torch.Tensor) -> tuple[bytes, bytes, bytes]:

@@ -1,4 +1,5 @@
-// The block codecs as `blocks.py` and its codecs define them, the same bits, in one pass over the values.
+// The block codecs as `blocks.py` and its codecs define them, and the outer step of `outer.Nesterov`, the same bits, in
+// one pass over the values.
 //
 // Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no
 // fused multiply-add (-ffp-contract=off). Only the sum of squares, which is for screens, is added up in any order.
@@ -292,3 +293,17 @@ CODEC(sign, 1, 2, LARGEST_HEADER)
 CODEC(binned8, 8, 512, LARGEST_HEADER)
 CODEC(binned4, 4, 32, LARGEST_HEADER)
 CODEC(binned2, 2, 8, LARGEST_HEADER)
+
+// ---------------------------------------------------------------- the outer step
+
+// b = kept * momentum + share * mean;  anchor - (mu * b + mean) * rate. `next_*` may be where the others are.
+void diloco_nesterov(const float *mean, const float *momentum, const float *anchor, int64_t elements, float kept,
+                     float share, float mu, float rate, float *next_momentum, float *next_anchor) {
+#pragma omp simd
+    for (int64_t i = 0; i < elements; i++) {
+        float b = momentum[i] * kept + mean[i] * share;  // * 1 changes no bit
+        float update = (b * mu + mean[i]) * rate;
+        next_momentum[i] = b;
+        next_anchor[i] = anchor[i] - update;
+    }
+}

@@ -1,4 +1,5 @@
-"""The compiled twins of the block codecs, where `diloco.compress.build` installed them; else nothing happens here.
+"""The compiled twins of the block codecs and of the Nesterov outer step, where `diloco.compress.build` installed them;
+else nothing happens here.
 
 The same bits as in eager torch, five to twenty times faster (`scripts/bench-codecs`). C through ctypes and not
 `torch.compile`, which is half as fast here and takes half a minute per process: nothing is traced or compiled again in
@@ -36,6 +37,9 @@ def install(library: ctypes.CDLL | None) -> None:
         decoder.restype, decoder.argtypes = None, [ctypes.c_char_p, _COUNT, _COUNT, _POINTER]
         folder.restype = ctypes.c_double
         folder.argtypes = [ctypes.c_char_p, _COUNT, _COUNT, ctypes.c_float, _POINTER]
+    if library is not None:
+        library.diloco_nesterov.restype = None
+        library.diloco_nesterov.argtypes = [*[_POINTER] * 3, _COUNT, *[ctypes.c_float] * 4, *[_POINTER] * 2]
     _library = library
 
 
@@ -67,6 +71,24 @@ def fold(name: str, payload: bytes, block: int, weight: float, total: Tensor) ->
         return None
     squares: float = getattr(_library, f"diloco_fold_{name}")(payload, total.numel(), block, weight, total.data_ptr())
     return squares
+
+
+def nesterov(
+    mean: Tensor,
+    before: tuple[Tensor, Tensor],
+    after: tuple[Tensor, Tensor],
+    kept: float,
+    share: float,
+    momentum: float,
+    rate: float,
+) -> bool:
+    """`diloco.outer.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
+    flat = (mean, *before, *after)
+    if _library is None or not all(one.dtype == torch.float32 and one.is_contiguous() for one in flat):
+        return False
+    places = [one.data_ptr() for one in flat]
+    _library.diloco_nesterov(*places[:3], mean.numel(), kept, share, momentum, rate, *places[3:])
+    return True
 
 
 def _suits(name: str, block: int, values: Tensor) -> bool:
