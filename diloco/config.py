@@ -323,8 +323,9 @@ class CodecGroup(CodecChoice):
 
 class CodecSection(CodecChoice):
     error_feedback: Annotated[float, Field(ge=0, le=1)] | None = None
-    """What the codec dropped is added to the next pseudo-gradient, times this decay (SparseLoCo: 0.95); not given: it
-    is lost. Needed below about 4 bits a value."""
+    """What the codec dropped is added to the next pseudo-gradient, times this decay; not given: it is lost. It is
+    remembered for 1 / (1 - decay) rounds, which must be few of the run's: SparseLoCo takes 0.95 for 160 rounds, without
+    outer momentum; for 30, and beside momentum, 0.25 to 0.5 is better (`scripts/bench-quality`)."""
     residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
     groups: Annotated[tuple[CodecGroup, ...], Field(max_length=64)] = ()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from diloco.config import Contract
+from diloco.data import leases
 from diloco.pairing import spread
 from diloco.report import Table
 
@@ -26,7 +27,7 @@ TOKENS = 3 * 4 * 2 * 4 * 32  # rounds, steps, peers, sequences, tokens of the qu
 sys.path.insert(0, str(SCRIPTS))
 from quality_bench import table  # noqa: E402
 from quality_rows import QUICK, Row, async_rows, contract_of, rows  # noqa: E402
-from quality_run import AsyncRun, GossipRun, Outcome, Run, train  # noqa: E402
+from quality_run import AsyncRun, GossipRun, Outcome, Peer, Run, train  # noqa: E402
 
 
 def contract(**sections: dict[str, Any]) -> Contract:
@@ -48,6 +49,41 @@ def test_averaging_after_every_step_of_sgd_is_data_parallel() -> None:
     assert apart.loss == pytest.approx(together.loss, abs=1e-5)
     assert apart.tokens == together.tokens == 6 * 2 * 2 * 16
     assert train(contract(), peers=1, together=True).loss != pytest.approx(together.loss, abs=1e-5)
+
+
+def test_sparse_contributions_with_error_feedback_are_those_of_a_plain_loop() -> None:
+    """The largest eighth of every 4096 values, the mean over who sent a value, and the rest added to the next ones."""
+    names, decay = ["p0", "p1"], 0.95
+    sparse = contract(codec={"name": "topk", "density": 0.125, "values": "fp16", "error_feedback": decay})
+    run = Run(sparse, names)
+    peers = [Peer(name, sparse) for name in names]  # for their models, inner loops and readers
+    held, anchor = leases.found(names, sparse.lease_blocks), flat(peers[0].model)
+    residuals = [torch.zeros_like(anchor) for _ in names]
+    run.train()
+    for step in range(1, 7):
+        total, senders = torch.zeros_like(anchor), torch.zeros_like(anchor)
+        for place, peer in enumerate(peers):
+            torch.nn.utils.vector_to_parameters(anchor.clone(), peer.model.parameters())
+            peer._reader.lease(held.held[peer.name], 2 * (step > 1))
+            peer.inner.step(peer._reader.next(2), step * 2 * 2 * 16)
+            target = anchor - flat(peer.model) + decay * residuals[place]
+            sent = torch.cat([largest(chunk, round(len(chunk) / 8)) for chunk in target.split(4096)])
+            residuals[place] = target - sent
+            total, senders = total + sent, senders + (sent != 0)
+        anchor = anchor - total / senders.clamp(min=1)
+        held = leases.advance(held, dict.fromkeys(names, 2), names, sparse.lease_blocks)
+    assert torch.allclose(run.peers[0].line.state.fragments[0].anchor, anchor, atol=1e-6)
+    assert residuals[0].count_nonzero() > len(anchor) / 2
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The largest ones in fp16, zero elsewhere."""
+    places = values.abs().topk(count).indices
+    return torch.zeros_like(values).index_put((places,), values[places].half().float())
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
