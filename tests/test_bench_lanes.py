@@ -11,7 +11,7 @@ import pytest
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench-lanes"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(queued=False)
 
 
 def test_two_lanes(tmp_path: Path) -> None:

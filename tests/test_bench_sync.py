@@ -30,7 +30,7 @@ def rows_of(done: subprocess.CompletedProcess[str], path: Path) -> list[dict[str
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_loopback(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     arguments = ["--links", "none", "--peers", "2", "--params", "0.5", "--rounds", "1", "--json", str(path)]

@@ -19,7 +19,7 @@ from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 from tests.test_run import agree
 from tests.warm import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("islands")]
+pytestmark = pytest.mark.slow
 
 SHAPES = {
     "a": (),

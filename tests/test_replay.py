@@ -288,7 +288,7 @@ def test_the_command(run: PaperRun) -> None:
     assert (tree["exact"], tree["reproduced"], tree["mismatch"]) == (True, 5, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_a_simulation_is_audited_and_replayed_bit_for_bit(tmp_path: Path) -> None:
     out = tmp_path / "sim"
     contract = tiny_contract(tmp_path, tokens=12_288)
@@ -308,7 +308,7 @@ def test_a_simulation_is_audited_and_replayed_bit_for_bit(tmp_path: Path) -> Non
     assert load(out / "p0" / "checkpoints").version == told["versions"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_killed_resumed_and_killed_again(tmp_path: Path) -> None:
     """b dies and comes back from its checkpoint; then all die, and the run is founded anew from what they saved."""
     record = ("--set", "storage.record=true")

@@ -76,7 +76,7 @@ def test_under_torchrun_the_ranks_that_were_started_are_measured(
     assert (row["ranks"], row["sequences"], row["efficiency"]) == (1, 4, None)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_one_and_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     shape = ("--set", "mesh.shard=parameters", "--set", "device.kind=cpu", "--set", "device.peak_tflops=0.01")
