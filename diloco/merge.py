@@ -46,8 +46,9 @@ def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor | None, an
 
 def carry_piece(local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
     """`carry` the piece of a fragment that is `at` a place of the flat `base` and `anchor`. May be a view of those."""
-    done = base is not None and not torch.equal(local, base[at])
-    return carry(local, base[at], anchor[at]) if base is not None and done else anchor[at]
+    if base is None or torch.equal(local, base[at]):
+        return anchor[at]
+    return carry(local, base[at], anchor[at])
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
