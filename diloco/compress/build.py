@@ -14,6 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -111,33 +113,26 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _check(library: ctypes.CDLL) -> None:
-    """Raises NoKernelsError unless every codec makes the same bytes and values with it as without.
+    """Raises NoKernelsError unless every codec and the outer step make the same bits with it as without.
 
     The caller holds no kernels installed, and none are when this raises.
     """
     ties = torch.arange(-127.0, 127.25, 0.25)
     values = torch.cat([ties, torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)])
-    for section in _sections():
-        codec = open_codec(section)
-        eager = _outcome(codec, values)
+    codecs = [open_codec(section) for section in _sections()]
+    trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
+        *((codec.name, partial(_outcome, codec)) for codec in codecs),
+        ("outer step", _stepped),
+    ]
+    for name, trial in trials:
+        eager = trial(values)
         kernels.install(library)
         try:
-            same = _outcome(codec, values) == eager
+            same = trial(values) == eager
         finally:
             kernels.install(None)
         if not same:
-            raise _other_bits(codec.name)
-    eager_step = _stepped(values)
-    kernels.install(library)
-    try:
-        if _stepped(values) != eager_step:
-            raise _other_bits("outer step")
-    finally:
-        kernels.install(None)
-
-
-def _other_bits(name: str) -> NoKernelsError:
-    return NoKernelsError(f"the compiled {name} makes other bits than torch does on this machine")
+            raise NoKernelsError(f"the compiled {name} makes other bits than torch does on this machine")
 
 
 def _sections() -> list[CodecSection]:
