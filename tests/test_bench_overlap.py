@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench-overlap"
-ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 1, 8, 0.05, 64
+ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 5, 8, 0.05, 64
+"""One round alone may meet whatever else the machine does."""
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,15 +34,11 @@ def rows_of(path: Path, network: str, *names: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_sync_that_overlaps_keeps_training_waiting_for_less(tmp_path: Path) -> None:
-    """In one of three tries: on a machine that does other things a single round is anything."""
+    rows = rows_of(tmp_path / "rows.json", "relay", "none", "plain", "stream2")
+    assert rows["none"]["waiting_s_per_round"] < 1e-3
+    assert rows["none"]["tokens_per_s"] <= 2 * BATCH_TOKENS / STEP_S
     on_the_link_s = STEPS * STEP_S * 0.3 / 0.7
-    for _ in range(3):
-        rows = rows_of(tmp_path / "rows.json", "relay", "none", "plain", "stream2")
-        assert rows["none"]["waiting_s_per_round"] < 1e-3
-        assert rows["none"]["tokens_per_s"] <= 2 * BATCH_TOKENS / STEP_S
-        assert rows["plain"]["waiting_s_per_round"] > 0.9 * on_the_link_s
-        if rows["stream2"]["waiting_s_per_round"] < rows["plain"]["waiting_s_per_round"]:
-            break
+    assert rows["plain"]["waiting_s_per_round"] > 0.9 * on_the_link_s
     assert rows["stream2"]["waiting_s_per_round"] < rows["plain"]["waiting_s_per_round"]
     assert rows["stream2"]["sync"] == {"fragments": 2, "overlap": 3, "merge": "mix"}  # 1.7 steps on the link, and one
 
