@@ -545,7 +545,8 @@ class DeviceSection(Section):
     """`ahead`: average and outer step are made while the mean arrives, in RAM of their own: one fragment in fp32 for
     the anchor and one for each of the outer optimizer's slots. `in_place`: once the version closed, in the outer state
     itself, which takes nothing more, but training waits for it. `auto`: ahead for a single process, in place on an
-    island of several ranks, which divide the time, too. (Gossip has outer steps of its own.)"""
+    island of several ranks, which divide the time, too; with `sync.overlap`, and RAM to spare, ahead hides it there as
+    well. (Gossip has outer steps of its own.)"""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs and the Nesterov outer step in C, compiled once into the user's cache folder, with the same bits;
     `auto`: if there is a compiler."""
