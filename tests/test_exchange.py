@@ -53,6 +53,7 @@ def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None
 IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("world", [{"site": IN_PLACE}], indirect=True)
 def test_outer_steps_in_place_have_the_same_bits(world: LocalWorld) -> None:
     """And nobody who copies a state meanwhile gets half of the next."""
