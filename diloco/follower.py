@@ -119,8 +119,8 @@ class Follower:
         move_anchor(self.line, closed, counted, in_place, {})
         self._hold()
 
-    def _adopt(self) -> None:
-        adopted(self.line, self._lane.copied() if self._lane is not None else self.line.state)
+    def _adopt(self, stays: bool) -> None:
+        adopted(self.line, self._lane.copied() if self._lane is not None else self.line.state, stays)
         self._hold()
 
     def _restore_line(self, path: str, digest: str) -> None:

@@ -273,15 +273,17 @@ class Peer:
         self.events.emit("copying", done_bytes=0, total_bytes=total_bytes)
         timeout_s = self.site.timeouts.join_s
         try:
-            local = self.line.state
-            state, offer = self.exchange.copy_state(sources, local, timeout_s, self._on_copied, self.idle)
+            state, offer = self.exchange.copy_state(
+                sources, self.line.state, self.line.commit, timeout_s, self._on_copied, self.idle
+            )
         except TimeoutError as error:
             raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
         self._adopt(state, offer)
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
+        before = self.line.commit
         self.journal.adopted(adopt_state(self.line, state, offer.commit))
-        if offer.commit is not None:
+        if offer.commit is not None and offer.commit != before:
             self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
         wire = self.wire()

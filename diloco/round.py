@@ -476,12 +476,18 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
     """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
 
     A contribution that was sent may be counted in the versions that were skipped, and must not count twice: it is not
-    carried. Returns its tokens, which are discarded if it was not counted.
+    carried. Returns its tokens, which are discarded if it was not counted. Where none was skipped, as the state is that
+    of the version at which we stand, it stays sent: the next version may still count it, and nothing in its place.
     """
-    discarded = line.sent.contribution.tokens if line.sent is not None else 0
-    line.ranks.announce("adopt")
-    adopted(line, state)
+    stays = commit is not None and commit == line.commit
+    if stays:
+        keep_local(line)
+    discarded = line.sent.contribution.tokens if line.sent is not None and not stays else 0
+    line.ranks.announce("adopt", stays=stays)
+    adopted(line, state, stays)
     line.ranks.all(True)
+    if stays:
+        return 0
     line.commit = commit
     line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
     if not line.trained.tokens:
@@ -489,20 +495,30 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
     return discarded
 
 
-def adopted(line: Line, state: OuterState) -> None:
-    """`adopt_state` on one rank."""
-    sent = line.sent
-    for fragment in line.layout.fragments:
-        base: Tensor | None = line.state.fragments[fragment.index].anchor
+def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
+    """`adopt_state` on one rank. `stays`: it is of the same version, and what was sent stays sent."""
+    sent, line.sent = line.sent, None
+    for fragment, before, after in zip(line.layout.fragments, line.state.fragments, state.fragments, strict=True):
+        base: Tensor | None = before.anchor
         if sent is not None and sent.contribution.fragment == fragment.index:
-            base = sent.local
-        carry_fragment(line.weights, fragment, base, state.fragments[fragment.index].anchor)
-    line.state, line.sent = state, None
+            if stays:
+                line.sent = _moved(sent, before.anchor, after.anchor)
+            else:
+                base = sent.local
+        carry_fragment(line.weights, fragment, base, after.anchor)
+        complete(line, after)
+    line.state = state
+    if stays:
+        return
     line.own.clear()
     kept = line.residual_after_rejoin
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
-    for after in state.fragments:
-        complete(line, after)
+
+
+def _moved(sent: Sent, old: Tensor, new: Tensor) -> Sent:
+    """What was sent stays sent, and the anchor under it turned out to be another."""
+    local = None if sent.local is None else carry(sent.local, old, new)
+    return replace(sent, local=local, unsent=carry(sent.unsent, old, new))
 
 
 def drop_progress(line: Line) -> int:

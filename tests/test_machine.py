@@ -359,6 +359,20 @@ def test_who_is_behind_is_told_of_the_commit(version: int, now: float, told: boo
     assert any(isinstance(e, m.Send) and isinstance(e.envelope.body, m.Committed) for e in effects) is told
 
 
+def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
+    machine = standing(7)
+    commit = machine.commit
+    assert commit is not None
+    seated = machine._seat(1)
+    assert seated in (B, C)
+    machine.receive(m.Envelope("run", "contract", "lineage", seated, commit.digest, 1, m.Gather(8, 1, "again")), 0.1)
+    assert machine.attempt == 1
+    machine.handle(m.StateHeld(7, "as the others have it", replace(commit)), 0.2)
+    assert machine.attempt == 1
+    machine.handle(m.StateHeld(8, "state", replace(commit, version=8)), 0.3)
+    assert (machine.attempt, machine.version) == (0, 8)
+
+
 @pytest.mark.parametrize(
     ("policy", "until_s"),
     [(SYNC, 14.0), (Policy(1, 0.2, 20.0, uses_slack=True), 12.0)],

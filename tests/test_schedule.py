@@ -378,7 +378,7 @@ def test_the_residual_is_final_only_on_a_commit_and_survives_a_checkpoint_but_no
     run.round(count=[a])
     assert torch.equal(b.line.residuals[index], waiting)
     assert not torch.equal(a.line.residuals[index], first)
-    adopt_state(a.line, a.line.state, a.line.commit)
+    adopt_state(a.line, a.line.state, None)
     assert a.line.residuals == {}
     run.end()
 
@@ -403,8 +403,43 @@ def test_a_share_of_the_residual_can_outlive_a_copy(tmp_path: Path) -> None:
     a = run.peers["a"]
     index = run.round().commit.fragment
     before = a.line.residuals[index].clone()
-    adopt_state(a.line, a.line.state, a.line.commit)
+    adopt_state(a.line, a.line.state, None)
     assert torch.equal(a.line.residuals[index], before * 0.5)
+    run.end()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("merge", ["carry", "eager"])
+def test_a_copy_of_the_version_that_we_stand_at_leaves_what_was_sent_on_its_way(
+    tmp_path: Path, merge: str, damaged: bool
+) -> None:
+    """The next version may count it, and would otherwise count in its name what is sent instead."""
+    codec = {"name": "int8", "error_feedback": 1.0}
+    run = PaperRun(
+        tmp_path, "ab", record=False, codec=codec, sync={"merge": merge, "overlap": 1, "part_elements": 4096}
+    )
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    fragment, state = a.line.due, a.line.state
+    if damaged:
+        before = state.fragments[fragment.index]
+        wrong = replace(before, anchor=before.anchor + 1)
+        a.line.state = state.replace(fragment.index, wrong, state.version)
+        a.line.weights.write(fragment, a.line.weights.read(fragment) + 1)
+    run.offer()
+    sent, tokens, residuals = a.line.sent, a.line.trained.tokens, dict(a.line.residuals)
+    a.train()  # meanwhile
+    assert sent is not None
+    progress = a.line.weights.read(fragment) - sent.local
+    run.copy(b, a)
+    assert a.line.sent is not None
+    assert a.line.sent.contribution is sent.contribution
+    assert (a.line.trained.tokens > tokens, a.line.residuals) == (True, residuals)
+    run.apply(run.close(b, [a, b]), [a, b])
+    assert a.line.state.digest == b.line.state.digest
+    left = a.line.weights.read(fragment) - a.line.state.fragments[fragment.index].anchor
+    torch.testing.assert_close(left, progress, rtol=0, atol=1e-6)
+    assert progress.abs().max() > 1e-4
     run.end()
 
 

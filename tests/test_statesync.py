@@ -30,11 +30,12 @@ from diloco.exchange.statesync import (
     Snapshots,
     download,
     make_offer,
+    why_useless,
 )
 from diloco.fragments import Layout
 from diloco.outer import OuterState, open_outer
 from diloco.peer import serve_bps_of
-from diloco.types import Closed
+from diloco.types import Closed, Commit
 from tests.local import LocalWorld
 from tests.peers import KEYS
 from tests.test_link import Listener, commit
@@ -283,6 +284,38 @@ def test_when_nobody_offers_what_fits_the_copy_fails_at_once(state: OuterState) 
         with pytest.raises(StateError, match="none of 1 members"):
             await members.copy(start(2))
         assert time.monotonic() - started < PAUSE_S
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("offered", "ours", "useless"),
+    [
+        ((6, "lineage"), (7, "lineage"), True),
+        ((7, "lineage"), (7, "lineage"), False),  # ours may be damaged
+        ((6, "lineage"), (7, "one that ended"), False),
+        ((8, "one that ended"), (7, "one that ended"), True),
+        ((6, "lineage"), None, False),
+    ],
+    ids=["older", "the same version", "we leave ours", "of the one that we leave", "we have none"],
+)
+def test_nobody_goes_back_in_its_lineage(offered: tuple[int, str], ours: tuple[int, str] | None, useless: bool) -> None:
+    def of(version: int, lineage: str) -> Commit:
+        return replace(commit(version, ()), lineage=lineage)
+
+    offer = StateOffer(offered[0], of(*offered), "", (), ())
+    assert bool(why_useless(offer, "lineage", of(*ours) if ours else None)) is useless
+
+
+def test_an_older_state_is_not_copied(state: OuterState) -> None:
+    async def scenario() -> None:
+        members = Members(Holder(state))
+        older = StateOffer(state.version - 1, commit(state.version - 1, ()), state.digest, (), ())
+        members.holders["member:0"].snapshots.offer = lambda *_: older  # type: ignore[method-assign]
+        link, stands = members.network.link(0.5), commit(state.version, ())
+        with pytest.raises(StateError, match="none of 1 members"):
+            await download(link, list(members.holders), start(2), LAYOUT, OPTIMIZER, 0.5, commit=stands)
+        assert served(members) == []
 
     asyncio.run(scenario())
 

@@ -219,15 +219,16 @@ class Exchange(Background):
         self,
         sources: Sequence[str],
         local: OuterState,
+        commit: Commit | None,
         timeout_s: float,
         progress: Callable[[int, int], None],
         waiting: Callable[[], object] = lambda: None,
     ) -> tuple[OuterState, StateOffer]:
-        """The state that the members at these addresses hold; `local` itself when it is that already.
+        """The state that the members at these addresses hold; `local` itself, which is `commit`'s, if it is that.
 
         `waiting` is called a few times a second meanwhile. Raises StateError, and TimeoutError after `timeout_s`.
         """
-        future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, progress), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, commit, progress), self._loop)
         deadline_s = monotonic_s() + timeout_s
         while not future.done():
             if monotonic_s() > deadline_s:
@@ -241,18 +242,17 @@ class Exchange(Background):
         return result
 
     async def _copy(
-        self, sources: Sequence[str], local: OuterState, progress: Callable[[int, int], None]
+        self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
     ) -> tuple[OuterState, StateOffer]:
-        terms, others, lineage = self.terms.lane, self._others(), self.machine.lineage
+        terms, others = self.terms.lane, self._others()
         for lane in others:
             lane.begin_copy()
 
         def elsewhere(buffer: str, part: int, data: bytes) -> None:
             others[part % len(self.lanes) - 1].fill(buffer, part, data)
 
-        state, offer = await download(
-            self.link, sources, local, terms.layout, terms.optimizer, terms.stall_s, progress, lineage, elsewhere
-        )
+        fitting = (terms.layout, terms.optimizer, terms.stall_s, progress, self.machine.lineage, commit, elsewhere)
+        state, offer = await download(self.link, sources, local, *fitting)
         for lane in others:
             lane.end_copy(offer.version, offer.steps)
         return state, offer

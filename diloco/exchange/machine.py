@@ -134,8 +134,9 @@ class Machine(Parting):
     def _on_state_held(self, event: m.StateHeld) -> None:
         self._state = event
         refounding = self.founder and self.commit is None  # a new view takes over from this commit
-        if event.commit is not None and not refounding and event.commit.version >= self.version:
-            self._adopt(event.commit)
+        commit = event.commit if event.commit != self.commit else None  # what was promised for the next version holds
+        if commit is not None and not refounding and commit.version >= self.version:
+            self._adopt(commit)
         self._found_if_complete()
 
     def _found_if_complete(self) -> None:

@@ -15,6 +15,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
@@ -172,10 +173,14 @@ async def download(
     stall_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
     lineage: str = "",
+    commit: Commit | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """The state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError when none
     can be copied whole.
+
+    `commit`: the one of `local`, before whose version nobody who stands there may go back: what it sent since is told
+    from what it sent before by the version alone.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is told (bytes here, bytes in all). Ends by itself when nothing arrives; a copy
@@ -185,7 +190,8 @@ async def download(
     copy: _Copy | None = None
     fruitless = 0
     while True:
-        best = await _best_offer(link, sources, layout, optimizer, stall_s, lineage, local_digest)
+        useless = partial(why_useless, lineage=lineage, commit=commit)
+        best = await _best_offer(link, sources, layout, optimizer, stall_s, useless, local_digest)
         if best is None:
             fruitless += 1
             if fruitless == FRUITLESS_PASSES:
@@ -214,7 +220,7 @@ async def _best_offer(
     layout: Layout,
     optimizer: OuterOptimizer,
     timeout_s: float,
-    lineage: str,
+    useless: Callable[[StateOffer], str],
     have: str,
 ) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
     """What most members offer (of several, the latest), its manifest, and who holds it. None: none could be asked.
@@ -226,8 +232,8 @@ async def _best_offer(
     async def ask(address: str) -> tuple[StateOffer, list[StateChunk]] | None:
         try:
             offer = await link.fetch_state_offer(address, timeout_s, have)
-            if lineage and offer.commit is not None and offer.commit.lineage != lineage:
-                raise StateError("its state belongs to a lineage that ended")
+            if why := useless(offer):
+                raise StateError(why)
             return offer, _manifest(offer, layout, optimizer)
         except (LinkDown, LinkSlow, LinkRefused, StateError) as error:
             nonlocal lost
@@ -244,6 +250,17 @@ async def _best_offer(
     counts = Counter(offer.digest for offer, _ in found.values())
     offer, manifest = max(found.values(), key=lambda answer: (counts[answer[0].digest], answer[0].version))
     return offer, manifest, [address for address, answer in found.items() if answer[0].digest == offer.digest]
+
+
+def why_useless(offer: StateOffer, lineage: str, commit: Commit | None) -> str:
+    """Why a peer that stands at `commit` and is bound for `lineage` (if named) cannot use it; empty: it can."""
+    if offer.commit is None:
+        return ""
+    if lineage and offer.commit.lineage != lineage:
+        return "its state belongs to a lineage that ended"
+    if commit is not None and commit.lineage == offer.commit.lineage and offer.version < commit.version:
+        return f"its state is of version {offer.version}, and ours of version {commit.version}"
+    return ""
 
 
 def _nothing_fits(count: int) -> StateError:

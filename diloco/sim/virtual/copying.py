@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.exchange.link import StateOffer
+from diloco.exchange.statesync import why_useless
 from diloco.hashing import content_hash
 from diloco.outer import OuterState, StateChunk, places
 from diloco.types import Commit, Member
@@ -54,8 +55,7 @@ class Download:
             self.host.world.network.ask(self.host, source, _offer_of, then, failed)
 
     def _offered(self, source: Member, offer: StateOffer | None) -> None:
-        lineage = self.host.machine.lineage
-        if offer is not None and (offer.commit is None or offer.commit.lineage == lineage):
+        if offer is not None and not why_useless(offer, self.host.machine.lineage, self.host.state_commit):
             self._offers.append((source, offer))
         self._unanswered -= 1
         if self._unanswered:

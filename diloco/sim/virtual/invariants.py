@@ -353,8 +353,8 @@ class Books:
             total[start:stop] -= self._sent_sum[start:stop]
 
     def adopted(self, sent: Sent | None, discarded_tokens: int, before: Commit | None) -> None:
-        """The state was copied. What was sent may be counted in it, and was given up."""
-        if sent is not None:
+        """The state was copied. What was sent may be counted in it, and was given up, unless it stays sent."""
+        if sent is not None and self.line.sent is None:
             fragment = self.line.layout.fragments[sent.contribution.fragment]
             self._discard(fragment.index, self._sent_pieces)
             self._take_out(fragment, range(fragment.parts))
