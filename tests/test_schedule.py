@@ -346,7 +346,8 @@ def test_sent_plus_residual_is_what_was_there(
     there, sent = torch.zeros(SIZE), torch.zeros(SIZE)
     for index, scale in enumerate(scales):
         gradient = torch.randn(SIZE, generator=generator) * scale
-        target = with_residual(gradient, residual, decay)
+        target = torch.empty_like(gradient)
+        assert with_residual(gradient, residual, decay, target)
         bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
         parts = [codec.encode(target[start:stop]) for start, stop in bounds]
         if index in skipped:

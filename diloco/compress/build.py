@@ -118,7 +118,8 @@ def _check(library: ctypes.CDLL) -> None:
     The caller holds no kernels installed, and none are when this raises.
     """
     ties = torch.arange(-127.0, 127.25, 0.25)
-    values = torch.cat([ties, torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)])
+    some = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)
+    values = torch.cat([ties, some, torch.zeros(5000)])
     codecs = [open_codec(section) for section in _sections()]
     trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
         *((codec.name, partial(_outcome, codec)) for codec in codecs),
@@ -140,7 +141,8 @@ def _sections() -> list[CodecSection]:
     plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
     dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
     binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
-    return plain + dithered + binned
+    topk = [CodecSection(name="topk", density=density, zstd=False) for density in (0.01, 0.125)]
+    return plain + dithered + binned + [*topk, topk[0].model_copy(update={"values": "fp16", "mean": "all"})]
 
 
 def _stepped(values: torch.Tensor) -> list[bytes]:
@@ -151,8 +153,10 @@ def _stepped(values: torch.Tensor) -> list[bytes]:
     return [buffer.numpy().tobytes() for one in after for buffer in one.buffers().values()]
 
 
-def _outcome(codec: Codec, values: torch.Tensor) -> tuple[bytes, bytes, bytes]:
-    payload = codec.encode(values)
-    total = values.clone()
+def _outcome(codec: Codec, values: torch.Tensor) -> list[bytes]:
+    payload, other = codec.encode(values), codec.encode(values.flip(0))
+    total, mean = values.clone(), torch.empty_like(values)
     codec.fold(payload, 3.0, total)
-    return payload, codec.decode(payload, values.numel()).numpy().tobytes(), total.numpy().tobytes()
+    codec.mean_into([(3, payload), (2**64 - 1, other)], mean)
+    decoded = codec.decode(payload, values.numel())
+    return [payload, other, *(one.numpy().tobytes() for one in (decoded, total, mean))]

@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from diloco.compress.codec import saturated
+from diloco.compress.codec import Codec, saturated
 from diloco.compress.topk import TopKCodec
 
 LARGEST = 2.0**120
@@ -35,6 +35,9 @@ class DctCodec(TopKCodec):
     @property
     def name(self) -> str:
         return "dct"
+
+    fold = Codec.fold
+    """Of values, not of the coefficients that were sent."""
 
     @property
     def width(self) -> int:
