@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from diloco.compress import Codec
+from diloco.compress import Codec, kernels
 from diloco.compress.codec import magnitude
 from diloco.fragments import Fragment
 from diloco.outer import tiles
@@ -25,6 +25,9 @@ def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: 
 
     All flat fp32 of one length; None is a residual of zero.
     """
+    finite = kernels.with_residual(gradient, residual, decay, out) if residual is not None else None
+    if finite is not None:
+        return finite
     finite = True
     for tile in tiles(gradient.numel()):
         if residual is not None:

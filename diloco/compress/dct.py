@@ -8,7 +8,7 @@ the coefficients, as in DeMo, and turned back once.
 
 What peers must agree on, turning back, is 64 products and sums after one another in each dimension, over whole tiles:
 no matrix product, whose order is the library's. For 2^20 values that takes one core of a server 40 ms (measured),
-against 1 ms for plain top-k: per version and peer, once for each part, and once more where parts are checked.
+against 1 ms for plain top-k: per version and peer, once for each part.
 """
 
 from __future__ import annotations

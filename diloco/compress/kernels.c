@@ -1,5 +1,5 @@
-// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, and the outer step of
-// `outer.Nesterov`, the same bits, in one pass over the values.
+// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `feedback.py`, and
+// the outer step of `outer.Nesterov`, the same bits, in one pass over the values.
 //
 // Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no
 // fused multiply-add (-ffp-contract=off). Only the sum of squares, which is for screens, is added up in any order.
@@ -490,6 +490,21 @@ void diloco_topk_mean(int64_t terms, const uint8_t *const *packed, const float *
         }
         first += count;
     }
+}
+
+// ---------------------------------------------------------------- error feedback
+
+// gradient + residual * decay, and whether all of it is finite. `out` may be where the gradient is.
+int diloco_with_residual(const float *gradient, const float *residual, int64_t elements, float decay, float *out) {
+    int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < elements; i++) {
+        float target = gradient[i] + residual[i] * decay;
+        int32_t size = (int32_t)(bits_of(target) & 0x7FFFFFFF);
+        out[i] = target;
+        largest = size > largest ? size : largest;
+    }
+    return largest < 0x7F800000;
 }
 
 // ---------------------------------------------------------------- the outer step

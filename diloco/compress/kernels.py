@@ -1,5 +1,5 @@
-"""The compiled twins of the block codecs, of top-k and of the Nesterov outer step, where `diloco.compress.build`
-installed them; else nothing happens here.
+"""The compiled twins of the block codecs, of top-k, of error feedback and of the Nesterov outer step, where
+`diloco.compress.build` installed them; else nothing happens here.
 
 The same bits as in eager torch, five to twenty times faster (`scripts/bench-codecs`). C through ctypes and not
 `torch.compile`, which is half as fast here and takes half a minute per process: nothing is traced or compiled again in
@@ -61,6 +61,8 @@ def install(library: ctypes.CDLL | None) -> None:
         library.diloco_topk_fold.argtypes = [ctypes.c_char_p, _POINTER, *cut, ctypes.c_float, _POINTER]
         library.diloco_topk_mean.restype = None
         library.diloco_topk_mean.argtypes = [_COUNT, *[_POINTER] * 3, ctypes.c_float, *cut, _POINTER]
+        library.diloco_with_residual.restype = ctypes.c_int
+        library.diloco_with_residual.argtypes = [*[_POINTER] * 2, _COUNT, ctypes.c_float, _POINTER]
         library.diloco_nesterov.restype = None
         library.diloco_nesterov.argtypes = [*[_POINTER] * 3, _COUNT, *[ctypes.c_float] * 4, *[_POINTER] * 2]
     _library = library
@@ -96,6 +98,15 @@ def fold(name: str, payload: bytes, block: int, weight: float, total: Tensor) ->
     return squares
 
 
+def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
+    """`diloco.feedback.with_residual`. None: not here."""
+    flat = (gradient, residual, out)
+    if _library is None or not all(_is_plain(one, out.numel()) for one in flat):
+        return None
+    places = [one.data_ptr() for one in flat]
+    return bool(_library.diloco_with_residual(*places[:2], out.numel(), decay, places[2]))
+
+
 def nesterov(
     mean: Tensor,
     before: tuple[Tensor, Tensor],
@@ -107,7 +118,7 @@ def nesterov(
 ) -> bool:
     """`diloco.outer.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
     flat = (mean, *before, *after)
-    if _library is None or not all(one.dtype == torch.float32 and one.is_contiguous() for one in flat):
+    if _library is None or not all(_is_plain(one, mean.numel()) for one in flat):
         return False
     places = [one.data_ptr() for one in flat]
     _library.diloco_nesterov(*places[:3], mean.numel(), kept, share, momentum, rate, *places[3:])
