@@ -125,6 +125,14 @@ def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
         codec.decode_into(payload, out)
 
 
+def check_mean(payload: bytes, codec: Codec, elements: int) -> None:
+    """Raises PayloadError where `mean_into` would, for less."""
+    if codec.gathered:
+        bundle.check(payload, codec, elements)
+    else:
+        codec.decode(payload, elements)
+
+
 def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_CONTRIBUTIONS) -> int:
     """The most bytes that `fold` makes of a part of so many elements and contributions."""
     return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)

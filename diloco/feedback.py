@@ -8,18 +8,34 @@ so does a part whose owner left the contribution out. Host memory: 4 bytes per p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from diloco.compress import Codec
+from diloco.compress import Codec, kernels
+from diloco.compress.codec import magnitude
 from diloco.fragments import Fragment
+from diloco.outer import tiles
 
 
-def with_residual(gradient: Tensor, residual: Tensor | None, decay: float) -> Tensor:
-    """What to encode: both flat fp32 of one length; None is a residual of zero."""
-    return gradient if residual is None else gradient + residual * decay
+def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> bool:
+    """Fill `out`, which may be `gradient`, with what to encode. Returns whether that is finite.
+
+    All flat fp32 of one length; None is a residual of zero.
+    """
+    finite = kernels.with_residual(gradient, residual, decay, out) if residual is not None else None
+    if finite is not None:
+        return finite
+    finite = True
+    for tile in tiles(gradient.numel()):
+        if residual is not None:
+            torch.add(gradient[tile], residual[tile] * decay, out=out[tile])
+        elif out is not gradient:
+            out[tile] = gradient[tile]
+        finite = finite and math.isfinite(magnitude(out[tile]))
+    return finite
 
 
 def left_over(
@@ -30,13 +46,18 @@ def left_over(
     counted: Callable[[int], bool],
     before: Tensor | None,
 ) -> Tensor:
-    """The new residual, flat fp32. Where a part was not `counted` it is still the one of `before`.
+    """`target`, flat fp32, made the new residual in place. Where a part was not `counted` that is still the one of
+    `before`.
 
     `codecs`: by group of parameters.
     """
-    residual = torch.zeros_like(target) if before is None else before.clone()
+    encoded = parts[:]  # waits: they may still be made of this very target
     for part, (start, stop) in fragment.cuts.items():
+        left = target[start:stop]
         if counted(part):
-            sent = codecs[fragment.group_of(part)].decode(parts[part], stop - start)
-            torch.sub(target[start:stop], sent, out=residual[start:stop])
-    return residual
+            codecs[fragment.group_of(part)].fold(encoded[part], -1.0, left)
+        elif before is not None:
+            left.copy_(before[start:stop])
+        else:
+            left.zero_()
+    return target

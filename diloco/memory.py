@@ -16,8 +16,8 @@ from torch import Tensor
 
 LEAST_BYTES = 2**20
 """Smaller ones the allocator itself keeps."""
-MOST_SPARE = 4
-"""Of one size: anchor, two slots, and a copy of the weights."""
+MOST_SPARE = 5
+"""Of one size: anchor, two slots, a copy of the weights, and a residual."""
 
 _spare: dict[int, deque[np.ndarray]] = {}
 

@@ -8,7 +8,6 @@ Read `run_round` first. Everything that makes it survive dead peers, slow links 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -68,7 +67,7 @@ class Sent:
     unsent: Tensor
     """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
     target: Tensor | None = None
-    """What was encoded, when the codec's error is fed back."""
+    """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
     foreseen: FragmentState | None = None
     """What `eager` took ahead of the outer step."""
     since_s: float = field(default_factory=monotonic_s)
@@ -244,14 +243,16 @@ def measured(line: Line, staleness: float, trainers: int, overlaps: bool, second
             raise PayloadError("the pseudo-gradient is not finite")
         whole = line.feedback is not None or line.merge == "eager" or line.align
         local = line.weights.read(fragment, empty_as(anchor)) if whole or overlaps else None
-        gradient = pseudo_gradient(anchor, local) if whole and local is not None else None
+        gradient = pseudo_gradient(anchor, local, empty_as(anchor)) if whole and local is not None else None
     with timed(seconds, "compress"):
         target = gradient
         if target is not None and line.align:
             target = aligned(target, before.slots["momentum"], fragment, staleness, line.ranks.total)
         if target is not None and line.feedback is not None:
-            target = with_residual(target, line.residuals.get(fragment.index), line.feedback)
-            if not line.ranks.all(math.isfinite(magnitude(target))):
+            flat = target
+            target = empty_as(flat) if line.merge == "eager" else flat  # the gradient itself is needed once more
+            finite = with_residual(flat, line.residuals.get(fragment.index), line.feedback, target)
+            if not line.ranks.all(finite):
                 raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
         made = _gradients(line, fragment, anchor, local) if target is None else _cut(target, fragment)
         pieces = ((part, line.codecs[fragment.group_of(part)], values) for part, values in made)

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.compress import PayloadError, build, kernels
+from diloco.compress import Codec, PayloadError, build, kernels
 from diloco.compress.binned import WHOLE_PART, BinnedCodec
 from diloco.compress.blocks import BlockCodec
+from diloco.compress.dct import DctCodec
 from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.floats import FloatCodec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
 from diloco.compress.sign import SignCodec
+from diloco.compress.topk import DivideBy, TopKCodec, kept_of
 from diloco.errors import ConfigError
+from diloco.feedback import left_over, with_residual
+from diloco.fragments import Layout
 from diloco.outer import FragmentState, Nesterov
 
 CODECS: list[BlockCodec] = [
@@ -218,6 +225,254 @@ def test_the_same_bytes_from_a_cuda_device(codec: BlockCodec, library: CDLL) -> 
     assert codec.encode(gaussian(5000).cuda()) == codec.encode(gaussian(5000))
 
 
+# ---------------------------------------------------------------- top-k
+
+
+class Gathered(NamedTuple):
+    """All bits of what a codec makes of a payload, or the reason for which it refuses it."""
+
+    decoded: bytes | str
+    total: bytes | str
+    mean: bytes | str
+
+
+def bits_or_reason(work: Callable[[], Tensor]) -> bytes | str:
+    try:
+        return work().numpy().tobytes()
+    except PayloadError as error:
+        return str(error)
+
+
+def gathered(codec: Codec, terms: list[tuple[int, bytes]], elements: int) -> Gathered:
+    """What is made of the first payload, and of all."""
+
+    def folded() -> Tensor:
+        total = gaussian(elements, 9)
+        codec.fold(terms[0][1], 3.0, total)
+        return total
+
+    def mean() -> Tensor:
+        out = torch.full((elements,), torch.nan)
+        codec.mean_into(terms, out)
+        return out
+
+    return Gathered(*map(bits_or_reason, (lambda: codec.decode(terms[0][1], elements), folded, mean)))
+
+
+def assert_same_gathered(codec: Codec, terms: list[tuple[int, bytes]], elements: int, library: CDLL) -> Gathered:
+    eager = gathered(codec, terms, elements)
+    kernels.install(library)
+    try:
+        assert gathered(codec, terms, elements) == eager
+    finally:
+        kernels.install(None)
+    return eager
+
+
+def encoded(codec: Codec, values: Tensor, library: CDLL) -> bytes | str:
+    """The payload of values, or why there is none: the same with kernels as without."""
+    payloads = []
+    for used in (None, library):
+        kernels.install(used)
+        try:
+            payloads.append(codec.encode(values))
+        except PayloadError as error:
+            payloads.append(str(error))
+        finally:
+            kernels.install(None)
+    assert payloads[0] == payloads[1]
+    return payloads[0]
+
+
+def assert_same_topk(
+    codec: TopKCodec, batches: Sequence[Tensor], library: CDLL, weights: Sequence[int] = (3, 5)
+) -> None:
+    payloads = [encoded(codec, values, library) for values in batches]
+    terms = [(weight, payload) for weight, payload in zip(weights, payloads, strict=True) if isinstance(payload, bytes)]
+    assert len(terms) == len(payloads)
+    made = assert_same_gathered(codec, terms, batches[0].numel(), library)
+    assert all(isinstance(one, bytes) for one in made)
+
+
+TOPK: dict[str, TopKCodec] = {
+    "two_bit": TopKCodec(0.125, BinnedCodec(512, 2)),
+    "int8-odd": TopKCodec(0.01, Int8Codec(128)),
+    "fp16-all": TopKCodec(0.03125, FloatCodec("fp16", torch.float16), "all"),
+    "one": TopKCodec(1e-6, FloatCodec("fp32", torch.float32)),
+    "each": TopKCodec(1.0, FloatCodec("fp32", torch.float32)),
+    "small": TopKCodec(0.4, FloatCodec("fp32", torch.float32), chunk=13),
+    "dct": DctCodec(0.125, BinnedCodec(512, 2)),
+}
+each_topk = pytest.mark.parametrize("topk", TOPK.values(), ids=TOPK)
+small_topk = TopKCodec(0.3, FloatCodec("fp32", torch.float32), chunk=11)
+
+
+@each_topk
+@pytest.mark.parametrize("elements", [1, 2, 9, 4095, 4096, 4097, 3 * 4096 + 777, 2**17])
+def test_topk_of_any_length(topk: TopKCodec, elements: int, library: CDLL) -> None:
+    assert_same_topk(topk, [gaussian(elements), gaussian(elements, 1)], library)
+
+
+@each_topk
+def test_topk_of_sizes_that_differ_wildly(topk: TopKCodec, library: CDLL) -> None:
+    """What would lead a search astray: of each chunk other sizes, and steps between them that nobody guesses."""
+    noise = gaussian(2 * 4096)
+    spread = noise * torch.exp2(torch.linspace(-90, 90, 2 * 4096))
+    steps = torch.where(torch.arange(2 * 4096) % 7 == 0, 1e30, 1e-30) * noise.sign()
+    few = torch.where(torch.arange(2 * 4096) % 50 == 0, noise, 0.0)
+    tiny = noise * 1e-38
+    values = torch.cat([noise, spread, few, steps, tiny, torch.zeros(4096), noise * 1e9])
+    assert_same_topk(topk, [values, values.flip(0), gaussian(len(values))], library, (1, 2**63, 2**64 - 1))
+
+
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=40), density=st.floats(0.01, 1))
+def test_topk_of_any_values(values: list[float], density: float, library: CDLL) -> None:
+    """What is not finite is refused by what encodes the kept values."""
+    encoded(replace(small_topk, density=density), torch.tensor(values), library)
+
+
+@given(values=st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 3.0]), min_size=1, max_size=40))
+def test_of_values_as_large_as_each_other_the_first_are_sent(values: list[float], library: CDLL) -> None:
+    payload = encoded(small_topk, torch.tensor(values), library)
+    assert isinstance(payload, bytes)
+    decoded = small_topk.decode(payload, len(values)).tolist()
+    for start in range(0, len(values), 11):
+        chunk = values[start : start + 11]
+        order = sorted(range(len(chunk)), key=lambda index: (-abs(chunk[index]), index))
+        sent = set(order[: kept_of(len(chunk), small_topk.density)])
+        assert decoded[start : start + 11] == [value if index in sent else 0.0 for index, value in enumerate(chunk)]
+
+
+def test_ties_in_chunks_of_full_width(library: CDLL) -> None:
+    rounded = (gaussian(3 * 4096) * 3e3).round()
+    for topk in TOPK.values():
+        assert_same_topk(topk, [rounded, torch.zeros(3 * 4096), torch.ones(3 * 4096)], library, (1, 2, 3))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@each_topk
+def test_topk_refuses_what_is_not_finite(topk: TopKCodec, bad: float, library: CDLL) -> None:
+    for place in (0, 4095, 4999):
+        values = gaussian(5000)
+        values[place] = bad
+        assert "not finite" in str(encoded(topk, values, library))
+    every_bit = gaussian(5000).view(torch.int32)
+    every_bit[4097] = -1
+    assert "not finite" in str(encoded(topk, every_bit.view(torch.float32), library))
+
+
+@pytest.mark.parametrize("divide_by", ["senders", "all"])
+@given(
+    batches=st.lists(st.lists(any_fp32, min_size=25, max_size=25), min_size=1, max_size=4),
+    weights=st.lists(st.sampled_from([0, 1, 7, 2**24 + 1, 2**63, 2**64 - 1]), min_size=4, max_size=4),
+)
+def test_topk_means_of_any_values(
+    divide_by: DivideBy, batches: list[list[float]], weights: list[int], library: CDLL
+) -> None:
+    """Sums that overflow, zeros that were sent, and weights that round, among them."""
+    codec = replace(small_topk, divide_by=divide_by)
+    assert_same_topk(codec, [torch.tensor(values) for values in batches], library, weights[: len(batches)])
+
+
+@each_topk
+@given(seed=st.integers(0, 2**32), elements=st.sampled_from([1, 3, 100, 4096, 4100, 5000]))
+@settings(max_examples=15)
+def test_topk_refuses_the_same_bytes(topk: TopKCodec, seed: int, elements: int, library: CDLL) -> None:
+    """Flipped bits, random indices, and indices beyond the short chunk."""
+    random = Random(seed)
+    good = topk.encode(gaussian(elements, seed % 7))
+    flipped = bytearray(good)
+    for _ in range(random.randint(1, 3)):
+        flipped[random.randrange(len(flipped))] ^= 1 << random.randrange(8)
+    for bad in (bytes(flipped), random.randbytes(len(good)), good[:-1], good + b"\0", b"", b"\xff" * len(good)):
+        assert_same_gathered(topk, [(1, bad), (1, good)], elements, library)
+        assert_same_gathered(topk, [(1, good), (1, bad)], elements, library)
+
+
+@pytest.mark.parametrize(("last", "refused"), [(902, False), (903, True), (904, True), (4095, True)])
+def test_no_index_is_beyond_the_short_chunk(last: int, refused: bool, library: CDLL) -> None:
+    """Of 903 values, behind a whole chunk: nothing is written there, for it is refused before."""
+    topk = TopKCodec(1e-6, FloatCodec("fp32", torch.float32))
+    payload = (4095 | last << 12).to_bytes(3, "little") + torch.ones(2).numpy().tobytes()
+    made = assert_same_gathered(topk, [(1, payload)], 4096 + 903, library)
+    assert all(isinstance(one, str) == refused for one in made)
+
+
+@each_topk
+def test_topk_views_that_begin_anywhere(topk: TopKCodec, library: CDLL) -> None:
+    buffer = gaussian(3 * 4096)
+    payload = encoded(topk, buffer[1:9001], library)
+    assert isinstance(payload, bytes)
+    eager = gathered(topk, [(3, payload)], 9000)
+    kernels.install(library)
+    fills = (lambda out: topk.decode_into(payload, out), lambda out: topk.mean_into([(3, payload)], out))
+    for fill, expected in zip(fills, (eager.decoded, eager.mean), strict=True):
+        target = torch.full((3 * 4096,), 7.0)
+        fill(target[1:9001])
+        assert target[1:9001].numpy().tobytes() == expected
+        assert target[0] == 7.0
+        assert torch.all(target[9001:] == 7.0)
+
+
+def test_threads_share_topk(library: CDLL) -> None:
+    topk, batches = TOPK["two_bit"], [gaussian(50_000, seed) for seed in range(8)]
+    expected = [topk.encode(values) for values in batches]
+    kernels.install(library)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(topk.encode, batches * 2)) == expected * 2
+
+
+def test_topk_chunks_too_large_for_a_kernel_are_not_asked_of_it(library: CDLL) -> None:
+    kernels.install(library)
+    assert kernels.has_topk(kernels.Cut(10_000, kernels.WIDEST_CHUNK, 5, 5))
+    assert not kernels.has_topk(kernels.Cut(10_000, kernels.WIDEST_CHUNK + 1, 5, 5))
+
+
+# ---------------------------------------------------------------- error feedback
+
+
+@given(
+    values=st.lists(st.tuples(any_fp32, any_fp32), min_size=1, max_size=70),
+    decay=st.sampled_from([1.0, 0.95, 1 / 3, 0.0]),
+    in_place=st.booleans(),
+)
+def test_a_residual_is_added_with_the_same_bits(
+    values: list[tuple[float, float]], decay: float, in_place: bool, library: CDLL
+) -> None:
+    gradient, residual = torch.tensor(values).T.contiguous()
+    expected = gradient + residual * decay
+    for used in (None, library):
+        kernels.install(used)
+        source = gradient.clone()
+        out = source if in_place else torch.empty_like(source)
+        try:
+            finite = with_residual(source, residual, decay, out)
+        finally:
+            kernels.install(None)
+        assert out.numpy().tobytes() == expected.numpy().tobytes()
+        assert finite == bool(expected.isfinite().all())
+        assert in_place or torch.equal(source, gradient)
+
+
+@pytest.mark.parametrize(
+    "codec", [*TOPK.values(), *CODECS[::4], FloatCodec("bf16", torch.bfloat16)], ids=lambda codec: codec.name
+)
+def test_what_is_left_over_has_the_bits_of_a_difference(codec: Codec, library: CDLL) -> None:
+    (fragment,) = Layout.of([("weight", (3 * 4096 + 100,))], part_elements=4096).fragments
+    target, before = gaussian(fragment.elements), gaussian(fragment.elements, 1)
+    target[::5] = -0.0
+    parts = [codec.encode(target[start:stop]) for start, stop in fragment.cuts.values()]
+    sent = torch.cat([codec.decode(parts[part], fragment.size_of(part)) for part in fragment.cuts])
+    expected = target - sent
+    start, stop = fragment.part_bounds(2)
+    for used in (None, library):
+        kernels.install(used)
+        for residual in (None, before):
+            expected[start:stop] = 0.0 if residual is None else residual[start:stop]
+            left = left_over(target.clone(), parts, fragment, [codec], lambda part: part != 2, residual)
+            assert left.numpy().tobytes() == expected.numpy().tobytes()
+
+
 # ---------------------------------------------------------------- having them, or not
 
 
@@ -271,6 +526,9 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: 
         pytest.param("return rintf(ratio)", "return floorf(ratio + 0.5f)", "int", marks=slow),
         pytest.param("weight * values[i]", "weight * 0.99999994f * values[i]", "int8", marks=slow),
         pytest.param("0x45D9F3B", "0x45D9F3D", "int8-stochastic", marks=slow),
+        ("&& room-- > 0", "&& room-- >= 0", "topk"),
+        pytest.param("values[i] != 0 ? weight : 0", "weight", "topk", marks=slow),
+        pytest.param("largest < 0x7F800000", "largest >= 0", "error feedback", marks=slow),
     ],
 )
 def test_a_library_with_other_bits_is_not_used(

@@ -247,6 +247,20 @@ def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() ->
     assert line.own == {}
 
 
+def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
+    residual = torch.full((SIZE,), 3.0)
+    line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager", feedback=0.5, residuals={0: residual})
+    line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+    train(line.parameters["a"], TARGETS[0])
+    gradient = -line.parameters["a"]
+    sent = measure(line, {})
+    assert sent.target is not None
+    assert sent.local is not None
+    assert torch.equal(sent.target, gradient + 1.5)
+    torch.testing.assert_close(sent.unsent - sent.local, gradient)
+    assert torch.equal(residual, torch.full((SIZE,), 3.0))
+
+
 def test_mix_is_of_the_weights_now_and_not_of_those_sent() -> None:
     line = line_of("x", torch.zeros(SIZE), OuterSection(optimizer="sgd", lr=1.0), merge="mix", mix_alpha=0.25)
     line.commit = commit_of(0)
@@ -346,7 +360,8 @@ def test_sent_plus_residual_is_what_was_there(
     there, sent = torch.zeros(SIZE), torch.zeros(SIZE)
     for index, scale in enumerate(scales):
         gradient = torch.randn(SIZE, generator=generator) * scale
-        target = with_residual(gradient, residual, decay)
+        target = torch.empty_like(gradient)
+        assert with_residual(gradient, residual, decay, target)
         bounds = [fragment.part_bounds(part) for part in range(fragment.parts)]
         parts = [codec.encode(target[start:stop]) for start, stop in bounds]
         if index in skipped:

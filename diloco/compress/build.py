@@ -1,4 +1,5 @@
-"""Compile kernels.c on this machine with the system's compiler, once, and switch codecs and outer step to it.
+"""Compile kernels.c on this machine with the system's compiler, once, and switch codecs, error feedback and outer step
+to it.
 
 The library lies in the user's cache folder, under a name that follows from source, compiler, flags and processor: a
 home directory may be shared by different machines. It is used only if it makes the bits that eager torch makes.
@@ -24,6 +25,7 @@ import torch
 from diloco.compress import Codec, kernels, open_codec
 from diloco.config import CodecSection
 from diloco.errors import ConfigError
+from diloco.feedback import with_residual
 from diloco.outer import FragmentState, Nesterov
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -43,7 +45,7 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
     """Switch all codecs of this process to compiled kernels, or back. Returns what is used, in words, for people.
 
     `auto`: eager torch, with a warning, where there can be none; `on`: that raises ConfigError. `cache`: the folder to
-    keep the library in. Seconds when it has to be compiled, 50 ms when not; call it once, before threads encode.
+    keep the library in. Seconds when it has to be compiled, 0.1 s when not; call it once, before threads encode.
     """
     kernels.install(None)
     if mode == "off":
@@ -113,15 +115,17 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _check(library: ctypes.CDLL) -> None:
-    """Raises NoKernelsError unless every codec and the outer step make the same bits with it as without.
+    """Raises NoKernelsError unless codecs, error feedback and outer step make the same bits with it as without.
 
     The caller holds no kernels installed, and none are when this raises.
     """
     ties = torch.arange(-127.0, 127.25, 0.25)
-    values = torch.cat([ties, torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)])
+    some = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).exp_().sub_(1.0)
+    values = torch.cat([ties, some, torch.zeros(5000)])
     codecs = [open_codec(section) for section in _sections()]
     trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
         *((codec.name, partial(_outcome, codec)) for codec in codecs),
+        ("error feedback", _fed_back),
         ("outer step", _stepped),
     ]
     for name, trial in trials:
@@ -140,7 +144,15 @@ def _sections() -> list[CodecSection]:
     plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
     dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
     binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
-    return plain + dithered + binned
+    topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
+    return plain + dithered + binned + [*topk, topk[0].model_copy(update={"values": "fp16", "mean": "all"})]
+
+
+def _fed_back(values: torch.Tensor) -> list[bytes]:
+    """With values that are finite, and with one that is not."""
+    target = torch.empty_like(values)
+    finite = [with_residual(values, values.roll(7), decay, target) for decay in (1e38, 1 / 3)]
+    return [bytes(finite), target.numpy().tobytes()]
 
 
 def _stepped(values: torch.Tensor) -> list[bytes]:
@@ -151,8 +163,10 @@ def _stepped(values: torch.Tensor) -> list[bytes]:
     return [buffer.numpy().tobytes() for one in after for buffer in one.buffers().values()]
 
 
-def _outcome(codec: Codec, values: torch.Tensor) -> tuple[bytes, bytes, bytes]:
-    payload = codec.encode(values)
-    total = values.clone()
+def _outcome(codec: Codec, values: torch.Tensor) -> list[bytes]:
+    payload, other = codec.encode(values), codec.encode(values.flip(0))
+    total, mean = values.clone(), torch.empty_like(values)
     codec.fold(payload, 3.0, total)
-    return payload, codec.decode(payload, values.numel()).numpy().tobytes(), total.numpy().tobytes()
+    codec.mean_into([(3, payload), (2**64 - 1, other)], mean)
+    decoded = codec.decode(payload, values.numel())
+    return [payload, other, *(one.numpy().tobytes() for one in (decoded, total, mean))]

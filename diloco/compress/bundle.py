@@ -80,6 +80,12 @@ def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:
     codec.mean_into([(weight // unit, payload) for weight, payload in terms], out)
 
 
+def check(bundle: bytes, codec: Codec, elements: int) -> None:
+    """Raises PayloadError where `mean_into` would: each contribution is read, and no mean is made."""
+    for _, payload in split(bundle, codec.max_bytes(elements)):
+        codec.squares(payload, elements)
+
+
 def max_bytes(codec: Codec, elements: int, contributions: int = MAX_CONTRIBUTIONS) -> int:
     """The most bytes of a bundle of so many contributions to a part of so many values."""
     return _COUNT.size + contributions * (_TERM.size + codec.max_bytes(elements))

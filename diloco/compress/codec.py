@@ -60,7 +60,8 @@ class Codec(ABC):
     def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
         """total += weight * values, the product rounded before the sum. Returns the sum of the values' squares.
 
-        That sum is for screens: it is not the same bits everywhere. Raises PayloadError, with `total` unchanged.
+        That sum is for screens: it is not the same bits everywhere. What a codec does not send may leave a -0.0 in
+        `total`, which would be 0.0 after a sum. Raises PayloadError, with `total` unchanged.
         """
         values = self.decode(payload, total.numel())
         squares = float(torch.dot(values, values))

@@ -1,10 +1,11 @@
-// The block codecs as `blocks.py` and its codecs define them, and the outer step of `outer.Nesterov`, the same bits, in
-// one pass over the values.
+// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `feedback.py`, and
+// the outer step of `outer.Nesterov`, the same bits, in one pass over the values.
 //
 // Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no
 // fused multiply-add (-ffp-contract=off). Only the sum of squares, which is for screens, is added up in any order.
 // Sizes, and headers that are to be decoded, were checked by the caller. Bytes are little-endian, as the hosts are.
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -293,6 +294,218 @@ CODEC(sign, 1, 2, LARGEST_HEADER)
 CODEC(binned8, 8, 512, LARGEST_HEADER)
 CODEC(binned4, 4, 32, LARGEST_HEADER)
 CODEC(binned2, 2, 8, LARGEST_HEADER)
+
+// ---------------------------------------------------------------- top-k: which values of a chunk are sent
+
+#define WIDEST 4096  // values of a chunk, at most: an index has 12 bits
+
+// How a part is cut into chunks, and how many values of each are sent: of the short one at the end fewer.
+#define CUT int64_t elements, int64_t chunk, int64_t kept, int64_t kept_of_rest
+#define EACH_CHUNK                                                                                                     \
+    for (int64_t start = 0, width, count; width = least(chunk, elements - start),                                      \
+                 count = width < chunk ? kept_of_rest : kept, start < elements; start += chunk)
+
+// So many sizes reach a limit. Sizes are integers: so floats keep their order, and nan is above all.
+typedef struct { int32_t limit, reached; } Count;
+
+INLINE Count counted(const int32_t *sizes, int64_t width, int32_t limit) {
+    Count found = {limit, 0};
+    for (int64_t i = 0; i < width; i++) found.reached += sizes[i] >= limit;
+    return found;
+}
+
+// Where to count next, strictly between `low` and `high`. The number of values falls with about the square of their
+// size, which doubles in 2^23 steps: that leads from the `first` guess to another one, and between guesses it falls in
+// proportion. Every third time it is the middle, so that this ends, whatever the values are.
+INLINE int32_t next_limit(Count low, Count high, int32_t first, int64_t wanted, int turn) {
+    int64_t between = (int64_t)high.limit - low.limit, step = between / 2;
+    if (turn % 3 != 2) {
+        if (low.limit == first) step = (low.reached - wanted) * (1 << 22) / wanted;
+        else if (high.limit == first) step = between - (wanted - high.reached) * (1 << 22) / wanted;
+        else step = (int64_t)((double)between * ((double)(low.reached - wanted) + 0.5) / (low.reached - high.reached));
+    }
+    return low.limit + (int32_t)(step < 1 ? 1 : step >= between ? between - 1 : step);
+}
+
+// The largest limit that `wanted` sizes reach, or more where several are just as large. `first`: a guess.
+INLINE Count limit_of(const float *values, int64_t width, int64_t wanted, int32_t first, int32_t *sizes) {
+    int32_t largest = 0;
+    Count low = {0, (int32_t)width}, some = {1, 0}, guess = {first, 0};
+    for (int64_t i = 0; i < width; i++) {
+        int32_t size = (int32_t)(bits_of(values[i]) & 0x7FFFFFFF);
+        size = size < 0x7FFFFFFE ? size : 0x7FFFFFFE;
+        sizes[i] = size;
+        largest = size > largest ? size : largest;
+        some.reached += size >= 1;
+        guess.reached += size >= first;
+    }
+    Count high = {largest + 1, 0}, known[] = {some, guess};
+    for (int i = 0; i < 2; i++)
+        if (known[i].limit > low.limit && known[i].limit < high.limit) *(known[i].reached >= wanted ? &low : &high) = known[i];
+    for (int turn = 0; low.reached != wanted && high.limit - low.limit > 1; turn++) {
+        Count found = counted(sizes, width, next_limit(low, high, first, wanted, turn));
+        *(found.reached >= wanted ? &low : &high) = found;
+    }
+    return low;
+}
+
+// What is sent: all that reach the limit, but of those just as large as it only the first ones where they are too many.
+INLINE void choose(const int32_t *sizes, int64_t width, Count limit, int64_t wanted, uint8_t *chosen) {
+    memset(chosen + width, 0, 7);
+    if (limit.reached == wanted) {
+        for (int64_t i = 0; i < width; i++) chosen[i] = sizes[i] >= limit.limit;
+        return;
+    }
+    int64_t room = wanted - counted(sizes, width, limit.limit + 1).reached;
+    for (int64_t i = 0; i < width; i++) chosen[i] = sizes[i] > limit.limit || (sizes[i] == limit.limit && room-- > 0);
+}
+
+// By the eight bits of a byte: which of them are set, rising.
+INLINE void list_bits(uint8_t set[256][8]) {
+    memset(set, 0, 256 * 8);
+    for (int byte = 0; byte < 256; byte++)
+        for (int bit = 0, found = 0; bit < 8; bit++)
+            if (byte >> bit & 1) set[byte][found++] = (uint8_t)bit;
+}
+
+// Their rising indices; room for eight more. Without a branch, which would be taken by chance.
+INLINE void indices_of(const uint8_t *chosen, int64_t width, const uint8_t set[256][8], uint16_t *indices) {
+    for (int64_t i = 0; i < width; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, chosen + i, 8);
+        const uint8_t *places = set[eight * 0x0102040810204080u >> 56];
+        for (int j = 0; j < 8; j++) indices[j] = (uint16_t)(i + places[j]);
+        indices += eight * 0x0101010101010101u >> 56;
+    }
+}
+
+// Two numbers of 12 bits in three bytes.
+INLINE void pack_pairs(const uint16_t *indices, int64_t pairs, uint8_t *out) {
+    for (int64_t i = 0; i < pairs; i++) {
+        uint32_t both = indices[2 * i] | (uint32_t)indices[2 * i + 1] << 12;
+        out[3 * i] = (uint8_t)both;
+        out[3 * i + 1] = (uint8_t)(both >> 8);
+        out[3 * i + 2] = (uint8_t)(both >> 16);
+    }
+}
+
+// `count` numbers from the one at `first` on; room for one more.
+INLINE void unpack_indices(const uint8_t *packed, int64_t first, int64_t count, uint16_t *indices) {
+    const uint8_t *in = packed + first / 2 * 3;
+    if (first & 1) {
+        *indices++ = (uint16_t)(in[1] >> 4 | in[2] << 4);
+        in += 3;
+        count -= 1;
+    }
+    for (int64_t i = 0; i < (count + 1) / 2; i++) {
+        uint32_t both = in[3 * i] | (uint32_t)in[3 * i + 1] << 8 | (uint32_t)in[3 * i + 2] << 16;
+        indices[2 * i] = both & 0xFFF;
+        indices[2 * i + 1] = (uint16_t)(both >> 12);
+    }
+}
+
+// The packed indices of the largest values of each chunk, and these values: what is not finite is among them.
+void diloco_topk_select(const float *values, CUT, uint8_t *packed, float *largest) {
+    int32_t sizes[WIDEST];
+    uint8_t chosen[WIDEST + 7], set[256][8];
+    uint16_t indices[WIDEST + 9];
+    int64_t waiting = 0;  // whether an index has no partner yet
+    Count limit = {1, 0};
+    list_bits(set);
+    EACH_CHUNK {
+        uint16_t *found = indices + waiting;
+        limit = limit_of(values + start, width, count, limit.limit, sizes);
+        choose(sizes, width, limit, count, chosen);
+        indices_of(chosen, width, set, found);
+        for (int64_t i = 0; i < count; i++) largest[i] = values[start + found[i]];
+        int64_t pairs = (waiting + count) / 2;
+        pack_pairs(indices, pairs, packed);
+        waiting = (waiting + count) & 1;
+        indices[0] = indices[2 * pairs];
+        packed += 3 * pairs;
+        largest += count;
+    }
+    indices[1] = 0;
+    if (waiting) pack_pairs(indices, 1, packed);
+}
+
+// Whether the indices rise within every chunk, and none is beyond it.
+int diloco_topk_good(const uint8_t *packed, CUT) {
+    uint16_t indices[WIDEST + 1];
+    int64_t first = 0;
+    EACH_CHUNK {
+        int falls = 0;
+        unpack_indices(packed, first, count, indices);
+        for (int64_t i = 1; i < count; i++) falls |= indices[i] <= indices[i - 1];
+        if (falls || indices[count - 1] >= width) return 0;
+        first += count;
+    }
+    return 1;
+}
+
+// What follows is given good indices.
+
+void diloco_topk_decode(const uint8_t *packed, const float *sent, CUT, float *out) {
+    uint16_t indices[WIDEST + 1];
+    int64_t first = 0;
+    EACH_CHUNK {
+        unpack_indices(packed, first, count, indices);
+        memset(out + start, 0, (size_t)width * 4);
+        for (int64_t i = 0; i < count; i++) out[start + indices[i]] = sent[first + i];
+        first += count;
+    }
+}
+
+void diloco_topk_fold(const uint8_t *packed, const float *sent, CUT, float weight, float *total) {
+    uint16_t indices[WIDEST + 1];
+    int64_t first = 0;
+    EACH_CHUNK {
+        unpack_indices(packed, first, count, indices);
+        for (int64_t i = 0; i < count; i++) total[start + indices[i]] += weight * sent[first + i];
+        first += count;
+    }
+}
+
+// Divided by `divisor`, or where that is negative by the weights of those who sent the value.
+void diloco_topk_mean(int64_t terms, const uint8_t *const *packed, const float *const *sent, const float *weights,
+                      float divisor, CUT, float *out) {
+    uint16_t indices[WIDEST + 1];
+    float sums[WIDEST], divisors[WIDEST];
+    int64_t first = 0;
+    EACH_CHUNK {
+        memset(sums, 0, sizeof sums);
+        for (int64_t i = 0; i < width; i++) divisors[i] = divisor < 0 ? 0 : divisor;
+        for (int64_t term = 0; term < terms; term++) {
+            const float *values = sent[term] + first;
+            float weight = weights[term];
+            unpack_indices(packed[term], first, count, indices);
+            for (int64_t i = 0; i < count; i++) sums[indices[i]] += values[i] * weight;
+            if (divisor < 0)
+                for (int64_t i = 0; i < count; i++) divisors[indices[i]] += values[i] != 0 ? weight : 0;
+        }
+        for (int64_t i = 0; i < width; i++) {
+            float mean = sums[i] / divisors[i];
+            mean = mean > FLT_MAX ? FLT_MAX : mean < -FLT_MAX ? -FLT_MAX : mean;
+            out[start + i] = mean == mean ? mean : 0;  // 0 / 0 where nobody sent anything
+        }
+        first += count;
+    }
+}
+
+// ---------------------------------------------------------------- error feedback
+
+// gradient + residual * decay, and whether all of it is finite. `out` may be where the gradient is.
+int diloco_with_residual(const float *gradient, const float *residual, int64_t elements, float decay, float *out) {
+    int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < elements; i++) {
+        float target = gradient[i] + residual[i] * decay;
+        int32_t size = (int32_t)(bits_of(target) & 0x7FFFFFFF);
+        out[i] = target;
+        largest = size > largest ? size : largest;
+    }
+    return largest < 0x7F800000;
+}
 
 // ---------------------------------------------------------------- the outer step
 

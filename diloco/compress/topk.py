@@ -6,6 +6,8 @@ which a block is what is kept of one chunk. With k of 4096 that makes, in bits f
     k = 128   fp16 .875   int8 .6328 (scales .0078)   two_bit .4531 (codes .4375, codebooks .0156)
     k = 512   fp16 3.5    int8 2.5078                 two_bit 1.7656 (codes 1.75)
 
+Of values that are just as large the first ones are sent, so that all peers make the same bytes of the same values.
+
 `two_bit` is four bins and their means for each chunk: the values that are kept lie in two humps beside zero, and the
 bins are the larger and the smaller ones of either sign.
 
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.compress import kernels
 from diloco.compress.codec import Codec, PayloadError, check_size
 
 CHUNK = 4096
@@ -57,39 +60,53 @@ class TopKCodec(Codec):
         return True
 
     def encode(self, values: Tensor) -> bytes:
-        coordinates = self._coordinates(values)
-        indices, places = [], []
-        for start, rows in self._chunks(coordinates):
-            width = rows.shape[1]
-            found = rows.abs().topk(kept_of(width, self.density), dim=1, sorted=False).indices.sort(dim=1).values
-            indices.append(found.flatten())
-            places.append(found.add(torch.arange(len(rows)).mul_(width).add_(start).unsqueeze(1)).flatten())
-        return _pack(torch.cat(indices).numpy()) + self.kept.encode(coordinates[torch.cat(places)])
+        packed, largest = self._largest(self._coordinates(values))
+        return packed + self.kept.encode(largest)
 
     def decode_into(self, payload: bytes, out: Tensor) -> None:
-        places, values = self._read(payload, out.numel())
-        out.zero_()
-        out[places] = values
+        places, sent = self._read(payload, out.numel())
+        if places is None:
+            kernels.topk_decode(payload, sent, self._cut(out.numel()), out)
+        else:
+            out.zero_()
+            out[places] = sent
         self._restore(out)
 
     def max_bytes(self, elements: int) -> int:
         count = self._count(elements)
         return _packed_bytes(count) + self.kept.max_bytes(count)
 
+    def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
+        places, sent = self._read(payload, total.numel())
+        if places is None:
+            kernels.topk_fold(payload, sent, self._cut(total.numel()), weight, total)
+        else:
+            total[places] += sent * weight  # each place is there once: no order to agree on
+        return float(torch.dot(sent, sent))
+
     def squares(self, payload: bytes, elements: int) -> float:
-        _, values = self._read(payload, elements)
-        return float(torch.dot(values, values))
+        _, sent = self._read(payload, elements)
+        return float(torch.dot(sent, sent))
 
     def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
-        out.zero_()
-        divisor = torch.zeros_like(out) if self.divide_by == "senders" else float(sum(weight for weight, _ in terms))
-        for weight, payload in terms:
-            places, values = self._read(payload, out.numel())
-            if isinstance(divisor, Tensor):
-                divisor[places] += values.ne(0).float().mul_(float(weight))
-            out[places] += values.mul_(float(weight))  # each place is there once: no order to agree on
-        out.div_(divisor).nan_to_num_()  # 0 / 0 where nobody sent anything
+        total = None if self.divide_by == "senders" else float(sum(weight for weight, _ in terms))
+        if kernels.has_topk(self._cut(out.numel())):
+            read = [(float(weight), payload, self._read(payload, out.numel())[1]) for weight, payload in terms]
+            kernels.topk_mean(read, total, self._cut(out.numel()), out)
+        else:
+            self._mean_into(terms, total, out)
         self._restore(out)
+
+    def _mean_into(self, terms: Sequence[tuple[int, bytes]], total: float | None, out: Tensor) -> None:
+        """Over `total`; None: over the weights of who sent a value."""
+        out.zero_()
+        divisor = torch.zeros_like(out) if total is None else total
+        for weight, payload in terms:
+            places, sent = self._read(payload, out.numel())
+            if isinstance(divisor, Tensor):
+                divisor[places] += sent.ne(0).float().mul_(float(weight))
+            out[places] += sent.mul_(float(weight))  # each place is there once: no order to agree on
+        out.div_(divisor).nan_to_num_()  # 0 / 0 where nobody sent anything
 
     def _coordinates(self, values: Tensor) -> Tensor:
         """What the largest are sought among: (elements,) fp32."""
@@ -98,10 +115,28 @@ class TopKCodec(Codec):
     def _restore(self, coordinates: Tensor) -> None:
         """Turn them into values again, in place, finite if they are."""
 
+    def _cut(self, elements: int) -> kernels.Cut:
+        rest = elements % self.chunk
+        kept_of_rest = kept_of(rest, self.density) if rest else 0
+        return kernels.Cut(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
+
     def _count(self, elements: int) -> int:
         """Values sent of a part."""
-        whole, rest = divmod(elements, self.chunk)
-        return whole * kept_of(self.chunk, self.density) + (kept_of(rest, self.density) if rest else 0)
+        cut = self._cut(elements)
+        return elements // self.chunk * cut.kept + cut.kept_of_rest
+
+    def _largest(self, values: Tensor) -> tuple[bytes, Tensor]:
+        """The packed indices of the largest of each chunk, and these, in the order of their places."""
+        cut = self._cut(values.numel())
+        if kernels.has_topk(cut):
+            count = self._count(values.numel())
+            return kernels.topk_select(values, cut, _packed_bytes(count), count)
+        indices, places = [], []
+        for start, rows in self._chunks(values):
+            found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
+            indices.append(found % self.chunk)
+            places.append(found.add_(start))
+        return _pack(torch.cat(indices).numpy()), values[torch.cat(places)]
 
     def _chunks(self, flat: Tensor) -> list[tuple[int, Tensor]]:
         """All whole chunks, one per row, and the short one behind them: (first element, view)."""
@@ -109,13 +144,20 @@ class TopKCodec(Codec):
         views = [(0, flat[:whole].view(-1, self.chunk)), (whole, flat[whole:].view(1, -1))]
         return [(start, rows) for start, rows in views if rows.numel()]
 
-    def _read(self, payload: bytes, elements: int) -> tuple[Tensor, Tensor]:
-        """Places in the part, int64, and what is there, fp32. Raises PayloadError."""
+    def _read(self, payload: bytes, elements: int) -> tuple[Tensor | None, Tensor]:
+        """Places in the part, int64, and what is there, fp32. Raises PayloadError.
+
+        None: kernels found the places good, and will find them again.
+        """
         check_size(payload, self.max_bytes(elements))
         count = self._count(elements)
-        cut = _packed_bytes(count)
-        places = self._places(_unpack(payload[:cut], count), elements)
-        return torch.from_numpy(places), self.kept.decode(payload[cut:], count)
+        packed_bytes = _packed_bytes(count)
+        places = None
+        if not kernels.has_topk(self._cut(elements)):
+            places = torch.from_numpy(self._places(_unpack(payload[:packed_bytes], count), elements))
+        elif not kernels.topk_good(payload, self._cut(elements)):
+            raise self._no_index()
+        return places, self.kept.decode(payload[packed_bytes:], count)
 
     def _places(self, indices: np.ndarray, elements: int) -> np.ndarray:
         """Indices in the chunks -> places in the part. Raises PayloadError unless they rise within every chunk."""
@@ -125,9 +167,27 @@ class TopKCodec(Codec):
         rows, last = indices[:cut].reshape(whole, per_chunk), indices[cut:]
         for found, width in ((rows, self.chunk), (last[None, :], rest)):
             if found.size and not ((found[:, 1:] > found[:, :-1]).all() and found[:, -1].max() < width):
-                raise PayloadError(f"{self.name} payload with an index twice, out of order or beyond its chunk")
+                raise self._no_index()
         starts = np.arange(whole + 1, dtype=np.int64) * self.chunk
         return np.concatenate([(rows + starts[:whole, None]).reshape(-1), last + starts[whole]])
+
+    def _no_index(self) -> PayloadError:
+        return PayloadError(f"{self.name} payload with an index twice, out of order or beyond its chunk")
+
+
+def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
+    """Which values are sent, (rows, columns) bool: `kept` of each row, of those just as large the first ones.
+
+    Sizes are compared as integers, whose order is that of the numbers, with nan above all.
+    """
+    sizes = rows.view(torch.int32) & 0x7FFFFFFF
+    smallest = sizes.topk(kept, dim=1, sorted=False).values.amin(dim=1, keepdim=True)
+    chosen = sizes >= smallest
+    if int(chosen.count_nonzero()) > kept * len(rows):
+        missing = kept - (sizes > smallest).sum(dim=1, keepdim=True)
+        same = sizes == smallest
+        chosen.logical_and_(same.logical_not().logical_or_(same.cumsum(dim=1) <= missing))
+    return chosen
 
 
 def _packed_bytes(count: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diloco.average import mean_into
+from diloco.average import check_mean, mean_into
 from diloco.compress import Codec
 from diloco.fragments import Fragment
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, part_hash
@@ -52,9 +52,10 @@ class Stepping:
 
     def take(self, part: int, mean: bytes) -> None:
         """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
-        values = self._decoded(part, mean)
         if self._ahead:
-            self._step(part, values)
+            self._step(part, self._decoded(part, mean))
+        else:
+            check_mean(mean, self._codecs[self.fragment.group_of(part)], self.fragment.size_of(part))
         self._means[part] = mean
 
     def finish(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:

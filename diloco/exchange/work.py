@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
-from diloco.average import BadTerm, fold, max_mean_bytes, mean_into
+from diloco.average import BadTerm, check_mean, fold, max_mean_bytes
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.exchange.link import Kind
 from diloco.exchange.messages import Begin, Span
@@ -120,7 +118,7 @@ class Work:
 
     def check_mean(self, part: int, payload: bytes) -> None:
         """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
-        mean_into(payload, self.codec(part), torch.empty(self._elements(part)))
+        check_mean(payload, self.codec(part), self._elements(part))
 
     def put_mean(self, part: int, payload: bytes) -> None:
         """Keep what was checked by `expects` and `check_mean`."""
