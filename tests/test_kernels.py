@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
@@ -21,6 +22,7 @@ from torch import Tensor
 from diloco.compress import Codec, PayloadError, build, kernels
 from diloco.compress.binned import WHOLE_PART, BinnedCodec
 from diloco.compress.blocks import BlockCodec
+from diloco.compress.codec import magnitude
 from diloco.compress.dct import DctCodec
 from diloco.compress.e3m0 import E3M0Codec
 from diloco.compress.floats import FloatCodec
@@ -452,6 +454,20 @@ def test_a_residual_is_added_with_the_same_bits(
         assert out.numpy().tobytes() == expected.numpy().tobytes()
         assert finite == bool(expected.isfinite().all())
         assert in_place or torch.equal(source, gradient)
+
+
+@pytest.mark.parametrize("last", [0.0, -0.0, 1e-45, -3.5, math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize("size", [1, 17, 5000])
+def test_the_largest_value_is_the_same(last: float, size: int, library: CDLL) -> None:
+    values = gaussian(size)
+    values[-1] = last
+    expected = magnitude(values)
+    kernels.install(library)
+    try:
+        found = [magnitude(values), magnitude(values.double()), magnitude(values[-1:]), magnitude(torch.empty(0))]
+    finally:
+        kernels.install(None)
+    assert repr(found) == repr([expected, expected, abs(values[-1].item()), 0.0])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -23,6 +24,7 @@ from typing import Literal
 import torch
 
 from diloco.compress import Codec, kernels, open_codec
+from diloco.compress.codec import magnitude
 from diloco.config import CodecSection
 from diloco.errors import ConfigError
 from diloco.feedback import with_residual
@@ -125,6 +127,7 @@ def _check(library: ctypes.CDLL) -> None:
     codecs = [open_codec(section) for section in _sections()]
     trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
         *((codec.name, partial(_outcome, codec)) for codec in codecs),
+        ("largest value", _sized),
         ("error feedback", _fed_back),
         ("outer step", _stepped),
     ]
@@ -146,6 +149,12 @@ def _sections() -> list[CodecSection]:
     binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
     topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
     return plain + dithered + binned + [*topk, topk[0].model_copy(update={"values": "fp16", "mean": "all"})]
+
+
+def _sized(values: torch.Tensor) -> list[bytes]:
+    """Of some finite values, of infinite ones, and of one that is no number."""
+    infinite = values.where(values < 1.0, -math.inf)
+    return [str(magnitude(some)).encode() for some in (values, values[-7:], infinite, values / values)]
 
 
 def _fed_back(values: torch.Tensor) -> list[bytes]:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.compress import kernels
+
 
 class PayloadError(ValueError):
     """Bytes that no codec of this contract wrote, or values that none can write. Weather: the sender is refused."""
@@ -95,8 +97,11 @@ def magnitude(values: Tensor) -> float:
     """The largest absolute value; inf or nan when one is there. A maximum is the same bits in any order."""
     if not values.numel():
         return 0.0
+    largest = kernels.magnitude(values)
+    if largest is not None:
+        return largest
     low, high = torch.aminmax(values)
-    return max(-low.item(), high.item())
+    return max(abs(low.item()), abs(high.item()))
 
 
 def saturated(values: Tensor, limit: float) -> Tensor:

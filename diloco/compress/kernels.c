@@ -492,6 +492,19 @@ void diloco_topk_mean(int64_t terms, const uint8_t *const *packed, const float *
     }
 }
 
+// ---------------------------------------------------------------- sizes
+
+// The largest absolute value; nan where one is there, which is above all.
+float diloco_magnitude(const float *values, int64_t elements) {
+    int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < elements; i++) {
+        int32_t size = (int32_t)(bits_of(values[i]) & 0x7FFFFFFF);
+        largest = size > largest ? size : largest;
+    }
+    return float_of((uint32_t)largest);
+}
+
 // ---------------------------------------------------------------- error feedback
 
 // gradient + residual * decay, and whether all of it is finite. `out` may be where the gradient is.

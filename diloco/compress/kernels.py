@@ -1,5 +1,5 @@
-"""The compiled twins of the block codecs, of top-k, of error feedback and of the Nesterov outer step, where
-`diloco.compress.build` installed them; else nothing happens here.
+"""The compiled twins of the block codecs, of top-k, of `magnitude`, of error feedback and of the Nesterov outer step,
+where `diloco.compress.build` installed them; else nothing happens here.
 
 The same bits as in eager torch, five to twenty times faster (`scripts/bench-codecs`). C through ctypes and not
 `torch.compile`, which is half as fast here and takes half a minute per process: nothing is traced or compiled again in
@@ -61,6 +61,8 @@ def install(library: ctypes.CDLL | None) -> None:
         library.diloco_topk_fold.argtypes = [ctypes.c_char_p, _POINTER, *cut, ctypes.c_float, _POINTER]
         library.diloco_topk_mean.restype = None
         library.diloco_topk_mean.argtypes = [_COUNT, *[_POINTER] * 3, ctypes.c_float, *cut, _POINTER]
+        library.diloco_magnitude.restype = ctypes.c_float
+        library.diloco_magnitude.argtypes = [_POINTER, _COUNT]
         library.diloco_with_residual.restype = ctypes.c_int
         library.diloco_with_residual.argtypes = [*[_POINTER] * 2, _COUNT, ctypes.c_float, _POINTER]
         library.diloco_nesterov.restype = None
@@ -96,6 +98,14 @@ def fold(name: str, payload: bytes, block: int, weight: float, total: Tensor) ->
         return None
     squares: float = getattr(_library, f"diloco_fold_{name}")(payload, total.numel(), block, weight, total.data_ptr())
     return squares
+
+
+def magnitude(values: Tensor) -> float | None:
+    """`diloco.compress.codec.magnitude`. None: not here."""
+    if _library is None or not _is_plain(values, values.numel()):
+        return None
+    largest: float = _library.diloco_magnitude(values.data_ptr(), values.numel())
+    return largest
 
 
 def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
