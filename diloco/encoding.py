@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
 from typing import overload
 
 from torch import Tensor
@@ -37,7 +39,10 @@ class Encoder:
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
         """As `encode_now`, but at once; what the values are made of must not change before they are encoded.
         They must be finite."""
-        return Encoded(parts, {part: self._pool.submit(_encode, codec, values) for part, codec, values in pieces})
+        encoded = Encoded(parts, pieces)
+        for _ in range(encoded.pieces):
+            self._pool.submit(encoded.make_one).add_done_callback(encoded.closed)
+        return encoded
 
     def close(self) -> None:
         """Encode no more."""
@@ -45,10 +50,39 @@ class Encoder:
 
 
 class Encoded(Sequence[bytes]):
-    """Encoded parts, of which the later ones may not be ready: asking for one waits for it."""
+    """Encoded parts, of which some may not be ready: asking for one waits for it, and has it encoded next.
 
-    def __init__(self, parts: int, pieces: Mapping[int, Future[bytes]]) -> None:
-        self._length, self._pieces = parts, pieces
+    For which parts go out first is only known when the version begins: whoever owns those in front sends those behind.
+    """
+
+    def __init__(self, parts: int, pieces: Iterable[Piece]) -> None:
+        self._length = parts
+        self._waiting = {part: (codec, values) for part, codec, values in pieces}
+        self._asked: deque[int] = deque()
+        self._lock = Lock()
+        self._made: Mapping[int, Future[bytes]] = {part: Future() for part in self._waiting}
+        self.pieces = len(self._made)
+        """How many parts are not empty."""
+
+    def make_one(self) -> None:
+        """Encode one more piece: of those that were asked for the first, or of all."""
+        with self._lock:
+            while self._asked and self._asked[0] not in self._waiting:
+                self._asked.popleft()
+            part = self._asked[0] if self._asked else next(iter(self._waiting))
+            codec, values = self._waiting.pop(part)
+        try:
+            self._made[part].set_result(_encode(codec, values))
+        except BaseException as error:
+            self._made[part].set_exception(error)
+
+    def closed(self, task: Future[None]) -> None:
+        """Nobody waits for what will not be made: a task was cancelled."""
+        if task.cancelled():
+            with self._lock:
+                never, self._waiting = self._waiting, {}
+            for part in never:
+                self._made[part].cancel()
 
     def __len__(self) -> int:
         return self._length
@@ -63,4 +97,9 @@ class Encoded(Sequence[bytes]):
         if isinstance(index, slice):
             return [self[part] for part in range(*index.indices(self._length))]
         part = range(self._length)[index]
-        return self._pieces[part].result() if part in self._pieces else b""
+        if part not in self._made:
+            return b""
+        if not self._made[part].done():
+            with self._lock:
+                self._asked.append(part)
+        return self._made[part].result()

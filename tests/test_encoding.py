@@ -1,0 +1,83 @@
+"""Parts encoded on another thread: which comes first, and what becomes of those that are never made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from threading import Event
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.compress import PayloadError
+from diloco.compress.floats import FloatCodec
+from diloco.encoding import Encoder, encode_now
+
+PARTS = 8
+CODEC = FloatCodec("fp32", torch.float32)
+PATIENCE_S = 10.0
+
+
+class Bench:
+    """An encoder with eight parts, of which the last is held elsewhere. The first is held up until `go`."""
+
+    def __init__(self) -> None:
+        self.encoder = Encoder()
+        self.order: list[int] = []
+        self.begun, self.go = Event(), Event()
+        pieces = [(part, CODEC, self._values(part)) for part in range(PARTS - 1)]
+        self.parts = self.encoder(PARTS, pieces)
+        assert self.begun.wait(PATIENCE_S)
+
+    def _values(self, part: int) -> Callable[[], Tensor]:
+        def values() -> Tensor:
+            if part == 0:
+                self.begun.set()
+                assert self.go.wait(PATIENCE_S)
+            self.order.append(part)
+            return torch.full((4,), float(part))
+
+        return values
+
+
+def test_what_is_asked_for_is_encoded_first() -> None:
+    bench = Bench()
+    with ThreadPoolExecutor(3) as readers:
+        asked = []
+        for part in (5, 2, 5):
+            asked.append(readers.submit(bench.parts.__getitem__, part))
+            while len(bench.parts._asked) < len(asked):
+                assert not asked[-1].done()
+        bench.go.set()
+        payloads = [CODEC.encode(torch.full((4,), float(part))) for part in (5, 2, 5)]
+        assert [one.result(PATIENCE_S) for one in asked] == payloads
+            CODEC.encode(torch.full((4,), float(n))) for n in (5, 2, 5)
+        ]
+    whole = encode_now(PARTS, [(n, CODEC, lambda n=n: torch.full((4,), float(n))) for n in range(PARTS - 1)])
+    assert list(bench.parts) == whole
+    assert whole[-1] == b""
+    assert bench.order == [0, 5, 2, 1, 3, 4, 6]
+    bench.encoder.close()
+
+
+def test_nobody_waits_for_what_is_not_encoded_any_more() -> None:
+    bench = Bench()
+    with ThreadPoolExecutor(1) as readers:
+        asked = readers.submit(bench.parts.__getitem__, 6)
+        bench.encoder.close()
+        with pytest.raises(CancelledError):
+            asked.result(PATIENCE_S)
+        bench.go.set()
+        assert bench.parts[0] == CODEC.encode(torch.zeros(4))
+        with pytest.raises(CancelledError):
+            bench.parts[1]
+
+
+def test_what_cannot_be_encoded_is_told_to_who_asks_for_it() -> None:
+    encoder = Encoder()
+    parts = encoder(2, [(0, CODEC, lambda: torch.full((4,), torch.inf)), (1, CODEC, lambda: torch.ones(4))])
+    with pytest.raises(PayloadError):
+        parts[0]
+    assert parts[1] == CODEC.encode(torch.ones(4))
+    encoder.close()
