@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress import kernels
+from diloco.compress.codec import magnitude
 from diloco.config import OuterSection
 from diloco.errors import StateError
 from diloco.fragments import Fragment, Layout
@@ -77,9 +78,14 @@ class FragmentState:
             for name, buffer in self.buffers().items()
         }
 
-    def keep_own_hashes(self, hashes: dict[str, dict[int, str]]) -> None:
-        """Take `own_hashes` as they were made while the buffers were filled."""
-        vars(self)["own_hashes"] = hashes
+    @cached_property
+    def largest(self) -> float:
+        """The largest absolute value of the anchor, as `magnitude` has it."""
+        return magnitude(self.anchor)
+
+    def keep(self, own_hashes: dict[str, dict[int, str]], largest: float) -> None:
+        """Take what was found out while the buffers were filled, and still in a cache."""
+        vars(self).update(own_hashes=own_hashes, largest=largest)
 
     def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
         """Take `hashes` from those who hold the parts."""

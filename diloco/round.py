@@ -22,7 +22,6 @@ from diloco.align import aligned
 from diloco.average import unpack
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
-from diloco.compress.codec import magnitude
 from diloco.encoding import Encode, encode_now
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Fragment, Layout, Weights
@@ -239,7 +238,7 @@ def measured(line: Line, staleness: float, trainers: int, overlaps: bool, second
     before = line.state.fragments[fragment.index]
     anchor = before.anchor
     with timed(seconds, "pseudo_gradient"):
-        if not line.ranks.all(line.weights.within(fragment, LARGEST) and magnitude(anchor) <= LARGEST):
+        if not line.ranks.all(line.weights.within(fragment, LARGEST) and before.largest <= LARGEST):
             raise PayloadError("the pseudo-gradient is not finite")
         whole = line.feedback is not None or line.merge == "eager" or line.align
         local = line.weights.read(fragment, empty_as(anchor)) if whole or overlaps else None

@@ -52,8 +52,6 @@ def test_what_is_asked_for_is_encoded_first() -> None:
         bench.go.set()
         payloads = [CODEC.encode(torch.full((4,), float(part))) for part in (5, 2, 5)]
         assert [one.result(PATIENCE_S) for one in asked] == payloads
-            CODEC.encode(torch.full((4,), float(n))) for n in (5, 2, 5)
-        ]
     whole = encode_now(PARTS, [(n, CODEC, lambda n=n: torch.full((4,), float(n))) for n in range(PARTS - 1)])
     assert list(bench.parts) == whole
     assert whole[-1] == b""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diloco.average import check_mean, mean_into
 from diloco.compress import Codec
+from diloco.compress.codec import magnitude
 from diloco.fragments import Fragment
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, part_hash
 
@@ -49,6 +50,8 @@ class Stepping:
         self._means: dict[int, bytes] = {}
         """What each part was stepped by, or, if not ahead, is known to be decodable."""
         self._hashes: dict[str, dict[int, str]] = {}
+        self._largest: dict[int, float] = {}
+        """Of each part's anchor."""
 
     def take(self, part: int, mean: bytes) -> None:
         """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
@@ -72,7 +75,9 @@ class Stepping:
             for part in self.fragment.cuts:
                 self._step(part, self._decoded(part, means[part]))
         after = replace(self._after or self._before.unfilled(), steps=self._before.steps + 1)
-        after.keep_own_hashes({name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()})
+        hashes = {name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()}
+        # Not by max(), which drops a nan where it is not the first.
+        after.keep(hashes, magnitude(torch.tensor(list(self._largest.values()))))
         return after
 
     def _decoded(self, part: int, mean: bytes) -> Tensor:
@@ -86,5 +91,6 @@ class Stepping:
             self._after = self._before.unfilled()
         into = self._after.part(start, stop)
         self._optimizer.step(self._before.part(start, stop), mean, into, self.share)
+        self._largest[part] = magnitude(into.anchor)
         for name, buffer in into.buffers().items():
             self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)
