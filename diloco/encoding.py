@@ -84,6 +84,10 @@ class Encoded(Sequence[bytes]):
             for part in never:
                 self._made[part].cancel()
 
+    def ready(self, part: int) -> bool:
+        """Whether nobody waits who asks for this part."""
+        return part not in self._made or self._made[part].done()
+
     def __len__(self) -> int:
         return self._length
 
@@ -99,7 +103,7 @@ class Encoded(Sequence[bytes]):
         part = range(self._length)[index]
         if part not in self._made:
             return b""
-        if not self._made[part].done():
+        if not self.ready(part):
             with self._lock:
                 self._asked.append(part)
         return self._made[part].result()

@@ -43,6 +43,7 @@ class Bench:
 
 def test_what_is_asked_for_is_encoded_first() -> None:
     bench = Bench()
+    assert [bench.parts.ready(part) for part in (0, PARTS - 1)] == [False, True]
     with ThreadPoolExecutor(3) as readers:
         asked = []
         for part in (5, 2, 5):
@@ -54,6 +55,7 @@ def test_what_is_asked_for_is_encoded_first() -> None:
         assert [one.result(PATIENCE_S) for one in asked] == payloads
     whole = encode_now(PARTS, [(n, CODEC, lambda n=n: torch.full((4,), float(n))) for n in range(PARTS - 1)])
     assert list(bench.parts) == whole
+    assert all(map(bench.parts.ready, range(PARTS)))
     assert whole[-1] == b""
     assert bench.order == [0, 5, 2, 1, 3, 4, 6]
     bench.encoder.close()

@@ -21,6 +21,7 @@ from typing import Protocol
 from diloco import failpoints
 from diloco.average import max_part_bytes
 from diloco.compress import Codec, PayloadError
+from diloco.encoding import Encoded
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
 from diloco.exchange.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
@@ -377,7 +378,7 @@ class Lane(Background):
             for index in parts:
                 if index == parts[len(parts) // 2]:
                     failpoints.hit("mid-contribution")
-                yield Part(index, await asyncio.to_thread(contribution.parts.__getitem__, index))  # or it is encoded
+                yield Part(index, await _encoded(contribution.parts, index))
 
         failpoints.hit("before-contribution")
         await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
@@ -542,6 +543,13 @@ class Lane(Background):
         stepping = self._stepping if self.work is work else None  # another version's by now
         check = work.check_mean if stepping is None else stepping.take
         return await self._loop.run_in_executor(self._pool, _checked, check, part, mean)
+
+
+async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
+    """A part, once it is encoded; another thread waits for it."""
+    if isinstance(parts, Encoded) and parts.ready(index):
+        return parts[index]
+    return await asyncio.to_thread(parts.__getitem__, index)
 
 
 def _checked(check: Callable[[int, bytes], None], part: int, mean: bytes) -> bytes:
