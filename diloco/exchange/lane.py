@@ -25,6 +25,7 @@ from diloco.encoding import Encoded
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
 from diloco.exchange.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
+from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.stepping import Stepping
 from diloco.exchange.work import BadContribution, Work
 from diloco.fragments import Layout
@@ -87,38 +88,6 @@ class Head(Protocol):
         """The lane is of no use any more."""
 
 
-class Outlets:
-    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
-
-    What was averaged stays here, so that a stream that broke can begin again.
-    """
-
-    def __init__(self, parts: Sequence[int]) -> None:
-        self.waiting = set(parts)
-        """Parts that are not averaged yet."""
-        self.streams: list[asyncio.Task[None]] = []
-        self._count = len(parts)
-        self._ready: list[Part] = []
-        self._news = asyncio.Event()
-
-    def put(self, part: Part) -> None:
-        """One more is ready."""
-        self.waiting.remove(part.index)
-        self._ready.append(part)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def flow(self, fitted: Callable[[Part], Part], wanted: Collection[int]) -> AsyncIterator[Part]:
-        """Those of `wanted`, as they get ready, `fitted` to their receiver."""
-        for index in range(self._count):
-            if index == self._count // 2:
-                failpoints.hit("mid-mean")
-            while index >= len(self._ready):
-                await self._news.wait()
-            if self._ready[index].index in wanted:
-                yield fitted(self._ready[index])
-
-
 def _fitted(work: Work, receiver: str, part: Part) -> Part:
     return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
 
@@ -136,6 +105,7 @@ class Lane(Background):
         self._stepping: Stepping | None = None
         """Of the version being made: attempts of one version have the parts in common that did not change."""
         self._outlets: list[Outlets] = []
+        self._precedence = Precedence(terms.stall_s / 2)
         self._contribution: Contribution | None = None
         self._means: dict[str, Sequence[bytes]] = {}
         """By digest; what other lanes hold is empty."""
@@ -375,10 +345,11 @@ class Lane(Background):
         wanted = [part for part in work.fragment.cuts if span.start <= part < span.stop]
 
         async def flow(parts: Sequence[int]) -> AsyncIterator[Part]:
-            for index in parts:
-                if index == parts[len(parts) // 2]:
-                    failpoints.hit("mid-contribution")
-                yield Part(index, await _encoded(contribution.parts, index))
+            with self._precedence.first():
+                for index in parts:
+                    if index == parts[len(parts) // 2]:
+                        failpoints.hit("mid-contribution")
+                    yield Part(index, await _encoded(contribution.parts, index))
 
         failpoints.hit("before-contribution")
         await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
@@ -392,7 +363,7 @@ class Lane(Background):
         header = self._headed(Kind.MEAN, work.generation)
         for member in work.begin.receivers:
             if member.peer != work.me:
-                flow = partial(outlets.flow, partial(_fitted, work, member.peer))
+                flow = partial(outlets.flow, partial(_fitted, work, member.peer), self._precedence)
                 outlets.streams.append(self._spawn(self._stream(member, header, parts, flow)))
         self._outlets.append(outlets)
 

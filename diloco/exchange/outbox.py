@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 from diloco.exchange.link import Part
 
-AHEAD_PARTS = 64
-"""Parts taken before the earlier ones are sent; of 16 KB each they fill four messages."""
+AHEAD_BYTES = 1 << 20
+"""What is taken before earlier parts are sent: parts of 16 KB fill four messages."""
 
 
 class Outbox:
@@ -19,6 +19,7 @@ class Outbox:
 
     def __init__(self, parts: AsyncIterator[Part]) -> None:
         self._ready: deque[Part] = deque()
+        self._ready_bytes = 0
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._closed = False
@@ -45,6 +46,7 @@ class Outbox:
         while self._ready and taken_bytes < most_bytes:
             taken.append(self._ready.popleft())
             taken_bytes += len(taken[-1].payload)
+        self._ready_bytes -= taken_bytes
         self._room.set()
         if not taken:
             self._task.result()
@@ -59,7 +61,8 @@ class Outbox:
     async def _fill(self, parts: AsyncIterator[Part]) -> None:
         async for part in parts:
             self._ready.append(part)
+            self._ready_bytes += len(part.payload)
             self._news.set()
-            while len(self._ready) >= AHEAD_PARTS:
+            while self._ready_bytes >= AHEAD_BYTES:
                 self._room.clear()
                 await self._room.wait()

@@ -1,0 +1,80 @@
+"""What a lane sends in a version, and what of it goes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from diloco import failpoints
+from diloco.exchange.link import Part
+
+
+class Precedence:
+    """Contributions go out before means, which get through one by one meanwhile.
+
+    A mean that shares the uplink with contributions holds up the means of others: four peers at 100 Mbit/s had nothing
+    to send for a quarter of a sync. But nobody must think that nothing moves, and one who takes little must not hold up
+    what others could take for ever.
+
+    Args:
+        pause_s: between one mean of a stream and the next, while contributions go out.
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._under_way = 0
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """A contribution goes out."""
+        self._under_way += 1
+        self._free.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._free.set()
+
+    async def turn(self) -> None:
+        """Wait until a mean may go out."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._free.wait(), self._pause_s)
+
+
+class Outlets:
+    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
+
+    What was averaged stays here, so that a stream that broke can begin again.
+    """
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self.waiting = set(parts)
+        """Parts that are not averaged yet."""
+        self.streams: list[asyncio.Task[None]] = []
+        self._count = len(parts)
+        self._ready: list[Part] = []
+        self._news = asyncio.Event()
+
+    def put(self, part: Part) -> None:
+        """One more is ready."""
+        self.waiting.remove(part.index)
+        self._ready.append(part)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def flow(
+        self, fitted: Callable[[Part], Part], precedence: Precedence, wanted: Collection[int]
+    ) -> AsyncIterator[Part]:
+        """Those of `wanted`, as they get ready, `fitted` to their receiver, behind what goes first."""
+        for index in range(self._count):
+            if index == self._count // 2:
+                failpoints.hit("mid-mean")
+            while index >= len(self._ready):
+                await self._news.wait()
+            if self._ready[index].index in wanted:
+                await precedence.turn()
+                yield fitted(self._ready[index])
