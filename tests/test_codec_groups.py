@@ -269,9 +269,8 @@ def test_recordings_of_before_there_were_groups_are_read(tmp_path: Path) -> None
 # ---------------------------------------------------------------- under faults
 
 
-@pytest.mark.parametrize(
-    "codec", ["topk/fp16", pytest.param("int8/topk-all/fp32", marks=pytest.mark.slow(queued=False))]
-)
+@pytest.mark.slow(queued=False)
+@pytest.mark.parametrize("codec", ["topk/fp16", "int8/topk-all/fp32"])
 def test_groups_hold_in_virtual_time(codec: str) -> None:
     torch.set_num_threads(1)
     for seed in range(25):
