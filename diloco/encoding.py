@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import overload
@@ -39,8 +39,9 @@ class Encoder:
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
         """As `encode_now`, but at once; what the values are made of must not change before they are encoded.
         They must be finite."""
-        encoded = Encoded(parts, pieces)
-        for _ in range(encoded.pieces):
+        encoded = Encoded(parts)
+        for piece in pieces:  # the next one may only come once some of these are encoded
+            encoded.add(*piece)
             self._pool.submit(encoded.make_one).add_done_callback(encoded.closed)
         return encoded
 
@@ -55,14 +56,19 @@ class Encoded(Sequence[bytes]):
     For which parts go out first is only known when the version begins: whoever owns those in front sends those behind.
     """
 
-    def __init__(self, parts: int, pieces: Iterable[Piece]) -> None:
+    def __init__(self, parts: int) -> None:
         self._length = parts
-        self._waiting = {part: (codec, values) for part, codec, values in pieces}
+        self._waiting: dict[int, tuple[Codec, Callable[[], Tensor]]] = {}
         self._asked: deque[int] = deque()
         self._lock = Lock()
-        self._made: Mapping[int, Future[bytes]] = {part: Future() for part in self._waiting}
-        self.pieces = len(self._made)
-        """How many parts are not empty."""
+        self._made: dict[int, Future[bytes]] = {}
+        """Of the parts that are not empty."""
+
+    def add(self, part: int, codec: Codec, values: Callable[[], Tensor]) -> None:
+        """One more piece, for which `make_one` is to be called once more. None after anybody asked for a part."""
+        with self._lock:
+            self._made[part] = Future()
+            self._waiting[part] = codec, values
 
     def make_one(self) -> None:
         """Encode one more piece: of those that were asked for the first, or of all."""

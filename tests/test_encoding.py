@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from threading import Event
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco.compress import PayloadError
 from diloco.compress.floats import FloatCodec
-from diloco.encoding import Encoder, encode_now
+from diloco.encoding import Encoder, Piece, encode_now
 
 PARTS = 8
 CODEC = FloatCodec("fp32", torch.float32)
@@ -59,6 +59,23 @@ def test_what_is_asked_for_is_encoded_first() -> None:
     assert whole[-1] == b""
     assert bench.order == [0, 5, 2, 1, 3, 4, 6]
     bench.encoder.close()
+
+
+def test_pieces_may_wait_for_earlier_ones_to_be_encoded() -> None:
+    """As those of an island's weights do, which are gathered from all ranks."""
+    encoder, encoded = Encoder(), Event()
+
+    def first() -> Tensor:
+        encoded.set()
+        return torch.zeros(4)
+
+    def pieces() -> Iterator[Piece]:
+        yield 0, CODEC, first
+        assert encoded.wait(PATIENCE_S)
+        yield 1, CODEC, lambda: torch.ones(4)
+
+    assert list(encoder(2, pieces())) == [CODEC.encode(torch.zeros(4)), CODEC.encode(torch.ones(4))]
+    encoder.close()
 
 
 def test_nobody_waits_for_what_is_not_encoded_any_more() -> None:

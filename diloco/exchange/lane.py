@@ -187,6 +187,7 @@ class Lane(Background):
         piece = terms.layout.fragments[fragment]
         work = self.work = Work(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
         self._header = header
+        self._precedence = Precedence(terms.stall_s / 2)  # streams of an attempt before this hold up nobody
         if self._contribution is not None:
             work.take_own(self._contribution)
         share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
@@ -338,14 +339,14 @@ class Lane(Background):
     # ------------------------------------------------------------ sending
 
     async def _send_contribution(self, effect: m.SendContribution) -> None:
-        contribution, work = self._contribution, self.work
+        contribution, work, precedence = self._contribution, self.work, self._precedence
         if contribution is None or work is None:
             return
         span = effect.span
         wanted = [part for part in work.fragment.cuts if span.start <= part < span.stop]
 
         async def flow(parts: Sequence[int]) -> AsyncIterator[Part]:
-            with self._precedence.first():
+            with precedence.first():
                 for index in parts:
                     if index == parts[len(parts) // 2]:
                         failpoints.hit("mid-contribution")
