@@ -187,10 +187,10 @@ async def download(
     that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
     local_digest = await asyncio.to_thread(lambda: local.digest)
+    useless = partial(why_useless, lineage=lineage, commit=commit)
     copy: _Copy | None = None
     fruitless = 0
     while True:
-        useless = partial(why_useless, lineage=lineage, commit=commit)
         best = await _best_offer(link, sources, layout, optimizer, stall_s, useless, local_digest)
         if best is None:
             fruitless += 1
