@@ -37,11 +37,12 @@ def aligned(
     if staleness <= 1:
         return gradient
     names = {entry.name: row for row, entry in enumerate(fragment.entries)}
-    sums = torch.zeros(len(names), 3, dtype=torch.float64)
+    sums = torch.zeros(len(names), 3, dtype=torch.float64, device="cpu")
     pieces = [(names[spot.name], slice(spot.offset, spot.offset + spot.stop - spot.start)) for spot in fragment.spots]
     for row, at in pieces:
         pairs = (gradient, gradient), (momentum, momentum), (gradient, momentum)
-        sums[row] += torch.tensor([float(torch.dot(one[at], other[at])) for one, other in pairs], dtype=torch.float64)
+        products = [float(torch.dot(one[at], other[at])) for one, other in pairs]
+        sums[row] += torch.tensor(products, dtype=torch.float64, device="cpu")
     sums, late, result = total(sums), 1 - 1 / staleness, torch.empty_like(gradient)
     for row, at in pieces:
         result[at] = _aligned(gradient[at], momentum[at], late, sums[row].tolist())

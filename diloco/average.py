@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.fragments import Fragment, Layout
 from diloco.hashing import content_hash
+from diloco.memory import floats
 from diloco.outlier import outlier
 from diloco.radial import radial_mean
 from diloco.types import Commit
@@ -70,7 +71,7 @@ def _sum(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], byt
     weights = [weight for weight, _ in payloads]
     unit = math.gcd(*weights) or 1
     squares = []
-    total = torch.full((elements,), -0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+    total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
     for index, (weight, payload) in enumerate(payloads):
         with _blaming(index):
             squares.append(codec.fold(payload, float(weight // unit), total))
@@ -155,7 +156,7 @@ def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) 
     """
     if len(parts) != fragment.parts:
         raise PayloadError(f"{len(parts)} parts, fragment {fragment.index} has {fragment.parts}")
-    mean = torch.empty(fragment.elements, dtype=torch.float32)
+    mean = floats(fragment.elements)
     for part, (start, stop) in fragment.cuts.items():
         mean_into(parts[part], codecs[fragment.group_of(part)], mean[start:stop])
     return mean

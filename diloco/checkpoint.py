@@ -42,6 +42,7 @@ from diloco import failpoints
 from diloco.errors import ResourceError, StateError
 from diloco.fragments import Fragment, Layout, NamedShapes
 from diloco.ledger import sync_path
+from diloco.memory import floats
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.ranks import Alone, Ranks
 from diloco.slices import Box, Pieces, Slice, Slices
@@ -274,15 +275,24 @@ def _lives(pid: int) -> bool:
 
 
 def _retain(directory: Path, version: int, keep: int) -> None:
-    """Delete all but the newest `keep` up to `version`. Later ones belong to a history that was left: not ours."""
-    found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
+    """Delete all but the newest `keep` up to `version`, if they can be deleted: the new one is there. Later ones belong
+    to a history that was left: not ours."""
+    try:
+        found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
+    except OSError as error:
+        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, _reason(error))
+        return
     later = [path.name for number, path in found if number > version]
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
         leftover = _beside(path, "tmp")
-        path.rename(leftover)  # half deleted, it must not look like a checkpoint
-        _remove(leftover)
+        try:
+            path.rename(leftover)  # half deleted, it must not look like a checkpoint
+        except OSError as error:
+            logger.warning("cannot delete %s: %s", path, _reason(error))
+        else:
+            _remove(leftover)
 
 
 # ---------------------------------------------------------------- load
@@ -301,7 +311,7 @@ def load(path: Path) -> Checkpoint:
     candidates = _checkpoints(path)
     if not candidates:
         cause = f"no checkpoint at {path}: neither {MANIFEST} nor a folder like v00000001 is there"
-        raise StateError(cause, "give the folder that `diloco peer` saves to, or start without a checkpoint")
+        raise StateError(cause, "give a checkpoint, or the folder of a peer that saved one")
     causes = []
     for _, candidate in candidates:
         try:
@@ -391,7 +401,7 @@ def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
         raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
     if fragment.lanes == 1 and fragment.cuts:
         return pieces[name]
-    flat = torch.empty(fragment.elements)
+    flat = floats(fragment.elements)
     for one in fragment_slices(name, fragment, flat):
         pieces.read(one)
     return flat

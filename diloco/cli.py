@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from diloco.sim.virtual.search import Choice
     from diloco.telemetry import Event
 
+REAL_ONLY = ("peers", "asynchronous", "compare", "out", "site", "overrides")
+VIRTUAL_ONLY = ("seed", "seeds", "plan", "policy", "without_majority", "planted")
+"""What `simulate` reads without, and with `--virtual`."""
+
 PLANTED_SEEDS = 1000
 """Seeds that a planted bug may stay hidden in."""
 
@@ -133,6 +137,7 @@ def witness(
     "diloco simulate --virtual --policy async --speeds 0.1:1 --seeds 0:3000"
 )
 def simulate(
+    context: typer.Context,
     contract: Annotated[
         Path | None,
         typer.Argument(help="The run contract (configs/*.toml): what is trained. With --virtual: FILE for --json."),
@@ -179,6 +184,7 @@ def simulate(
     With --virtual: run the protocol itself through thousands of seeds of faults in virtual time; exit code 1 when an
     invariant breaks. The failure is shrunk to a short plan and told as a transcript.
     """
+    _refuse_unread(context, REAL_ONLY if virtual else VIRTUAL_ONLY, virtual)
     if virtual:
         from diloco.sim.virtual.search import Choice
 
@@ -189,6 +195,20 @@ def simulate(
         raise UsageError("no contract to simulate", "name one (configs/quick.toml), or say --virtual")
     policies = ["membership.policy=async"] if asynchronous else []
     _simulate_real(contract, peers, speeds, compare or [], out, site, [*policies, *(overrides or [])], as_json)
+
+
+def _refuse_unread(context: typer.Context, unread: Sequence[str], virtual: bool) -> None:
+    """Options of the other kind of simulation would do nothing. Raises UsageError for the first that was given."""
+    options = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    sources = {name: context.get_parameter_source(name) for name in unread}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if not given:
+        return
+    option = options[given[0]]
+    if virtual:
+        raise UsageError(f"{option} does nothing with --virtual", "leave out one of them")
+    fix = "say --virtual, or leave it out"
+    raise UsageError(f"{option} needs --virtual", "use --set run.seed=3" if option == "--seed" else fix)
 
 
 def _simulate_real(
@@ -434,10 +454,14 @@ def data_pack(
             json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
         )
     else:
-        print(f"{output}: {result.tokens:,} tokens from {result.files:,} files, {result.bytes:,} bytes")
+        print(f"{output}: {result.tokens:,} tokens from {_files(result.files)}, {result.bytes:,} bytes")
 
 
 # ---------------------------------------------------------------- helpers
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _checkpoints_of(path: Path) -> Path:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from diloco.errors import ConfigError, IncompatibleError
 from diloco.models.presets import PRESETS
@@ -270,6 +270,14 @@ class OuterSection(Section):
     more the later they are (after HeLoCo, arXiv 2606.00271)."""
 
 
+SPARSE_CODECS = ("topk", "dct")
+
+READ_BY = {
+    "density": SPARSE_CODECS, "values": SPARSE_CODECS, "mean": SPARSE_CODECS,
+    "rank": ("lowrank",), "columns": ("lowrank",),
+}  # fmt: skip
+"""Codecs that read a key; any other takes its default only."""
+
 CODE_BITS = {"int8": 8, "int4": 4, "e3m0": 4, "two_bit": 2, "sign": 1}
 """Of the codecs with blocks."""
 
@@ -310,6 +318,13 @@ class CodecChoice(Section):
             raise ValueError(f"codec.scale 'statistical' is for int8 and int4, not for {self.name}")
         if self.rounding == "stochastic" and (self.name not in ("int8", "int4", "e3m0") or self.scale != "absmax"):
             raise ValueError("codec.rounding 'stochastic' is for int8, int4 and e3m0 with codec.scale 'absmax'")
+        return self
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        for key, readers in READ_BY.items():
+            if self.name not in readers and getattr(self, key) != CodecChoice.model_fields[key].default:
+                raise ValueError(f"codec.{key} is for {' and '.join(readers)}, not for {self.name}")
         return self
 
 
@@ -402,6 +417,11 @@ class Contract(Section):
         if self.inner.steps % self.sync.fragments:
             raise ValueError(
                 f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
+            )
+        if self.model.kind == "transformer" and self.sync.fragments > self.model.layers:
+            raise ValueError(
+                f"sync.fragments ({self.sync.fragments}) must be at most model.layers ({self.model.layers}): "
+                f"a fragment holds at least one layer"
             )
         if self.inner.most_steps is not None and self.inner.most_steps < self.inner.steps:
             raise ValueError(f"inner.most_steps ({self.inner.most_steps}) is less than inner.steps")
@@ -549,7 +569,7 @@ class DeviceSection(Section):
     well. (Gossip has outer steps of its own.)"""
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs and the Nesterov outer step in C, compiled once into the user's cache folder, with the same bits;
-    `auto`: if there is a compiler."""
+    `auto`: if there is a compiler. Of several peers in one process the first decides for all."""
     step_s: NonNegativeFloat = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
     speed: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -632,6 +652,14 @@ class NetworkSection(Section):
     """Host and port to listen on; port 0 takes a free one."""
     advertise: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] | None = None
     """Host and port that others reach this peer at, when it differs from `listen`."""
+
+    @field_validator("listen", "advertise")
+    @classmethod
+    def _port(cls, value: str | None) -> str | None:
+        if value is not None and int(value.rpartition(":")[2]) > 65535:
+            raise ValueError("the port must be a number from 0 to 65535")
+        return value
+
     insecure: bool = False
     """Allow listening beyond loopback without `DILOCO_SECRET`: whoever reaches the port may join."""
     dht_port: Annotated[int, Field(ge=0, lt=65536)] = 0
@@ -703,6 +731,8 @@ class Site(Section):
 
 S = TypeVar("S", Contract, Site)
 
+COMMAND_LINE = "the command line"
+
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
@@ -756,7 +786,7 @@ def contract_from_json(text: str | bytes) -> Contract:
 
 
 def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) -> Loaded[S]:
-    where = str(path) if path is not None else "the command line"
+    where = str(path) if path is not None else COMMAND_LINE
     tree = _read_toml(Path(path), schema) if path is not None else {}
     origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
     for text in overrides:
@@ -773,8 +803,19 @@ def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) ->
         return Loaded(schema.model_validate_json(json.dumps(tree, default=str)), origin)  # str: TOML has dates, we none
     except ValidationError as error:
         name, cause = _first_problem(error)
-        fix = "see `diloco config show` for every key and its value"
-        raise ConfigError(f"{origin.get(name, where)}: {cause}", fix) from error
+        place = origin.get(name) or _all_places(where, origin)
+        raise ConfigError(f"{place}: {cause}", _advice(name, place)) from error
+
+
+def _all_places(where: str, origin: Mapping[str, str]) -> str:
+    """Of what several keys say together."""
+    return f"{where} with --set" if "--set" in origin.values() and where != COMMAND_LINE else where
+
+
+def _advice(name: str, place: str) -> str:
+    """For `name`, a key, a section, or empty. A contract that is wrong cannot be shown, so one that is not is named."""
+    shown = "`diloco config show configs/quick.toml` shows every key"
+    return f"correct {name} in {place}; {shown}" if "." in name else shown
 
 
 def _keys(section: Any) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
@@ -58,7 +58,7 @@ class Encoded(Sequence[bytes]):
 
     def __init__(self, parts: int) -> None:
         self._length = parts
-        self._waiting: dict[int, tuple[Codec, Callable[[], Tensor]]] = {}
+        self._waiting: OrderedDict[int, tuple[Codec, Callable[[], Tensor]]] = OrderedDict()
         self._asked: deque[int] = deque()
         self._lock = Lock()
         self._made: dict[int, Future[bytes]] = {}
@@ -86,7 +86,7 @@ class Encoded(Sequence[bytes]):
         """Nobody waits for what will not be made: a task was cancelled."""
         if task.cancelled():
             with self._lock:
-                never, self._waiting = self._waiting, {}
+                never, self._waiting = self._waiting, OrderedDict()
             for part in never:
                 self._made[part].cancel()
 

@@ -6,11 +6,14 @@ rank 0 has this rank's lane send, receive and average its parts (`diloco.exchang
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from diloco.checkpoint import reopen
 from diloco.compress import PayloadError
+from diloco.compress.build import compiled_codecs
 from diloco.config import Contract, Site
 from diloco.encoding import Encoder
 from diloco.exchange.address import join_address, split_address
@@ -19,7 +22,8 @@ from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.runtime import Runtime, reachable
 from diloco.exchange.sockets import SocketCounter
 from diloco.island import Island
-from diloco.peer import compiled_codecs, lane_terms, lanes_of, line_slices, open_line, restored_line
+from diloco.outer import OuterState
+from diloco.peer import lane_terms, lanes_of, line_slices, open_line, restored_line
 from diloco.round import (
     adopted,
     dropped,
@@ -119,8 +123,9 @@ class Follower:
         move_anchor(self.line, closed, counted, in_place, {})
         self._hold()
 
-    def _adopt(self, stays: bool) -> None:
-        adopted(self.line, self._lane.copied() if self._lane is not None else self.line.state, stays)
+    def _adopt(self, version: int, steps: list[int], stays: bool) -> None:
+        state = self._lane.copied() if self._lane is not None else standing_at(self.line.state, version, steps)
+        adopted(self.line, state, stays)
         self._hold()
 
     def _restore_line(self, path: str, digest: str) -> None:
@@ -143,3 +148,10 @@ class Follower:
             self._lane.stop()
         if self._runtime is not None:
             self._runtime.close()
+
+
+def standing_at(state: OuterState, version: int, steps: Sequence[int]) -> OuterState:
+    """On a rank that holds no parts: the state at another version, after so many outer steps of each fragment. What is
+    due depends on it on every rank."""
+    fragments = (replace(fragment, steps=count) for fragment, count in zip(state.fragments, steps, strict=True))
+    return OuterState(version, tuple(fragments))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from diloco.compress.codec import magnitude
 from diloco.config import Contract
 from diloco.errors import ConfigError
+from diloco.memory import empty_as, floats
 
 PARTS_PER_FRAGMENT = 64
 """Aimed at when no part size is given: enough for owners in proportion to bandwidth, each part a good message."""
@@ -35,6 +36,8 @@ _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 """A name up to its first number, which is an index of a module list: `blocks.3` of `blocks.3.attention.q.weight`."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
+_HOLD_FP32 = (torch.float32, torch.float64)
+"""Dtypes of parameters to which fp32 is not rounded."""
 
 NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -223,6 +226,10 @@ class Weights:
     """A model's parameters as a round reads and writes them.
 
     Here they are the model's own. Where several ranks hold the model, `diloco.island.bridge` moves what is needed.
+
+    They have any floating dtype, and the anchor is fp32: local weights without progress are the anchor as it is
+    `rounded`, and progress is measured from there. What bf16 or fp16 cannot hold of a small outer step is not lost, for
+    the anchor has it. But progress that is carried onto a new anchor is rounded with it, to the dtype of the sum.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -271,6 +278,20 @@ class Weights:
         """Overwrite a fragment's parameters with what is held here of it."""
         write_fragment(self.parameters, fragment, flat)
 
+    def rounded(self, fragment: Fragment, flat: Tensor) -> Tensor:
+        """What `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
+
+        `flat`: fp32 on the host. A rank without a parameter, at another stage of a pipeline, takes it for fp32.
+        """
+        held = [(spot, self.parameters[spot.name].dtype) for spot in fragment.spots if spot.name in self.parameters]
+        narrow = [(slice(spot.offset, spot.end), dtype) for spot, dtype in held if dtype not in _HOLD_FP32]
+        if not narrow:
+            return flat
+        copy = empty_as(flat).copy_(flat)
+        for at, dtype in narrow:
+            copy[at] = flat[at].to(dtype)
+        return copy
+
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
         """Overwrite a fragment's parameters piece by piece with what `changed` makes of each.
 
@@ -290,7 +311,7 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
     """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
-    flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
+    flat = floats(fragment.elements) if into is None else into
     for parameter, piece in pieces(parameters, fragment, flat):
         piece.copy_(parameter.detach())
     return flat

@@ -27,6 +27,7 @@ from torch import Tensor
 from diloco.checkpoint import Checkpoint
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError
+from diloco.compress.build import compiled_codecs
 from diloco.compress.codec import magnitude
 from diloco.config import Contract, Site
 from diloco.errors import StateError
@@ -38,10 +39,10 @@ from diloco.exchange.swapping import Agreed, Failed, GossipTerms, Here, Swapping
 from diloco.exchange.swaps import Swap
 from diloco.fragments import Weights
 from diloco.memory import empty_as
-from diloco.merge import carry_fragment
+from diloco.merge import carry, carry_fragment
 from diloco.outer import OuterState
 from diloco.pairing import Pairing, check_partner, pair_mean, settle, spread
-from diloco.peer import Gate, check_alike, compiled_codecs, open_line, restore_line, save_line, serve_bps_of, timing_of
+from diloco.peer import Gate, check_alike, open_line, restore_line, save_line, serve_bps_of, timing_of
 from diloco.round import adopt_state, drop_progress
 from diloco.saving import Contents
 from diloco.schedule import Settling, Stopwatch
@@ -63,6 +64,9 @@ class Counted:
     """Our weights as a swap counts them, and the progress that they hold."""
 
     local: Tensor
+    """As the parameters' dtype holds them; flat fp32, as `exact` is."""
+    exact: Tensor
+    """The same on the exact anchor: what others get. `local` itself where parameters hold fp32."""
     steps: int
     tokens: int
 
@@ -283,13 +287,16 @@ class GossipPeer:
             self.exchange.cancel(swap, "our weights are not finite")
             return
         self._led = swap, counted
-        self.exchange.give(swap, counted.local)
+        self.exchange.give(swap, counted.exact)
 
     def _count(self) -> Counted | None:
         """Our local weights. What is not finite must not reach others: then the progress is thrown away."""
-        local = self.line.weights.read(self._fragment, empty_as(self.line.state.fragments[0].anchor))
+        anchor = self.line.state.fragments[0].anchor
+        local = self.line.weights.read(self._fragment, empty_as(anchor))
         if math.isfinite(magnitude(local)):
-            return Counted(local, self._steps, self.line.trained.tokens)
+            held = self.line.weights.rounded(self._fragment, anchor)
+            exact = local if held is anchor else carry(local, held, anchor)
+            return Counted(local, exact, self._steps, self.line.trained.tokens)
         self.discarded_tokens += drop_progress(self.line)
         self._steps, self._moved = 0, True
         reason = "the progress is not finite and is discarded"
@@ -305,8 +312,8 @@ class GossipPeer:
         seconds = {"inner": self._inner_s}
         try:
             with timed(seconds, "average"):
-                check_partner(mine.local, theirs, self.contract.membership.max_norm_ratio)
-                apart, mean = spread(mine.local, theirs), pair_mean(mine.local, theirs)
+                check_partner(mine.exact, theirs, self.contract.membership.max_norm_ratio)
+                apart, mean = spread(mine.exact, theirs), pair_mean(mine.exact, theirs)
         except PayloadError as error:
             self._led = None
             self.exchange.refuse(swap, str(error))
@@ -317,14 +324,14 @@ class GossipPeer:
         if swap.leads:
             self.exchange.applied(swap)
         else:
-            self.exchange.give(swap, mine.local)
+            self.exchange.give(swap, mine.exact)
         self._tell(swap.partner.peer, swap.leads, mine.tokens, apart, seconds)
 
     def _step_alone(self) -> None:
         """The mean of one is its own: DiLoCo with one peer."""
         mine, seconds = self._count(), {"inner": self._inner_s}
         if mine is not None:
-            self._move_anchor(mine, mine.local, seconds)
+            self._move_anchor(mine, mine.exact, seconds)
             self._tell(self.name, True, mine.tokens, None, seconds)
 
     def _move_anchor(self, mine: Counted, mean: Tensor, seconds: dict[str, float]) -> None:
@@ -398,7 +405,8 @@ class GossipPeer:
         """What was trained since the last swap goes into our anchor, before that is averaged or is the end."""
         mine = self._count() if self.line.trained.tokens else None
         if mine is not None:
-            self.line.state = OuterState(self.version + 1, (settle(self.line.state.fragments[0], mine.local),))
+            self.line.state = OuterState(self.version + 1, (settle(self.line.state.fragments[0], mine.exact),))
+            self.line.weights.write(self._fragment, mine.exact)  # not always `local`, where that was rounded
             self._steps = self.line.trained.tokens = 0
             self.exchange.hold(self.line.state)
 

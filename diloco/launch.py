@@ -12,16 +12,20 @@ from pathlib import Path
 
 from diloco.checkpoint import Checkpoint, latest, load
 from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
-from diloco.errors import ConfigError, ResourceError, UsageError
+from diloco.errors import ConfigError, ResourceError, StateError, UsageError
 from diloco.follower import follow
 from diloco.gossip_trainer import GossipTrainer
 from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
+from diloco.ledger import LEDGER, left_off, read_ledger
 from diloco.peer import Gate, lanes_of
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
-from diloco.types import Commit
+from diloco.types import Commit, Member
+
+RUNS = Path("runs")
+"""Where peers write that were told no folder, as RUN/PEER."""
 
 
 @dataclass(frozen=True)
@@ -107,22 +111,84 @@ def _given(options: PeerOptions) -> Contract | None:
 
 
 def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
-    """An island that lost a rank goes on from its last checkpoint, if it has one, with the members that this names.
+    """An island that lost a rank goes on from its last checkpoint, if it has one, with the members of its last version.
 
-    It joins them also where it founded the run: to found it anew would fork it.
+    It joins them also where it founded the run, or a lineage: to found it anew would fork it. Where it was alone it
+    does what it did at first, or goes on from its checkpoint. Raises StateError for a damaged checkpoint.
     """
-    folder = options.directory or site.storage.directory or next(Path("runs").glob(f"*/{site.peer.name}"), None)
-    if folder is None or latest(Path(folder) / "checkpoints") is None:
+    tickets = options.join.split(",") if options.join else [""]
+    expected = (given.digest,) if given is not None else tuple(ticket.strip().partition("/")[2] for ticket in tickets)
+    found = [past for folder in _folders(options, site, given) if (past := _past(folder)) is not None]
+    ours = [past for past in found if past.contract_digest.startswith(expected)]
+    if not ours:
         return options
-    checkpoint = load(Path(folder) / "checkpoints")
-    contract, text = contract_from_json(checkpoint.value("contract", str)), checkpoint.meta.get("commit")
-    if given is not None and given.digest != contract.digest:
+    past = max(ours, key=lambda one: one.written_s)  # a ticket need not say which run it is of
+    members = [f"{member.address}/{past.contract_digest[:12]}" for member in past.others]
+    join = ",".join([*([options.join] if options.join else []), *members]) or None
+    checkpoint = _checkpoint_of(past)
+    if checkpoint is not None and options.resume and not join and checkpoint.version > past.version:
+        checkpoint = None  # of the history that was left for an older checkpoint
+    resume = past.folder if checkpoint is not None else options.resume  # which holds our name, too
+    if not (join or resume):
         return options
+    return replace(options, contract=None, contract_overrides=(), resume=resume, join=join)
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a folder tells of the life before."""
+
+    folder: Path
+    written_s: float
+    contract_digest: str
+    version: int
+    others: tuple[Member, ...]
+
+
+def _past(folder: Path) -> _Past | None:
+    """From the ledger, which is newer than any checkpoint; from a checkpoint where there is none, as under gossip.
+
+    None when nobody lived there. Raises StateError for a damaged checkpoint; a ledger's damage is told by its writer.
+    """
+    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
+    try:
+        left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
+    except (StateError, ValueError):
+        left = None
+    if left is not None:
+        return _Past(folder, ledger.stat().st_mtime, left.contract_digest, left.version, left.others)
+    if saved is None:
+        return None
+    checkpoint = load(saved.parent)
+    name, text = checkpoint.value("peer", str), checkpoint.meta.get("commit")
     view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
-    name = checkpoint.value("peer", str)
-    members = [f"{member.address}/{contract.digest[:12]}" for member in view if member.peer != name]
-    doors = [*([options.join] if options.join else []), *members]
-    return replace(options, contract=None, contract_overrides=(), resume=Path(folder), join=",".join(doors) or None)
+    others = tuple(member for member in view if member.peer != name)
+    return _Past(folder, saved.stat().st_mtime, _contract_in(checkpoint).digest, checkpoint.version, others)
+
+
+def _checkpoint_of(past: _Past) -> Checkpoint | None:
+    """The newest of its run. Raises StateError when none is valid."""
+    saved = latest(past.folder / "checkpoints")
+    checkpoint = load(saved.parent) if saved is not None else None
+    return checkpoint if checkpoint is not None and _contract_in(checkpoint).digest == past.contract_digest else None
+
+
+def _contract_in(checkpoint: Checkpoint) -> Contract:
+    return contract_from_json(checkpoint.value("contract", str))
+
+
+def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[Path]:
+    """Where `open_directory` may have put the life before: the run that a joiner joins, only members can name."""
+    resumed = _checkpoints(options.resume) if options.resume else None
+    chosen = _chosen_directory(options, site, resumed)
+    if chosen is not None:
+        return [chosen]
+    checkpoint = load(resumed) if resumed is not None else None
+    contract = _contract_in(checkpoint) if checkpoint is not None else given
+    name = checkpoint.value("peer", str) if checkpoint is not None else site.peer.name
+    if name is None:
+        return []  # it has another at every start
+    return [RUNS / contract.run.name / name] if contract is not None else sorted(RUNS.glob(f"*/{name}"))
 
 
 def _check(options: PeerOptions) -> None:
@@ -131,7 +197,8 @@ def _check(options: PeerOptions) -> None:
     if not (options.contract or options.join or options.resume):
         raise UsageError("nothing to do", "give a contract to found a run, or --join HOST:PORT, or --resume FOLDER")
     if options.contract_overrides and not options.contract:
-        raise UsageError("--set changes a contract only when founding", "a joiner takes the contract as it is")
+        fix = "a joiner takes the contract as it is" if options.join else "the checkpoint holds its contract"
+        raise UsageError("--set changes a contract only when founding", fix)
     if options.contract and options.resume:
         raise UsageError("a contract and --resume do not go together", "the checkpoint holds its contract")
 
@@ -158,8 +225,8 @@ def _contract(options: PeerOptions, gate: Gate, given: Contract | None, checkpoi
         contract = given
     else:
         assert checkpoint is not None
-        contract = contract_from_json(checkpoint.value("contract", str))
-    kept = contract_from_json(checkpoint.value("contract", str)) if checkpoint else contract
+        contract = _contract_in(checkpoint)
+    kept = _contract_in(checkpoint) if checkpoint else contract
     if kept.digest != contract.digest:
         cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"
         raise ConfigError(cause, "join without --resume")
@@ -181,19 +248,23 @@ def open_directory(
     checkpoint: Checkpoint | None = None,
 ) -> Path:
     """Where this peer writes. A checkpoint's peer goes on in its old folder."""
-    if options.directory is not None:
-        directory = options.directory
-    elif site.storage.directory is not None:
-        directory = Path(site.storage.directory)
-    elif checkpoint is not None and checkpoint.path.parent.name == "checkpoints":
-        directory = checkpoint.path.parent.parent
-    else:
-        directory = Path("runs") / contract.run.name / name
+    chosen = _chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
+    directory = chosen or RUNS / contract.run.name / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --dir") from error
     return directory
+
+
+def _chosen_directory(options: PeerOptions, site: Site, saved: Path | None) -> Path | None:
+    """The folder that was asked for, or that of the peer whose checkpoints are, or one of them is, at `saved`."""
+    if options.directory is not None:
+        return options.directory
+    if site.storage.directory is not None:
+        return Path(site.storage.directory)
+    places = (saved, saved.parent) if saved is not None else ()
+    return next((place.parent for place in places if place.name == "checkpoints"), None)
 
 
 def event_card(directory: Path) -> Callable[[Event], None]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from xxhash import xxh3_64_hexdigest
 
 from diloco import failpoints
 from diloco.errors import ResourceError, StateError
-from diloco.types import Commit
+from diloco.types import Commit, Member
 
 FORMAT = 1
 LEDGER = "ledger.jsonl"
@@ -330,6 +330,42 @@ def read_ledger(path: Path) -> Scan:
         raise StateError(f"ledger {path} cannot be read: {error.strerror}", "give the folder of a peer") from error
     except DamagedLine as error:
         raise _damaged(path, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOff:
+    """Where a peer stood when its last life ended."""
+
+    peer: str
+    contract_digest: str
+    version: int
+    commit: Commit | None
+    """The last that it applied in the run that it founded or joined last; None when it died before the first."""
+
+    @property
+    def others(self) -> tuple[Member, ...]:
+        """Who was in the run with it, as far as it knew."""
+        return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
+
+
+def left_off(records: Sequence[Record]) -> LeftOff | None:
+    """What the end of a ledger says; None when no life began. Raises ValueError for a last commit that is none."""
+    opening: Mapping[str, Any] = {}
+    last: Record | None = None
+    version = 0
+    for record in records:
+        fields = record.fields
+        if record.kind == "open":
+            if fields["founds"] or fields["contract_digest"] != opening.get("contract_digest"):
+                last = None  # those of before are not in this run, or in a lineage that was left on purpose
+            opening, version = fields, fields["version"]
+        elif record.kind == "commit":
+            last, version = record, fields["commit"]["version"]
+        elif record.kind == "adopt":
+            version = fields["version"]
+    if not opening:
+        return None
+    return LeftOff(opening["peer"], opening["contract_digest"], version, last.commit if last else None)
 
 
 def _damaged(path: Path, error: DamagedLine) -> StateError:

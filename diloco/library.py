@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,16 +41,17 @@ class Run(ABC):
         directory = Path(site.storage.directory) if site.storage.directory else None
         name = peer_name(site, None)
         self.contract = contract
-        self._events = Events(directory / "events.jsonl" if directory else None, name)
         self._gate = gate
-        self._make(name, site, model, directory)
+        with ExitStack() as made:
+            made.callback(gate.close)
+            self._events = Events(directory / "events.jsonl" if directory else None, name)
+            made.callback(self._events.close)
+            self._make(name, site, model, directory)
+            made.callback(self._peer.close)
+            self._peer.open()
+            self._made = made.pop_all()
         self._stepped_s = monotonic_s()
         """When the inner step that is being done began."""
-        try:
-            self._peer.open()
-        except BaseException:
-            self.close()
-            raise
 
     @abstractmethod
     def _make(self, name: str, site: Site, model: nn.Module, directory: Path | None) -> None:
@@ -121,9 +123,7 @@ class Run(ABC):
 
     def close(self) -> None:
         """Free everything without a goodbye: to the others this peer has died."""
-        self._peer.close()
-        self._gate.close()
-        self._events.close()
+        self._made.close()
 
     def __enter__(self) -> Self:
         self.wait()
@@ -152,7 +152,8 @@ class AgreedRun(Run):
         self._begun = False
         """Whether this round's contribution is on its way."""
         self._before = self._cadence.before(0)
-        self._leaving = False
+        self._leave_by_s = math.inf
+        """When to have left, whatever was counted."""
 
     # ------------------------------------------------------------ what a caller may ask
 
@@ -177,8 +178,7 @@ class AgreedRun(Run):
     # ------------------------------------------------------------ taking part
 
     def wait(self, timeout_s: float = 3600.0) -> bool:
-        deadline_s = monotonic_s() + timeout_s
-        entered = self._peer.enter(lambda: monotonic_s() < deadline_s, _nothing)
+        entered = self._peer.enter(self._patience(timeout_s), _nothing)
         self._stepped_s = monotonic_s()
         return entered
 
@@ -214,17 +214,13 @@ class AgreedRun(Run):
         return skipped
 
     def sync(self) -> Sequence[Closed] | Skip:
-        self.wait()
-        started_s = monotonic_s()
-
-        def patience() -> bool:
-            limit_s = self._peer.site.timeouts.leave_s if self._leaving else self.contract.membership.round_deadline_s
-            return monotonic_s() - started_s < limit_s
-
+        round_s = self.contract.membership.round_deadline_s
         if self._begun:
-            outcome = self._peer.finish(_nothing, patience)
+            # Not `wait`: what closed meanwhile is this round's outcome, and comes before any later version.
+            outcome = self._peer.finish(_nothing, self._patience(round_s))
         else:
-            outcome = self._peer.round(_no_steps, _nothing, patience, lambda: self._leaving)
+            self.wait()
+            outcome = self._peer.round(_no_steps, _nothing, self._patience(round_s), lambda: self._leaving)
         if not isinstance(outcome, Skip):
             self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
         self._next_round()
@@ -239,12 +235,22 @@ class AgreedRun(Run):
             self._peer.hide(self._cadence)
         self._before = self._cadence.before(self._peer.line.trained.tokens)
 
+    @property
+    def _leaving(self) -> bool:
+        return self._leave_by_s < math.inf
+
+    def _patience(self, limit_s: float) -> Callable[[], bool]:
+        """For so long at most. Who leaves waits until `timeouts.leave_s` are over, and for no version outside the view:
+        it would be the next but one that counts it."""
+        deadline_s = min(monotonic_s() + limit_s, self._leave_by_s)
+        return lambda: monotonic_s() < deadline_s and (self._peer.exchange.in_view or not self._leaving)
+
     def leave(self) -> None:
-        if self._peer.exchange.in_view and not self.done:
-            self._leaving = True
+        if not self.done:
+            self._leave_by_s = monotonic_s() + self._peer.site.timeouts.leave_s
             if self._begun:
                 self.sync()
-            if self._peer.line.trained.tokens:
+            if self._peer.line.trained.tokens and self.wait():
                 self.sync()
         self._peer.leave("left")
         self.close()

@@ -1,4 +1,4 @@
-"""Host memory of a fragment's size, which goes round instead of back to the kernel.
+"""Host memory for values, and that of a fragment's size, which goes round instead of back to the kernel.
 
 Each version makes its buffers anew, and the last one's are let go. Fresh pages are handed out and cleared one by one,
 which took as long as all arithmetic of an outer step. What is let go here waits for the next of its size: the memory
@@ -22,6 +22,15 @@ MOST_SPARE = 5
 _spare: dict[int, deque[np.ndarray]] = {}
 
 
+def floats(elements: int) -> Tensor:
+    """A flat fp32 host tensor that holds anything, whatever default dtype and device the process has.
+
+    A user's own training script sets them (`torch.set_default_dtype`, `torch.set_default_device`), so nothing here
+    relies on them: each tensor is made by naming both.
+    """
+    return torch.empty(elements, dtype=torch.float32, device="cpu")
+
+
 def empty_as(flat: Tensor) -> Tensor:
     """A host tensor of the same shape and dtype that holds anything. Its memory is used again when no view is left."""
     if flat.nbytes < LEAST_BYTES:
@@ -30,7 +39,12 @@ def empty_as(flat: Tensor) -> Tensor:
     try:
         memory = spare.pop()
     except IndexError:
-        memory = torch.empty(flat.nbytes, dtype=torch.uint8).numpy()  # NumPy's own is huge pages, slow to clear in a VM
+        memory = _pages(flat.nbytes)
     lent = memory.view(flat.numpy().dtype).reshape(flat.shape)
     weakref.finalize(lent, spare.append, memory).atexit = False
     return torch.from_numpy(lent)
+
+
+def _pages(size: int) -> np.ndarray:
+    """Torch's memory: NumPy's own is huge pages, slow to clear in a VM."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()

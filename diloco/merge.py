@@ -1,6 +1,7 @@
 """What becomes of the local weights when a version closes, and while a contribution is on its way.
 
-The invariant of every mode: local = anchor + progress that is not committed yet.
+The invariant of every mode: local = anchor + progress that is not committed yet; the anchor as the parameters' dtype
+holds it (`Weights.rounded`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor | None, an
     """`carry` a fragment's parameters (any device, any dtype) in place.
 
     `base` and `anchor`: flat fp32. Where nothing was done since `base` they are only compared and overwritten.
-    `base` None: nothing was done at all.
+    `base` None: nothing was done at all. Progress is added to the anchor as the parameters' dtype holds it, and the sum
+    rounded to that.
     """
     if base is None:
         weights.write(fragment, anchor)
     else:
-        weights.change(fragment, lambda local, at: carry_piece(local, base, anchor, at))
+        onto = weights.rounded(fragment, anchor)
+        weights.change(fragment, lambda local, at: carry_piece(local, base, onto, at))
 
 
 def carry_piece(local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from diloco.errors import UnreachableError, UsageError
+from diloco.errors import UsageError
 from diloco.exchange import messages as m
 from diloco.exchange.address import split_address
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow
-from diloco.exchange.runtime import Runtime, short
+from diloco.exchange.runtime import Runtime, short, unanswered
 from diloco.types import Member
 
 T = TypeVar("T")
@@ -59,5 +59,4 @@ def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
     try:
         return runtime.run(question, ANSWER_S + 5.0)
     except (LinkDown, LinkSlow, LinkRefused) as error:
-        cause = f"nobody answers at {address} ({short(error)})"
-        raise UnreachableError(cause, "give HOST:PORT of a live member") from error
+        raise unanswered(address, short(error)) from error

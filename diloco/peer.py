@@ -15,11 +15,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from diloco import failpoints
 from diloco.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
 from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codecs
-from diloco.compress.build import use_compiled
+from diloco.compress.build import compiled_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.config import Contract, Site, contract_from_json
 from diloco.data.leases import handed_back
@@ -78,6 +79,9 @@ from diloco.weighing import Weighing
 logger = logging.getLogger(__name__)
 
 
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
+
+
 class RunOver(Exception):
     """Nothing more is to be contributed."""
 
@@ -101,7 +105,8 @@ class Gate:
     def knock(self, tickets: str) -> Contract:
         """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers.
 
-        Raises UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the ticket.
+        Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
+        ticket.
         """
         doors = dict(_door(ticket) for ticket in tickets.split(","))
         address, self.welcome = self.runtime.hello(list(doors))
@@ -131,9 +136,12 @@ class Gate:
 
 
 def _door(ticket: str) -> tuple[str, str]:
-    """Address, and the beginning of the contract's digest, if it is said."""
-    address, _, expected = ticket.strip().partition("/")
+    """Address, and the beginning of the contract's digest, if it is said. Raises UsageError."""
+    address, slash, expected = ticket.strip().partition("/")
     split_address(address)
+    if slash and not _DIGEST.fullmatch(expected):
+        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
+        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
     return address, expected
 
 
@@ -191,8 +199,8 @@ class Peer:
         self.progress = Progress()
         self._told_s = monotonic_s()
         self._presence: Presence | None = None
-        self.idle: Callable[[], object] = bool
-        """Called now and then while we wait for a state: the other ranks of an island are not to give us up."""
+        self.idle: Callable[[], bool] = lambda: True
+        """Asked now and then whether we still want a state; the other ranks of an island are not to give us up."""
         self.saving: Callable[[], bool] = lambda: False
         """Whether a checkpoint is being written: of the outer state itself."""
 
@@ -243,7 +251,8 @@ class Peer:
         door = Door(island.host, key)
         toward = welcome.members[0].address if welcome else None
         island.announce("meet", host=island.host, port=door.port, key=key.hex(), name=self.name, toward=toward)
-        self.exchange.seat(door.let_in(lanes_of(self.site, island) - 1))
+        others = door.let_in(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
+        self.exchange.seat(others)
         self.exchange.lane.hold(self.line.state)
         island.all(True)
         return tuple(address for address in island.gather("") if address)
@@ -257,8 +266,18 @@ class Peer:
         found = self.gate.directory.lookup()
         known = {member.peer: member for member in (*found.values(), *welcome.members)}
         if self.name in known and self.line.commit is None:
-            logger.warning("the run has, or had, a peer named %s", self.name)
+            self._check_namesake(known[self.name].address)
         self.exchange.meet([member for name, member in known.items() if name != self.name])
+
+    def _check_namesake(self, address: str) -> None:
+        """Raises EvictedError where another peer of our name answers now. It may be a former life of ours, which does
+        not; at our own address, we answer."""
+        answer = self.gate.runtime.answer_of(address)
+        there = answer.members[0] if answer is not None else None
+        if there is not None and there.peer == self.name and there.incarnation != self.exchange.machine.me.incarnation:
+            cause = f"the run has a live peer named {self.name}, at {address}"
+            raise EvictedError(cause, "choose another --name, or --resume its folder once it is gone")
+        logger.warning("the run has, or had, a peer named %s", self.name)
 
     def _get_state(self, welcome: Welcome) -> None:
         """From a checkpoint, if the run still goes on from there; else copied from the members."""
@@ -274,7 +293,7 @@ class Peer:
         timeout_s = self.site.timeouts.join_s
         try:
             state, offer = self.exchange.copy_state(
-                sources, self.line.state, self.line.commit, timeout_s, self._on_copied, self.idle
+                sources, self.line.state, self.line.stands_at, timeout_s, self._on_copied, self.idle
             )
         except TimeoutError as error:
             raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
@@ -427,6 +446,9 @@ class Peer:
         except PayloadError as error:
             outcome = Skip(f"the progress is not finite and is discarded: {error}")
             self.journal.discarded(drop_progress(self.line), outcome.reason)
+        except KeyboardInterrupt:  # who goes on all the same trains beside what is on its way
+            keep_local(self.line)
+            raise
         if isinstance(outcome, Skip):
             self.events.emit("skip", version=self.line.state.version + 1, reason=outcome.reason)
         keep_local(self.line)
@@ -541,10 +563,6 @@ class Peer:
             data=data,
             serve_bps=serve_bps_of(self.site),
         )
-
-
-compiled_codecs = cache(use_compiled)
-"""Once per process: threads may be encoding later."""
 
 
 def lanes_of(site: Site, island: Island | None) -> int:

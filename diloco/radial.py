@@ -33,7 +33,7 @@ def radial_mean(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     counted = [(values, weight) for values, weight in zip(decoded, weights, strict=True) if weight > 0]
     if len(counted) == 1:
         return counted[0][0].clone()
-    direction = torch.zeros(decoded[0].numel(), dtype=torch.float64)
+    direction = torch.zeros(decoded[0].numel(), dtype=torch.float64, device="cpu")
     lengths = []
     for values, weight in counted:
         exact = values.double()

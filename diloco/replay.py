@@ -262,10 +262,20 @@ def _opener(checkpoint: Checkpoint) -> Callable[[], OuterState]:
 
 def replay_text(result: Replay) -> str:
     """For people: what is not reproduced, and a summary."""
-    odd = [one for one in result.versions if one.verdict is not Verdict.REPRODUCED]
-    lines = [f"version {one.version}: {one.verdict}{_because(one.detail)}" for one in odd]
+    alike = itertools.groupby(result.versions, lambda one: (one.verdict, one.lineage, one.detail))
+    lines = [
+        f"{_span(list(those))}: {verdict}{_because(detail)}"
+        for (verdict, _, detail), those in alike
+        if verdict is not Verdict.REPRODUCED
+    ]
     counts = ", ".join(f"{result.count(verdict)} {verdict}" for verdict in Verdict if result.count(verdict))
     return "\n".join([*lines, f"{len(result.versions)} commits: {counts}"])
+
+
+def _span(those: Sequence[Replayed]) -> str:
+    """Versions that follow each other."""
+    first, last = those[0].version, those[-1].version
+    return f"version {first}" if first == last else f"versions {first} to {last}"
 
 
 def _because(detail: str) -> str:

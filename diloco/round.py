@@ -69,6 +69,9 @@ class Sent:
     """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
     foreseen: FragmentState | None = None
     """What `eager` took ahead of the outer step."""
+    counted: bool = False
+    """By a version that we could not apply, for all we know: it is no progress any more, whatever comes of the rounds
+    until a state is copied."""
     since_s: float = field(default_factory=monotonic_s)
     """When it was measured."""
 
@@ -94,7 +97,8 @@ class Exchanger(Protocol):
 class Line:
     """What a round works on: one peer's weights, the outer state, and what is between them.
 
-    Invariant: local weights = anchor + progress that is not committed yet; `trained` counts that progress.
+    Invariant: local weights = anchor + progress that is not committed yet; `trained` counts that progress. For this the
+    anchor is taken as the parameters' dtype holds it (`Weights.rounded`).
 
     Where the ranks of an island divide the outer state, each has a line of the parts that it holds. What the functions
     of this file do to the first's they have the others do to theirs (`Ranks.announce`).
@@ -109,6 +113,8 @@ class Line:
     weighing: Weighing
     state: OuterState
     commit: Commit | None = None
+    diverged: bool = False
+    """Our state turned out to be another than that of `commit`."""
     trained: Trained = field(default_factory=Trained)
     sent: Sent | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
@@ -141,6 +147,11 @@ class Line:
     def parameters(self) -> Mapping[str, Tensor]:
         """The model's own, by name."""
         return self.weights.parameters
+
+    @property
+    def stands_at(self) -> Commit | None:
+        """Before whose version no state is copied. None: there is none, or our state is wrong and any is better."""
+        return None if self.diverged else self.commit
 
     @property
     def due(self) -> Fragment:
@@ -236,10 +247,10 @@ def measured(line: Line, staleness: float, trainers: int, overlaps: bool, second
     """`measure` on one rank: what it sends, without weight."""
     fragment = line.due
     before = line.state.fragments[fragment.index]
-    anchor = before.anchor
     with timed(seconds, "pseudo_gradient"):
         if not line.ranks.all(line.weights.within(fragment, LARGEST) and before.largest <= LARGEST):
             raise PayloadError("the pseudo-gradient is not finite")
+        anchor = line.weights.rounded(fragment, before.anchor)
         whole = line.feedback is not None or line.merge == "eager" or line.align
         local = line.weights.read(fragment, empty_as(anchor)) if whole or overlaps else None
         gradient = pseudo_gradient(anchor, local, empty_as(anchor)) if whole and local is not None else None
@@ -307,17 +318,20 @@ def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor, sh
 
 
 def withdraw(line: Line) -> None:
-    """What was sent comes to nothing, and nobody holds it: it is progress again."""
+    """What was sent comes to nothing, and nobody holds it: it is progress again, unless a version counts it."""
+    sent = line.sent
+    if sent is not None and sent.counted:
+        return
     line.ranks.announce("withdraw")
-    if line.sent is not None and line.sent.foreseen is not None:
-        _forget_foreseen(line, line.sent)
+    if sent is not None and sent.foreseen is not None:
+        _forget_foreseen(line, sent)
     line.sent = None
 
 
 def _forget_foreseen(line: Line, sent: Sent) -> None:
     """Take out of the local weights what `eager` foresees."""
     fragment = line.layout.fragments[sent.contribution.fragment]
-    anchor = line.state.fragments[fragment.index].anchor
+    anchor = line.weights.rounded(fragment, line.state.fragments[fragment.index].anchor)
     line.weights.write(fragment, carry(line.weights.read(fragment), sent.unsent, anchor))
 
 
@@ -372,8 +386,11 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     ours = (counted for counted in commit.counted if counted.peer == line.peer)
     mine = next(ours, None) if line.sent is not None else None  # else it is that of an earlier life of this peer
     if commit.state_digest != line.state.digest:
-        if mine is None:
+        if mine is None and commit.version == line.state.version + 1:
             withdraw(line)  # not counted for certain: all of it is still progress
+        elif line.sent is not None:  # by this version, or perhaps by one that we have not seen
+            line.sent = replace(line.sent, counted=True)
+        line.diverged = True
         raise Diverged(commit.version)
     sent = line.sent
     in_place = mine is not None and _needs_no_anchor(line, commit) and line.spare()
@@ -384,6 +401,7 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
     if mine is not None and sent is not None:
         seconds[FLIGHT] = monotonic_s() - sent.since_s
         line.trained.subtract(mine)
+    if mine is not None or not line.trained.tokens:
         line.since = commit.version
     return mine
 
@@ -435,17 +453,18 @@ def complete(line: Line, state: FragmentState) -> None:
 def _merge(line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
     """The local weights onto the new anchor. A part that omits us, or a version, leaves what we sent progress."""
     sent = line.sent
-    base = old if sent is None else sent.local if counted else sent.unsent
-    unsent = old if sent is None else sent.unsent
+    unsent = line.weights.rounded(fragment, old) if sent is None else sent.unsent
+    base = sent.local if counted and sent is not None else unsent
     omitted = _omitted(line, commit, fragment) if counted else []
     mixes = counted and line.merge == "mix"
     if not omitted and not mixes:
         carry_fragment(line.weights, fragment, base, new)
         return
+    onto = line.weights.rounded(fragment, new)
 
     def merged(local: Tensor, at: slice) -> Tensor:
-        anchor = new[at]
-        after = mix(local, anchor, line.mix_alpha) if mixes else carry_piece(local, base, new, at).clone()
+        anchor = onto[at]
+        after = mix(local, anchor, line.mix_alpha) if mixes else carry_piece(local, base, onto, at).clone()
         for start, stop in omitted:
             here = slice(max(start - at.start, 0), max(stop - at.start, 0))
             after[here] = carry(local[here], unsent[at][here], anchor[here])
@@ -483,8 +502,10 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
     if stays:
         keep_local(line)
     discarded = line.sent.contribution.tokens if line.sent is not None and not stays else 0
-    line.ranks.announce("adopt", stays=stays)
+    steps = [fragment.steps for fragment in state.fragments]
+    line.ranks.announce("adopt", version=state.version, steps=steps, stays=stays)
     adopted(line, state, stays)
+    line.diverged = False
     line.ranks.all(True)
     if stays:
         return 0
@@ -499,10 +520,10 @@ def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
     """`adopt_state` on one rank. `stays`: it is of the same version, and what was sent stays sent."""
     sent, line.sent = line.sent, None
     for fragment, before, after in zip(line.layout.fragments, line.state.fragments, state.fragments, strict=True):
-        base: Tensor | None = before.anchor
+        base: Tensor | None = line.weights.rounded(fragment, before.anchor)
         if sent is not None and sent.contribution.fragment == fragment.index:
             if stays:
-                line.sent = _moved(sent, before.anchor, after.anchor)
+                line.sent = _moved(line, fragment, sent, before.anchor, after.anchor)
             else:
                 base = sent.local
         carry_fragment(line.weights, fragment, base, after.anchor)
@@ -515,10 +536,12 @@ def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
 
 
-def _moved(sent: Sent, old: Tensor, new: Tensor) -> Sent:
+def _moved(line: Line, fragment: Fragment, sent: Sent, old: Tensor, new: Tensor) -> Sent:
     """What was sent stays sent, and the anchor under it turned out to be another."""
-    local = None if sent.local is None else carry(sent.local, old, new)
-    return replace(sent, local=local, unsent=carry(sent.unsent, old, new))
+    rounded = partial(line.weights.rounded, fragment)
+    base, onto = rounded(old), rounded(new)
+    local = None if sent.local is None else rounded(carry(sent.local, base, onto))
+    return replace(sent, local=local, unsent=carry(sent.unsent, base, onto))
 
 
 def drop_progress(line: Line) -> int:
@@ -526,6 +549,7 @@ def drop_progress(line: Line) -> int:
     line.ranks.announce("drop")
     dropped(line)
     discarded, line.trained.tokens = line.trained.tokens, 0
+    line.since = line.state.version
     return discarded
 
 

@@ -117,8 +117,8 @@ class Saver:
         key = f"{group}/{one.box.key}"
         copy = self._copies.get(key)
         if copy is None or copy.shape != one.local.shape or copy.dtype != one.local.dtype:
-            pinned = one.local.is_cuda
-            copy = self._copies[key] = torch.empty(one.local.shape, dtype=one.local.dtype, pin_memory=pinned)
+            shape, dtype, pinned = one.local.shape, one.local.dtype, one.local.is_cuda
+            copy = self._copies[key] = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         return Slice(one.box, copy.copy_(one.local.detach(), non_blocking=True))
 
 

@@ -102,7 +102,7 @@ class Screen:
 
     def __enter__(self) -> Self:
         if self._live is None:
-            self._write(f"{self._title}: {len(self._rows)} peers, {self._total_tokens:,} tokens")
+            self._write(f"{self._title}: {_peers(len(self._rows))}, {self._total_tokens:,} tokens")
         else:
             self._live.start(refresh=True)
         return self
@@ -323,7 +323,7 @@ def _version_line(reports: Sequence[Event], total_tokens: int) -> str:
     fields = (
         f"v{first['version']:<4}{first['tokens'] / total_tokens:>4.0%} {first['tokens']:>{width},} tok",
         f"loss {readable_loss(fmean(losses) if losses else None)}",
-        f"{members} peers" if counted >= members else f"{counted} of {members} peers",
+        _peers(members) if counted >= members else f"{counted} of {_peers(members)}",
         f"{readable_count(sum(event.get('tokens_per_s') or 0.0 for event in reports))} tok/s",
         f"{readable_bytes(fmean(sent) if sent else None)} sent/peer",
         f"{readable_duration(fmean(syncs) if syncs else None)} sync",
@@ -359,6 +359,10 @@ def summary_table(summary: Mapping[str, Any]) -> str:
         columns.insert(2, [f"against {methods[1].name}", *(readable_percent(method.worse) for method in methods)])
         columns.insert(5, ["fewer bytes", *(readable_times(method.fewer) for method in methods)])
     return "\n".join([*_aligned(columns), "", *_conclusion(summary, methods)]) + "\n"
+
+
+def _peers(count: int) -> str:
+    return "1 peer" if count == 1 else f"{count} peers"
 
 
 def _aligned(columns: Sequence[Sequence[str]], words: int = 1) -> list[str]:

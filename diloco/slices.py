@@ -122,7 +122,7 @@ class Pieces(Mapping[str, Tensor]):
         first = values()
         if not others:
             return first
-        whole = Slice.whole(name, torch.empty(box.shape, dtype=first.dtype))
+        whole = Slice.whole(name, torch.empty(box.shape, dtype=first.dtype, device="cpu"))
         self.read(whole)
         return whole.local
 

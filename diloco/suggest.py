@@ -116,7 +116,7 @@ def _caveats(parameters: int, peers: int, inner_steps: int) -> list[str]:
 
 
 def to_toml(suggestion: Suggestion) -> str:
-    """The suggestion as a piece of a contract, with its source and its evidence as comments."""
+    """The suggestion as a contract, the model left out, with its source and its evidence as comments."""
     one = suggestion
     caveats = "".join(f"# {text}\n" for text in one.caveats)
     return f"""\
@@ -125,6 +125,7 @@ def to_toml(suggestion: Suggestion) -> str:
 # They predict {one.loss:.3f} nats/token on C4, and {one.loss_alone:.3f} with one peer.
 {caveats}
 [run]
+name = "suggested"  # choose your own
 total_tokens = {one.total_tokens:_}  # {TOKENS_PER_PARAMETER} per parameter
 
 [membership]

@@ -80,18 +80,16 @@ class Trainer:
         bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
         data = bench.dataset.fingerprint
         self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory, island)
-        self.peer.idle = bench.idle
+        self.peer.idle = lambda: bench.idle() and not stop()
         self.reader = BlockReader(bench.dataset, contract.run.seed)
         self._resumed_version = -1
         if checkpoint is not None:
             self._restore(checkpoint)
         self._keeper = Keeper(events, self._begin_save)
         self.peer.saving = lambda: self._keeper.busy
-        self._commit: Commit | None = None
-        self._trained = checkpoint.value("tokens", int) if checkpoint else 0
+        self._commit = self.peer.line.commit
+        """Whose lease we read in: not the line's while it stands at a state that was copied since."""
         self._cadence = Cadence.of(contract)
-        self._finishing = False
-        """Nothing is trained any more, only committed."""
         self._watch = Stopwatch()
         self._losses: list[float] = []
         self._tokens_here = 0
@@ -105,7 +103,6 @@ class Trainer:
             self.peer.open()
             self._emit_start()
             self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
-            self._take_over()
             while not (self.peer.done or self.stop()):
                 self._round()
             return self._end()
@@ -131,7 +128,7 @@ class Trainer:
 
     def _first_steps(self) -> None:
         """Those before the contribution is measured."""
-        self._inner_steps(self._cadence.before(self._trained))
+        self._inner_steps(self._cadence.before(self.peer.line.trained.tokens))
 
     def _overlapped_steps(self) -> None:
         """Those while it is on its way."""
@@ -139,14 +136,13 @@ class Trainer:
 
     def _inner_steps(self, count: int) -> None:
         inner = self.contract.inner
-        for _ in range(0 if self._finishing else count):
+        for _ in range(0 if self.peer.ending.finishing else count):  # then nothing is trained any more, only committed
             if self.stop() or self._cut_short():
                 return
             began_s = monotonic_s()
             fresh = min(inner.sequences_per_step, self.reader.remaining)  # blocks read again are nobody's to count
             with self.bench.inner.phases.host("data"):
                 block = self.reader.next(inner.sequences_per_step)
-            self._trained += self.contract.tokens_per_step
             self._losses.append(self.bench.step(block, self._position()))
             self._tokens_here += self.contract.tokens_per_step
             self.bench.linger(began_s)
@@ -159,7 +155,6 @@ class Trainer:
 
     def _size(self) -> None:
         """As many steps this time as our speed and the exchange ask for."""
-        self._finishing = self.peer.ending.finishing
         pace = self._watch.round()
         self.peer.report(pace=pace)
         if self.contract.rounds_vary:
@@ -173,8 +168,9 @@ class Trainer:
 
     def _position(self) -> int:
         """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
-        commit = self._commit
-        return (commit.tokens if commit else 0) + self._trained * max(len(commit.view) if commit else 1, 1)
+        line = self.peer.line
+        ours = line.trained.tokens + self.contract.tokens_per_step
+        return (line.commit.tokens + ours * max(len(line.commit.view), 1)) if line.commit else ours
 
     def _report(self) -> None:
         peer, now = self.peer, monotonic_s()
@@ -196,8 +192,9 @@ class Trainer:
     def _on_closed(
         self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]
     ) -> None:
+        copied = before is not self._commit
         self._commit = commit
-        self._lease(commit, before, mine)
+        self._lease(commit, before, mine, copied)
         if before is None or commit.version == before.version:
             self._started_s = monotonic_s()
             self.bench.usage.begin()
@@ -212,20 +209,20 @@ class Trainer:
         if every and commit.version % every == 0:
             self._keeper.due(commit.version, self._contents)
 
-    def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """Read on in what we hold now. After a time outside the view it is all new, and nothing of it is used."""
-        self._trained -= mine.tokens if mine else 0
+    def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None, copied: bool) -> None:
+        """Read on in what we hold now. After a time outside the view, or where the state before it was `copied`, it is
+        all new, and nothing of it is used."""
         name = self.peer.name
         held = commit.leases.held.get(name)
         if held is None:
             return
         newly = before is None or name not in before.leases.held
-        if newly and self._resumed_version != commit.version:
+        if copied or (newly and self._resumed_version != commit.version):
             self._lease_anew(commit)
         else:
             try:
                 self.reader.lease(held, mine.blocks if mine else 0)
-            except ValueError:  # versions were skipped by copying the state: what is held is not what it was
+            except ValueError:  # it counts what we sent in an earlier life: what is held is not what it was
                 self._lease_anew(commit)
 
     def _lease_anew(self, commit: Commit) -> None:
@@ -285,6 +282,7 @@ class Trainer:
 
     def _end(self) -> Ending:
         peer = self.peer
+        self._take_over()
         commit = self._commit
         wall_s = monotonic_s() - self._started_s
         done = peer.done

@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples on every run: a failure is a failure for everybody. No deadline: CI machines are noisy.
-hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("diloco", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("diloco")
 
 

@@ -90,7 +90,7 @@ class Gossiper:
 
     def __init__(self, name: str, world: World, through: Gossiper | None, checkpoint: Checkpoint | None = None) -> None:
         self.name, self.world = name, world
-        self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
+        self.model = torch.nn.Linear(1, ELEMENTS, bias=False, dtype=world.dtype)
         torch.nn.init.constant_(self.model.weight, 1.0)
         self.target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(name[1:], 36) % 3)
         self.seen: list[Event] = []
@@ -124,7 +124,7 @@ class Gossiper:
 
     @property
     def local(self) -> torch.Tensor:
-        return self.model.weight.detach().flatten().clone()
+        return self.model.weight.detach().flatten().to(torch.float32, copy=True)
 
     def die(self) -> None:
         """No goodbye: connections to it are refused from now on."""
@@ -135,8 +135,11 @@ class Gossiper:
 class World:
     """Peers that know each other."""
 
-    def __init__(self, in_memory: bool, count: int = 2, **sections: dict[str, Any]) -> None:
-        self.in_memory = in_memory
+    def __init__(
+        self, in_memory: bool, count: int = 2, dtype: torch.dtype = torch.float32, **sections: dict[str, Any]
+    ) -> None:
+        """`dtype`: of the parameters."""
+        self.in_memory, self.dtype = in_memory, dtype
         self.contract = contract(**sections)
         self.network = MemoryNetwork()
         self.loop = asyncio.new_event_loop()

@@ -79,13 +79,16 @@ class LocalGate:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """There is none."""
 
+    def close(self) -> None:
+        """Its world goes on."""
+
 
 class LocalPeer:
     """A peer whose model is one vector, which inner steps pull towards a target of its own."""
 
     def __init__(self, name: str, world: LocalWorld, through: LocalPeer | None) -> None:
         self.name = name
-        self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
+        self.model = torch.nn.Linear(1, ELEMENTS, bias=False, dtype=world.dtype, device="cpu")
         torch.nn.init.zeros_(self.model.weight)
         self.world = world
         welcome = world.ask(through.peer.exchange.on_hello) if through else None
@@ -113,7 +116,8 @@ class LocalPeer:
         self.states[commit.version] = self.peer.line.state.digest
 
     def inner_steps(self) -> None:
-        target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(self.name[1:], 36) % 3)
+        ramp = torch.linspace(1, 2, ELEMENTS, dtype=torch.float32, device="cpu")[:, None]
+        target = ramp * (1 + int(self.name[1:], 36) % 3)
         with torch.no_grad():
             self.model.weight.add_((target - self.model.weight) * 0.1)
         self.peer.journal.trained(10, 0)
@@ -137,10 +141,16 @@ class LocalWorld:
     """An event loop on a thread, a network in memory, and peers that train on threads of their own."""
 
     def __init__(
-        self, count: int = 3, directory: Path | None = None, site: Site = SITE, **sections: dict[str, Any]
+        self,
+        count: int = 3,
+        directory: Path | None = None,
+        site: Site = SITE,
+        dtype: torch.dtype = torch.float32,
+        **sections: dict[str, Any],
     ) -> None:
-        """`directory`: where every peer has a folder with its ledger and its recorded contributions, if anywhere."""
-        self.directory, self.site = directory, site
+        """`directory`: where every peer has a folder with its ledger and its recorded contributions, if anywhere;
+        `dtype`: of the parameters."""
+        self.directory, self.site, self.dtype = directory, site, dtype
         self.contract = contract(count, **sections)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -162,6 +163,35 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["v00000005", "v00000009", "v00000010"]
     assert latest(tmp_path) == tmp_path / "v00000010"
     assert latest(tmp_path / "absent") is None
+
+
+def test_old_ones_that_cannot_be_deleted_end_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (1, 2):
+        save(tmp_path, version, groups(), {}, keep=2)
+    rename, entries = Path.rename, Path.iterdir
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name == "v00000002":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    save(tmp_path, 3, groups(), {}, keep=1)
+    assert names(tmp_path) == ["v00000002", "v00000003"]
+    assert "cannot delete" in caplog.text
+    assert "No space left on device" in caplog.text
+
+    def unlisted(path: Path) -> Iterator[Path]:
+        if (tmp_path / "v00000004").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return entries(path)
+
+    monkeypatch.setattr(Path, "iterdir", unlisted)
+    save(tmp_path, 4, groups(), {}, keep=1)
+    assert load(tmp_path / "v00000004").version == 4
+    assert "Input/output error" in caplog.text
 
 
 def test_more_than_eight_digits_sort_as_numbers(tmp_path: Path) -> None:

@@ -63,6 +63,10 @@ def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "--speeds is", "simulate", str(QUICK), "--speeds", "fast")
     fails(2, "2 speeds for 3 peers", "simulate", str(QUICK), "--speeds", "1,0.5", "--peers", "3")
     fails(2, "ddp has no peers of different speeds", "simulate", str(QUICK), "--speeds", "1,0.5", "--compare", "ddp")
+    fails(2, "does not begin a contract's digest", "peer", "--join", "127.0.0.1:4999/xyz")
+    fails(2, "--seed needs --virtual", "simulate", str(QUICK), "--seed", "3")
+    fails(2, "--without-majority needs --virtual", "simulate", str(QUICK), "--without-majority", "wait")
+    fails(2, "--peers does nothing with --virtual", "simulate", "--virtual", "--peers", "3")
     fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
 
 
@@ -124,6 +128,23 @@ def test_another_contract_than_the_ticket_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_name_of_a_live_peer(tmp_path: Path) -> None:
+    with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)))]) as peers:
+        ticket = peers[0].ticket()
+        cause = f"the run has a live peer named a, at {ticket.partition('/')[0]}"
+        fails(15, cause, "peer", "--join", ticket, "--name", "a", "--dir", str(tmp_path / "b"))
+        assert not (tmp_path / "b" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_another_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)))]) as peers:
+        ticket = peers[0].ticket()
+        monkeypatch.setenv("DILOCO_SECRET", "quite another secret")
+        fails(11, "does not let us in", "status", ticket)
+
+
+@pytest.mark.slow
 def test_full_disk(tmp_path: Path) -> None:
     """The run goes on without checkpoints; its end, which must write one, says why it cannot."""
     contract = tiny_contract(tmp_path, tokens=12_288)
@@ -154,6 +175,7 @@ def test_config_show_says_where_values_come_from() -> None:
     assert values["timeouts.suspect_s"]["value"] == 4.0
 
 
+@pytest.mark.slow(queued=False)
 def test_data_pack(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world\n" * 500)
     done = run_cli("data", "pack", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a.bin"), "--json")

@@ -50,6 +50,7 @@ def fitting(name: str, groups: Sequence[Sequence[str]]) -> int:
 # ---------------------------------------------------------------- the layout
 
 
+@pytest.mark.slow(queued=False)
 @given(models(), st.permutations(POOL), st.integers(0, len(POOL)), st.data())
 def test_every_element_in_one_part_and_no_part_in_two_groups(
     model: tuple[Named, int], pool: list[tuple[str, ...]], count: int, data: st.DataObject

@@ -166,6 +166,10 @@ CONTRACT_MISTAKES = [
     ("[model]\npreset = ['1m']", "model.preset: Input should be a valid string, got ['1m']", "config show"),
     ("[model]\ndim = 10\nheads = 3", "dim (10) must be a multiple of heads (3)", "config show"),
     ("[inner]\nsteps = 10\n[sync]\nfragments = 3", "inner.steps (10) must be a multiple of sync.fragments (3)", "show"),
+    ("[codec]\ndensity = 0.1", "codec.density is for topk and dct, not for int8", "config show"),
+    ("[codec]\nname = 'topk'\nrank = 2", "codec.rank is for lowrank, not for topk", "config show"),
+    ("[[codec.groups]]\nmatch = ['a']\nvalues = 'fp16'", "codec.values is for topk and dct, not for int8", "in "),
+    ("[inner]\nsteps = 10\n[sync]\nfragments = 5", "sync.fragments (5) must be at most model.layers (4)", "show"),
     ("[inner", "not valid TOML", "mend that line"),
 ]
 
@@ -205,7 +209,8 @@ def test_an_incomplete_contract_is_explained(tmp_path: Path, text: str, cause: s
         ("[data]\npaths = []", "unknown key data.paths", f"move it to {CONTRACT_FILE}"),
         ("[device]\nlr = 1.0", "unknown key device.lr", f"in {CONTRACT_FILE}?"),
         ("[timeouts]\nheartbeat = 1.0", "unknown key timeouts.heartbeat", "did you mean timeouts.heartbeat_s?"),
-        ("[network]\nlisten = 'here'", "network.listen: ", "config show"),
+        ("[network]\nlisten = 'here'", "network.listen: ", "correct network.listen in "),
+        ("[network]\nlisten = '127.0.0.1:99999'", "network.listen: the port must be", "correct network.listen in "),
         ("[device]\nthreads = 0", "device.threads: Input should be greater than 0, got 0", "config show"),
     ],
 )
@@ -258,6 +263,11 @@ def test_overrides_read_toml_values_and_bare_words(tmp_path: Path) -> None:
     changed = contract(tmp_path, RUN, *overrides)
     assert (changed.inner.betas, changed.codec.zstd, changed.run.name) == ((0.8, 0.9), False, "other")
     assert (changed.data.paths, changed.inner.lr) == (("a", "b"), 0.001)
+
+
+def test_what_an_override_and_the_file_say_together_names_both(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"contract.toml with --set: inner.steps \(50\) must be a multiple"):
+        contract(tmp_path, RUN, "sync.fragments=3")
 
 
 def test_an_override_into_something_that_is_no_section(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def documents(rows: torch.Tensor) -> list[str]:
     return bytes(rows[:, :-1].flatten().tolist()).decode().split("\0")[:-1]
 
 
+@pytest.mark.slow(queued=False)
 def test_a_stream_gives_the_documents_in_order_and_starts_again(root: Path) -> None:
     dataset = open_dataset(section("in"), root)
     assert dataset.blocks_per_epoch is None
@@ -83,6 +84,7 @@ def test_blocks_overlap_by_one_token(root: Path) -> None:
     assert torch.equal(rows[1:, 0], rows[:-1, -1])
 
 
+@pytest.mark.slow(queued=False)
 def test_blocks_in_any_order_are_the_same_blocks(root: Path) -> None:
     dataset = open_dataset(section("in"), root)
     rows = dataset.read(range(60))

@@ -348,9 +348,13 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def owner() -> Iterator[tuple[subprocess.Popen[str], int]]:
+def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that owns a directory, in a process group of its own, and the pid of the directory's process."""
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, process_group=0) as process:
+    command = [sys.executable, "-c", OWNER]
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process,
+    ):
         assert process.stdout is not None
         node = int(process.stdout.readline())
         yield process, node
@@ -359,11 +363,12 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 
 @pytest.mark.slow
-def test_ends_with_an_owner_that_is_killed(owner: tuple[subprocess.Popen[str], int]) -> None:
+def test_ends_with_an_owner_that_is_killed(owner: tuple[subprocess.Popen[str], int], tmp_path: Path) -> None:
     process, node = owner
     assert len(session(node)) == 2
     process.kill()
     assert becomes(lambda: not session(node))
+    assert (tmp_path / "errors").read_text() == ""  # whoever has the terminal now is told nothing
 
 
 @pytest.mark.slow

@@ -14,11 +14,12 @@ import torch
 from diloco.clock import monotonic_s
 from diloco.compress import bundle
 from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
-from diloco.exchange.messages import Reply
+from diloco.exchange.messages import Offered, Reply
 from diloco.exchange.statesync import IDLE_S
 from diloco.outer import OuterState
-from diloco.types import Skip
+from diloco.types import Member, Skip
 from tests.local import SITE, LocalPeer, LocalWorld
+from tests.peers import until
 
 
 @pytest.fixture
@@ -48,6 +49,47 @@ def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None
     assert all(torch.equal(peer.model.weight.flatten(), anchor) for peer in world.peers)
     assert all(peer.peer.line.trained.tokens == 0 for peer in world.peers)
     assert world.peers[0].commits[-1].tokens == 5 * 3 * 10
+
+
+def test_versions_that_close_while_nobody_waits_for_them_are_applied_in_order(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody pressed Ctrl-C while the exchange went on, and the loop goes on all the same."""
+    *others, mine = world.peers
+    outcome, exchange = mine.peer.exchange.outcome, mine.peer.exchange
+
+    def interrupted(patience: Callable[[], bool]) -> Any:
+        monkeypatch.setattr(exchange, "outcome", outcome)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exchange, "outcome", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mine.round()
+    mine.inner_steps()  # beside what is on its way
+    world.rounds(others, 1)
+    until(lambda: exchange.version == 1, "the version has closed here, too", 10.0)
+    world.rounds(world.peers, 2)
+    assert counted(others[0])[1:] == [["p0", "p1", "p2"]] * 3
+    tokens = [entry.tokens for commit in others[0].commits for entry in commit.counted if entry.peer == "p2"]
+    assert sum(tokens) == mine.peer.journal.trained_tokens == 40
+    assert mine.peer.line.trained.tokens == 0
+    agree(world.peers)
+
+
+def test_what_fails_on_the_exchanges_thread_ends_the_wait_for_it(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = world.peers[0]
+    handle = broken.peer.exchange.machine.handle
+
+    def fails(event: Any, now_s: float) -> Any:
+        if isinstance(event, Offered):
+            raise ZeroDivisionError
+        return handle(event, now_s)
+
+    monkeypatch.setattr(broken.peer.exchange.machine, "handle", fails)
+    with pytest.raises(ZeroDivisionError):
+        broken.round()
 
 
 IN_PLACE = SITE.model_copy(update={"device": SITE.device.model_copy(update={"outer_step": "in_place"})})
@@ -105,6 +147,15 @@ def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatc
     world.rounds(world.peers, 3)
     assert len(broken) == 6
     assert [counted(peer)[-3:] for peer in world.peers] == [[["p0", "p1", "p2"]] * 3] * 3
+
+
+def test_routes_of_members_that_are_gone_are_forgotten(world: LocalWorld) -> None:
+    lane = world.peers[0].peer.exchange.lane
+    world.rounds(world.peers)
+    gone = Member("p1", 0, "p1:of an earlier life")
+    world.ask(lambda: lane._routes.update({gone: (gone.address,)}))
+    world.rounds(world.peers)
+    assert {member.peer: member.address for member in lane._routes} == {"p1": "p1:1", "p2": "p2:1"}
 
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "topk", "zstd": False}}], indirect=True)

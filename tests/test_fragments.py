@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from diloco.errors import ConfigError
-from diloco.fragments import Layout, named_parameters, read_fragment, write_fragment
+from diloco.fragments import Layout, Weights, named_parameters, read_fragment, write_fragment
 
 SHAPE = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 
@@ -156,6 +156,28 @@ def test_write_then_read(dtype: torch.dtype) -> None:
         assert torch.equal(read_fragment(parameters, fragment), flat)
         assert torch.equal(before, expected)
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_rounded_is_what_is_read_after_a_write(lanes: int) -> None:
+    """Of parameters of several dtypes in one fragment; fp32 is not copied."""
+    dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float16, "d": torch.float64}
+    parameters = {name: torch.empty(40, 33, dtype=dtype) for name, dtype in dtypes.items()}
+    (whole,) = Layout.of([(name, (40, 33)) for name in dtypes], part_elements=1024).fragments
+    flat = torch.randn(whole.elements, generator=torch.Generator().manual_seed(0))
+    write_fragment(parameters, whole, flat)
+    read = read_fragment(parameters, whole)
+    assert not torch.equal(read, flat)
+    for fragment in (whole.on_lane(lane, lanes) for lane in range(lanes + 1)):
+        held, expected = (
+            torch.cat([of[slice(*whole.place_of(part))] for part in fragment.cuts] or [torch.empty(0)])
+            for of in (flat, read)
+        )
+        before = held.clone()
+        assert torch.equal(Weights(parameters).rounded(fragment, held), expected)
+        assert torch.equal(held, before)
+        wide = Weights({name: value.to(torch.float32) for name, value in parameters.items()})
+        assert wide.rounded(fragment, held) is held
 
 
 def test_another_shape_is_not_broadcast() -> None:

@@ -78,6 +78,7 @@ def test_no_progress_is_lost_whoever_meets_whom(values: list[float], seed: int) 
     assert torch.allclose(gained, 0.7 * progress, atol=1e-3)
 
 
+@pytest.mark.slow(queued=False)
 @given(st.integers(2, 7), st.integers(0, 2**32 - 1))
 def test_plain_averaging_keeps_the_mean_and_brings_all_together(count: int, seed: int) -> None:
     generator, draw = torch.Generator().manual_seed(seed), random.Random(seed)

@@ -45,6 +45,7 @@ def write_contract(directory: Path, tokens: int) -> Path:
     return path
 
 
+@pytest.mark.slow(queued=False)  # nearest first: this one counts
 def test_a_simulation_ends_with_a_final_average(tmp_path: Path) -> None:
     out, tokens = tmp_path / "sim", 24_576
     contract = str(write_contract(tmp_path, tokens))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
@@ -125,6 +128,7 @@ def test_any_values(codec: BlockCodec, values: list[float], library: CDLL) -> No
     assert_same(codec, torch.tensor(values), library)
 
 
+@pytest.mark.slow(queued=False)
 @each_kind
 @given(seed=st.integers(0, 2**32), elements=st.integers(1, 600))
 def test_any_codes(codec: BlockCodec, seed: int, elements: int, library: CDLL) -> None:
@@ -345,6 +349,34 @@ def test_of_values_as_large_as_each_other_the_first_are_sent(values: list[float]
         assert decoded[start : start + 11] == [value if index in sent else 0.0 for index, value in enumerate(chunk)]
 
 
+def test_c_gets_no_tensor_that_it_would_go_astray_with(library: CDLL) -> None:
+    """Of another dtype, too short, not contiguous, elsewhere; and no payload that is cut."""
+    kernels.install(library)
+    cut = kernels.Cut(100, 40, 10, 5)
+    assert (cut.sent, cut.packed_bytes) == (25, 39)
+    values, payload = gaussian(100), bytes(cut.packed_bytes)
+    good = torch.zeros(25)
+    wrong = [values.double(), values.bfloat16(), values[:99], gaussian(200)[::2], values.to("meta")]
+    for bad in wrong:
+        with pytest.raises(TypeError):
+            kernels.topk_select(bad, cut)
+        with pytest.raises(TypeError):
+            kernels.topk_decode(payload, good, cut, bad)
+    for sent in (good.double(), good.bfloat16(), good[:24], torch.zeros(50)[::2], good.to("meta")):
+        for call in (
+            lambda sent=sent: kernels.topk_decode(payload, sent, cut, values),
+            lambda sent=sent: kernels.topk_fold(payload, sent, cut, 1.0, values),
+            lambda sent=sent: kernels.topk_mean([(1.0, payload, good), (1.0, payload, sent)], None, cut, values),
+        ):
+            with pytest.raises(TypeError):
+                call()
+    with pytest.raises(TypeError):
+        kernels.topk_good(payload[:-1], cut)
+    kernels.install(None)
+    with pytest.raises(TypeError, match="no kernels"):
+        kernels.topk_select(values, cut)
+
+
 def test_ties_in_chunks_of_full_width(library: CDLL) -> None:
     rounded = (gaussian(3 * 4096) * 3e3).round()
     for topk in TOPK.values():
@@ -363,6 +395,7 @@ def test_topk_refuses_what_is_not_finite(topk: TopKCodec, bad: float, library: C
     assert "not finite" in str(encoded(topk, every_bit.view(torch.float32), library))
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize("divide_by", ["senders", "all"])
 @given(
     batches=st.lists(st.lists(any_fp32, min_size=25, max_size=25), min_size=1, max_size=4),
@@ -515,13 +548,111 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         build.use_compiled("on", tmp_path)
 
 
+def compiler(path: Path, lines: str) -> Path:
+    """A program in the place of a compiler: a shell's `lines`."""
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o755)
+    return path
+
+
+BROKEN = r"printf 'out of order \377\n' >&2; exit 1"
+"""Its words are in no encoding."""
+
+
+@pytest.fixture
+def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: CDLL) -> Path:
+    """The last of the compilers tried, and the only one: it copies what another has made, and notes what it is told."""
+    folder, name = tmp_path / "bin", build.COMPILERS[-1]
+    folder.mkdir()
+    copying = f'for word; do [ "$before" = -o ] && cp "{library._name}" "$word"; before=$word; done; exit 0'
+    made = compiler(folder / name, f'echo "$@" >> "{tmp_path}/told"\n{copying}')
+    monkeypatch.setattr(build, "COMPILERS", (name,))
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    return made
+
+
 def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "cc"
-    fake.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
-    fake.chmod(0o755)
+    compiler(tmp_path / "cc", BROKEN)
+    monkeypatch.setattr(build, "COMPILERS", ("cc",))
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert "out of order" in build.use_compiled("auto", tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_behind_a_compiler_that_fails_the_next_is_tried(
+    quick_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cc", "gcc"):
+        compiler(quick_compiler.with_name(name), BROKEN)
+    monkeypatch.setattr(build, "COMPILERS", ("cc", "gcc", quick_compiler.name))
+    assert build.use_compiled("auto", tmp_path / "cache") == "compiled codecs"
+
+
+def test_a_compiler_with_two_names_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cc").symlink_to(compiler(tmp_path / "gcc", f'echo "$@" >> "{tmp_path}/told"\n{BROKEN}'))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build, "COMPILERS", ("cc", "gcc"))
+    build.use_compiled("auto", tmp_path / "cache")
+    assert (tmp_path / "told").read_text().count("--version") == 1
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\x7fELF and no more", b"\0" * 10_000], ids=["empty", "short", "zeros"])
+def test_a_damaged_library_is_made_anew(quick_compiler: Path, tmp_path: Path, damaged: bytes) -> None:
+    build.use_compiled("on", tmp_path / "good")
+    (good,) = (tmp_path / "good").iterdir()
+    bad = tmp_path / "bad" / good.name  # what was loaded once is found by its path, whatever is there now
+    bad.parent.mkdir(mode=0o700)
+    bad.write_bytes(damaged)
+    bad.chmod(0o700)
+    assert build.use_compiled("on", bad.parent) == "compiled codecs"
+    healed = bad.read_bytes() == good.read_bytes()
+    assert healed
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name(
+    quick_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def sync(path: Path) -> None:
+        assert list((tmp_path / "cache").glob("*.so")) == []
+        synced.append(path.name)
+
+    monkeypatch.setattr(build, "sync_path", sync)
+    build.use_compiled("on", tmp_path / "cache")
+    assert synced == [path.name for path in (tmp_path / "cache").iterdir()]
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert "XDG_CACHE_HOME" in build.use_compiled("auto")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        build.use_compiled("on")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_processor_that_cannot_be_told_from_others_is_not_compiled_for(
+    known: bool, quick_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home directory may be shared with others."""
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    if known:
+        build.CPUINFO.write_text("model name: one of many\n\n")
+    build.use_compiled("on", tmp_path / "cache")
+    assert ("-march=native" in (tmp_path / "told").read_text()) == known
+
+
+def test_the_source_is_iso_c() -> None:
+    found = next(filter(None, map(shutil.which, build.COMPILERS)), None)
+    if found is None:
+        pytest.skip("no C compiler")
+    strict = [found, "-std=c11", "-pedantic-errors", "-fopenmp-simd", "-fsyntax-only", str(build.SOURCE)]
+    run = subprocess.run(strict, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -529,12 +660,20 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert "cannot compile" in build.use_compiled("auto", tmp_path / "file" / "cache")
 
 
-@slow
-def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: CDLL) -> None:
-    build.use_compiled("on", tmp_path)
-    next(tmp_path.iterdir()).chmod(0o722)
-    assert "can be written by others" in build.use_compiled("auto", tmp_path)
+@pytest.mark.parametrize("shared", ["cache", "library"])
+def test_what_others_may_write_is_not_loaded(shared: str, quick_compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    build.use_compiled("on", cache)
+    (cache if shared == "cache" else next(cache.iterdir())).chmod(0o722)
+    assert "can be written by others" in build.use_compiled("auto", cache)
     assert kernels.installed() is None
+
+
+def test_nothing_is_compiled_where_others_may_write(quick_compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    assert "can be written by others" in build.use_compiled("auto", tmp_path / "cache")
+    assert not (tmp_path / "told").exists()
 
 
 @pytest.mark.parametrize(
@@ -547,6 +686,7 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path: Path, library: 
         pytest.param("&& room-- > 0", "&& room-- >= 0", "topk", marks=slow),
         pytest.param("values[i] != 0 ? weight : 0", "weight", "topk", marks=slow),
         pytest.param("largest < 0x7F800000", "largest >= 0", "error feedback", marks=slow),
+        pytest.param("memcpy(header, &scale, 4);", "float no = -scale; memcpy(header, &no, 4);", "", marks=slow),
     ],
 )
 def test_a_library_with_other_bits_is_not_used(
@@ -558,6 +698,80 @@ def test_a_library_with_other_bits_is_not_used(
     changed.write_text(source.replace(right, wrong))
     monkeypatch.setattr(build, "SOURCE", changed)
     assert f"the compiled {codec}" in build.use_compiled("auto", tmp_path / "cache")
+    assert kernels.installed() is None
+
+
+@pytest.mark.parametrize("error", [PayloadError, OSError, ZeroDivisionError])
+def test_a_library_that_refuses_what_it_made_is_not_used(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, library: CDLL
+) -> None:
+    def stepped(values: Tensor) -> list[bytes]:
+        if kernels.installed() is not None:
+            raise error("that is none of mine")
+        return []
+
+    monkeypatch.setattr(build, "_stepped", stepped)
+    assert "the compiled outer step makes other bits" in build.use_compiled("auto")
+    with pytest.raises(ConfigError, match="other bits"):
+        build.use_compiled("on")
+
+
+# ---------------------------------------------------------------- several peers in one process
+
+
+def test_a_check_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch, library: CDLL) -> None:
+    """They may be encoding."""
+    kernels.install(library)
+    seen, here, stepped = [], [], build._stepped
+    with ThreadPoolExecutor(1) as pool:
+
+        def watched(values: Tensor) -> Sequence[bytes]:
+            here.append(kernels.installed())
+            seen.append(pool.submit(kernels.installed).result())
+            return stepped(values)
+
+        monkeypatch.setattr(build, "_stepped", watched)
+        assert build.use_compiled("on") == "compiled codecs"
+    assert seen == [library, library]
+    assert here[0] is None
+    assert here[1] is kernels.installed()
+
+
+def test_threads_that_compile_at_once(library: CDLL) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(build.use_compiled, ["on"] * 8)) == ["compiled codecs"] * 8
+
+
+def test_the_first_peer_decides(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, library: CDLL
+) -> None:
+    monkeypatch.setattr(build, "_used", None)
+    calls, begin = [], threading.Barrier(4)
+
+    def counted(mode: str) -> str:
+        calls.append(mode)
+        kernels.install(library)
+        return build.COMPILED
+
+    def asked(_: int) -> str:
+        begin.wait(10.0)
+        return build.compiled_codecs("auto")
+
+    monkeypatch.setattr(build, "use_compiled", counted)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(asked, range(4))) == [build.COMPILED] * 4
+    assert calls == ["auto"]
+    with caplog.at_level(logging.WARNING):
+        assert build.compiled_codecs("off") == build.compiled_codecs("on") == build.COMPILED
+    assert len(caplog.records) == 1
+    assert kernels.installed() is library
+
+
+def test_a_later_peer_cannot_have_what_the_first_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_used", None)
+    assert build.compiled_codecs("off") == build.compiled_codecs("auto") == build.EAGER
+    with pytest.raises(ConfigError, match="another peer of this process has eager codecs"):
+        build.compiled_codecs("on")
     assert kernels.installed() is None
 
 

@@ -11,7 +11,8 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
@@ -25,16 +26,20 @@ from diloco.average import unpack
 from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecChoice, Contract, OuterSection, Site
 from diloco.errors import ResourceError
+from diloco.exchange.background import Background
+from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Head, Lane
 from diloco.exchange.lanes import Door, FirstRank, RemoteLane
 from diloco.exchange.runtime import Runtime
 from diloco.exchange.stepping import Stepping
+from diloco.follower import Follower
 from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.island import Island
+from diloco.island.bridge import Bridge
 from diloco.outer import OuterState, StateChunk, open_outer
-from diloco.peer import lane_terms
+from diloco.peer import lane_terms, open_line
 from diloco.ranks import Alone
-from diloco.round import Line, complete
+from diloco.round import Line, adopt_state, complete, measure
 from diloco.types import Contribution
 from diloco.workbench import Bench, Workbench
 from tests.peers import PeerProcess, ending, ranks_of, run_cli, tiny_contract
@@ -129,14 +134,14 @@ def line_of(ranks: Told) -> Line:
 MESHES = {"copies": {}, "fsdp": {"shard": "parameters"}, "tp": {"tp": 2}, "pp": {"pp": 2, "micro_batches": 2}}
 
 
-def contract() -> Contract:
+def contract(fragments: int = 1) -> Contract:
     return Contract.model_validate(
         {
             "run": {"name": "lanes", "total_tokens": 10**6},
             "data": {"source": "text", "paths": ("text.txt",), "sequence_length": 16},
             "model": {"layers": 2, "dim": 32, "heads": 4, "ffn_dim": 64},
             "inner": {"batch_size": 4},
-            "sync": {"part_elements": 1024},
+            "sync": {"part_elements": 1024, "fragments": fragments},
         }
     )
 
@@ -165,6 +170,11 @@ def live(place: int, root: Path) -> None:
                 assert torch.equal(again.view(torch.int32), other.view(torch.int32)), f"{name}: the bits of zeros"
                 bench.weights.change(fragment, lambda local, at, before=before: local + before[at])
                 assert torch.equal(bench.weights.read(fragment), before)
+                assert bench.weights.rounded(fragment, before) is before
+                if name != "pp":  # there parameters travel as fp32
+                    narrow = Bridge({key: value.bfloat16() for key, value in bench.weights.parameters.items()}, island)
+                    narrow.write(fragment, before)
+                    assert torch.equal(narrow.read(fragment), narrow.rounded(fragment, before))
         found[name] = True
     (root / f"done-{place}").write_text(" ".join(found))
     torch.distributed.barrier()
@@ -175,8 +185,9 @@ def follower(contract: Contract, site: Site, island: Island) -> Bench:
     return Bench(contract, site, island, int(island.share()))
 
 
-def site(root: Path, mesh: dict[str, object]) -> Site:
-    return Site.model_validate({"mesh": mesh, "device": {"kind": "cpu"}, "data": {"root": str(root)}})
+def site(root: Path, mesh: dict[str, object], network: dict[str, object] | None = None) -> Site:
+    sections = {"mesh": mesh, "network": network or {}, "device": {"kind": "cpu"}, "data": {"root": str(root)}}
+    return Site.model_validate(sections)
 
 
 def whole_of(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -194,6 +205,36 @@ def test_ranks_read_and_write_their_parts_of_any_mesh(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
     run_ranks(live, 2, tmp_path)
     assert [(tmp_path / f"done-{place}").read_text().split() for place in range(2)] == [list(MESHES)] * 2
+
+
+def adopting(place: int, root: Path) -> None:
+    """Rank 0 holds all parts. It is given a state of version 1, and then measures what is due."""
+    island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}", timeout_s=60.0)
+    one_lane = site(root, {"shard": "parameters"}, {"lanes": 1})
+    if place:
+        rank = Follower(contract(2), one_lane, island)
+        rank.serve()
+        state = rank.line.state
+        island.close()
+    else:
+        bench = Workbench(contract(2), one_lane, island)
+        line = open_line("a", contract(2), bench.weights, island=island)
+        moved = [replace(one, anchor=one.anchor + 1.0, steps=1) for one in line.state.fragments]
+        adopt_state(line, OuterState(1, tuple(moved)), None)
+        sent, state = measure(line, {}, overlaps=True), line.state
+        assert line.due.index == 1
+        assert sent.local is not None
+        assert torch.equal(sent.local, state.fragments[1].anchor)
+        bench.close()
+    (root / f"at-{place}").write_text(f"{state.version} {[one.steps for one in state.fragments]}")
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_no_parts_stand_at_the_version_that_the_island_copied(tmp_path: Path) -> None:
+    """Or they take another fragment to be due, and what is read of it is a mix of two parameters."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    run_ranks(adopting, 2, tmp_path)
+    assert [(tmp_path / f"at-{place}").read_text() for place in range(2)] == ["1 [1, 1]"] * 2
 
 
 @pytest.mark.parametrize(
@@ -240,15 +281,22 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.Ab
     key = secrets.token_bytes(32)
     door = Door("127.0.0.1", key)
     with ThreadPoolExecutor(1) as pool:
-        welcome = pool.submit(door.let_in, 1)
+        welcome = pool.submit(door.let_in, 1, 30.0)
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
             Client(("127.0.0.1", door.port), authkey=b"a guess")
         with socket.create_connection(("127.0.0.1", door.port)):
             pass
+        silent = socket.create_connection(("127.0.0.1", door.port))
+        with socket.create_connection(("127.0.0.1", door.port)) as probe:
+            probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            with suppress(ConnectionError):  # it is hung up on
+                while probe.recv(1024):
+                    pass
         here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
         first = FirstRank(("127.0.0.1", door.port), key, 1, lane, there.loop)
         connections = welcome.result(30.0)
+        silent.close()
     heard = Heard()
     remote = RemoteLane(connections[1], here.loop, cast(Head, heard), 1)
     try:
@@ -267,6 +315,64 @@ def test_strangers_at_the_door_do_not_keep_the_ranks_out() -> None:
         assert asyncio.run_coroutine_threadsafe(question, loop).result(30.0) is None
 
 
+@pytest.mark.slow(queued=False)
+def test_a_rank_that_never_calls_is_not_waited_for_for_ever() -> None:
+    key = secrets.token_bytes(32)
+    door = Door("127.0.0.1", key)
+    with ThreadPoolExecutor(1) as pool:
+        welcome = pool.submit(door.let_in, 3, 5.0)
+        with Client(("127.0.0.1", door.port), authkey=key) as rank:
+            rank.send(2)
+            with pytest.raises(ResourceError, match="rank 1, 3 of this island did not call rank 0 within 5 s"):
+                welcome.result(30.0)
+
+
+class Unsayable:
+    """It cannot be pickled; on request not before it may end."""
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.pickled, self.may_end = threading.Event(), threading.Event()
+        self._waits = waits
+
+    def __reduce__(self) -> Any:
+        self.pickled.set()
+        if self._waits:
+            assert self.may_end.wait(30.0)
+            return bytes, ()
+        raise TypeError("this cannot be said")
+
+
+def test_what_cannot_be_said_to_another_rank_ends_the_island_and_says_why() -> None:
+    with two_ranks() as (remote, heard, _, _, loop):
+        question = asyncio.run_coroutine_threadsafe(remote.mean(cast(str, Unsayable())), loop)
+        with pytest.raises(TypeError, match="this cannot be said"):
+            question.result(30.0)
+        assert "this cannot be said" in str(heard.failures.get(timeout=30.0))
+    with two_ranks() as (remote, heard, lane, _, loop):
+        lane.take(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
+        asyncio.run_coroutine_threadsafe(remote.contributed(), loop)
+        assert "rank 1 of this island failed: TypeError: this cannot be said" in str(heard.failures.get(timeout=30.0))
+        with pytest.raises(TypeError):
+            lane.copied()
+
+
+def test_a_rank_that_goes_while_something_is_said_to_it_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is not closed under the hands of who writes, whose bytes might go to the next file."""
+    unhandled: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    with two_ranks() as (remote, heard, _, first, _):
+        late = Unsayable(waits=True)
+        remote.keep_mean("digest", cast(Sequence[bytes], [late]))
+        assert late.pickled.wait(30.0)
+        first.close()
+        assert "another rank of this island is gone" in str(heard.failures.get(timeout=30.0))
+        late.may_end.set()
+        for thread in threading.enumerate():
+            if thread.name == "lane":
+                thread.join(30.0)
+    assert not unhandled
+
+
 def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
     """Or the training side would wait for ever for a contribution of which a dead rank held a part."""
     with two_ranks() as (remote, heard, lane, first, loop):
@@ -281,6 +387,20 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
         assert isinstance(heard.failures.get(timeout=30.0), ResourceError)
         with pytest.raises(ResourceError, match="gone"):
             asyncio.run_coroutine_threadsafe(remote.mean("any"), loop).result(30.0)
+        parts.may_end.set()
+
+
+def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -> None:
+    with two_ranks() as (remote, _, lane, _, loop), ThreadPoolExecutor(1) as pool:
+        parts = Blocked()
+        lane.take(Contribution(0, 1, 1, 1, 1, parts))
+        exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
+        Background.__init__(exchange, loop)
+        exchange.lanes = [lane, remote]
+        asked = pool.submit(exchange.whole, Contribution(0, 1, 1, 1, 1, [b"", b""]))
+        exchange.failed(ResourceError("the exchange failed"))
+        with pytest.raises(ResourceError, match="the exchange failed"):
+            asked.result(30.0)
         parts.may_end.set()
 
 

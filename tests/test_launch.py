@@ -1,7 +1,11 @@
-"""What an island that lost a rank does when its ranks are started again: decided from its last checkpoint."""
+"""What an island that lost a rank does when its ranks are started again: its ledger and last checkpoint decide."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,18 +14,42 @@ import torch
 from diloco.checkpoint import save
 from diloco.config import Contract, Site, load_contract
 from diloco.launch import PeerOptions, come_back
+from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
 from diloco.slices import whole_slices
 from diloco.types import Commit, Leases, Member
-from tests.peers import tiny_contract
+from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 
-ME, BOB = Member("me", 1, "127.0.0.1:1"), Member("bob", 1, "127.0.0.1:2")
+ME, BOB, EVE = Member("me", 1, "127.0.0.1:1"), Member("bob", 1, "127.0.0.1:2"), Member("eve", 1, "127.0.0.1:3")
+NOTHING = Totals(0, 0, 0, 0)
 
 
-def kept(directory: Path, contract: Contract, *view: Member) -> None:
-    """A checkpoint of version 3 in a peer's folder."""
-    commit = Commit(3, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
-    meta = {"peer": "me", "contract": contract.to_json(), "commit": commit.to_bytes().decode()}
-    save(directory / "checkpoints", 3, {"outer": whole_slices({"0/anchor": torch.zeros(1)})}, meta, keep=1)
+def made(version: int, *view: Member) -> Commit:
+    return Commit(version, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
+
+
+def kept(directory: Path, contract: Contract, *view: Member, version: int = 3, keep: int = 9) -> Path:
+    """A checkpoint in a peer's folder."""
+    meta = {"peer": "me", "contract": contract.to_json(), "commit": made(version, *view).to_bytes().decode()}
+    values = {"outer": whole_slices({"0/anchor": torch.zeros(1)})}
+    return save(directory / "checkpoints", version, values, meta, keep=keep)
+
+
+def written(directory: Path, contract: Contract, *commits: Commit, founds: bool = True, version: int = 0) -> None:
+    """A life of `me` in the ledger of its folder, which begins at `version`."""
+    ledger = open_ledger(directory, print)
+    opening = Opening("me", 1, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0)
+    ledger.opened(opening, json.loads(contract.to_json()), Standing(version, "", "state"), NOTHING)
+    for commit in commits:
+        ledger.committed(commit, "state", True, NOTHING)
+    ledger.close()
+
+
+def of_run(contract: Contract, name: str) -> Contract:
+    return contract.model_copy(update={"run": contract.run.model_copy(update={"name": name})})
+
+
+def ticket(member: Member, contract: Contract) -> str:
+    return f"{member.address}/{contract.digest[:12]}"
 
 
 @pytest.fixture
@@ -59,7 +87,171 @@ def test_a_joiner_asks_first_where_it_asked_before(tmp_path: Path, contract: Con
 
 def test_without_a_checkpoint_of_this_run_it_begins_as_before(founder: PeerOptions, contract: Contract) -> None:
     assert come_back(founder, Site(), contract) is founder
-    other = contract.model_copy(update={"run": contract.run.model_copy(update={"name": "other"})})
     assert founder.directory is not None
-    kept(founder.directory, other, ME)
+    kept(founder.directory, of_run(contract, "other"), ME)
     assert come_back(founder, Site(), contract) is founder
+
+
+# ---------------------------------------------------------------- whom it joins
+
+
+def test_a_founder_without_a_checkpoint_joins_who_came_since(founder: PeerOptions, contract: Contract) -> None:
+    assert founder.directory is not None
+    written(founder.directory, contract, made(0, ME), made(1, ME), made(2, ME, BOB))
+    again = come_back(founder, Site(), contract)
+    assert (again.contract, again.resume, again.join) == (None, None, ticket(BOB, contract))
+
+
+def test_a_checkpoint_that_is_behind_does_not_say_whom_to_join(founder: PeerOptions, contract: Contract) -> None:
+    assert founder.directory is not None
+    kept(founder.directory, contract, ME)
+    written(founder.directory, contract, made(3, ME), made(4, ME, BOB, EVE), made(5, ME, EVE))
+    again = come_back(founder, Site(), contract)
+    assert (again.contract, again.resume) == (None, founder.directory)
+    assert again.join == ticket(EVE, contract)
+
+
+def test_a_life_that_died_before_its_first_version_joins_those_of_the_life_before(
+    founder: PeerOptions, contract: Contract
+) -> None:
+    assert founder.directory is not None
+    written(founder.directory, contract, made(0, ME), made(1, ME, BOB))
+    written(founder.directory, contract, founds=False)
+    assert come_back(founder, Site(), contract).join == ticket(BOB, contract)
+
+
+def test_who_founds_on_purpose_does_not_join_those_of_the_lineage_before(
+    founder: PeerOptions, contract: Contract
+) -> None:
+    assert founder.directory is not None
+    written(founder.directory, contract, made(0, ME), made(1, ME, BOB))
+    written(founder.directory, contract)
+    assert come_back(founder, Site(), contract) is founder
+    written(founder.directory, contract, made(0, ME), made(1, ME))
+    assert come_back(founder, Site(), contract) is founder
+
+
+def test_a_ledger_that_is_damaged_leaves_the_checkpoint(founder: PeerOptions, contract: Contract) -> None:
+    assert founder.directory is not None
+    kept(founder.directory, contract, ME, BOB)
+    written(founder.directory, contract, made(0, ME), made(1, ME))
+    ledger = founder.directory / LEDGER
+    ledger.write_bytes(b"x" + ledger.read_bytes())
+    assert come_back(founder, Site(), contract).join == ticket(BOB, contract)
+
+
+# ---------------------------------------------------------------- where it lived
+
+
+@pytest.fixture
+def two_runs(contract: Contract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Contract, Contract]:
+    """Two runs in which `me` took part; each other run's folder comes first for some."""
+    monkeypatch.chdir(tmp_path)
+    runs = of_run(contract, "one"), of_run(contract, "two")
+    for age, (run, other) in enumerate(zip(runs, (BOB, EVE), strict=True)):
+        folder = Path("runs", run.run.name, "me")
+        kept(folder, run, ME)
+        written(folder, run, made(3, ME), made(4, ME, other))
+        os.utime(folder / LEDGER, (1e9 + age, 1e9 + age))
+    return runs
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_founder_comes_back_in_the_folder_of_its_run(two_runs: tuple[Contract, Contract], which: int) -> None:
+    run, site = two_runs[which], Site.model_validate({"peer": {"name": "me"}})
+    again = come_back(PeerOptions(Path("any.toml"), None, None, None), site, run)
+    assert (again.resume, again.join) == (Path("runs", run.run.name, "me"), ticket((BOB, EVE)[which], run))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_joiner_comes_back_in_the_folder_of_its_tickets_run(two_runs: tuple[Contract, Contract], which: int) -> None:
+    run, site = two_runs[which], Site.model_validate({"peer": {"name": "me"}})
+    door = f"127.0.0.1:9/{run.digest[:12]}"
+    again = come_back(PeerOptions(None, door, None, None), site, None)
+    assert again.resume == Path("runs", run.run.name, "me")
+    assert again.join == f"{door},{ticket((BOB, EVE)[which], run)}"
+
+
+def test_a_joiner_whose_ticket_is_of_another_run_begins_as_before(two_runs: tuple[Contract, Contract]) -> None:
+    site = Site.model_validate({"peer": {"name": "me"}})
+    options = PeerOptions(None, "127.0.0.1:9/0123456789ab", None, None)
+    assert come_back(options, site, None) == options
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+def test_a_ticket_without_a_run_is_of_the_one_written_last(two_runs: tuple[Contract, Contract], newer: int) -> None:
+    folder = Path("runs", two_runs[newer].run.name, "me")
+    os.utime(folder / LEDGER, (2e9, 2e9))
+    site = Site.model_validate({"peer": {"name": "me"}})
+    assert come_back(PeerOptions(None, "127.0.0.1:9", None, None), site, None).resume == folder
+
+
+def test_the_folder_of_the_site_comes_before_that_of_a_checkpoint(tmp_path: Path, contract: Contract) -> None:
+    saved = kept(tmp_path / "before", contract, ME)
+    written(tmp_path / "before", contract, made(3, ME), made(4, ME, EVE))
+    written(tmp_path / "here", contract, made(3, ME), made(4, ME, BOB), version=3)
+    site = Site.model_validate({"storage": {"directory": str(tmp_path / "here")}})
+    again = come_back(PeerOptions(None, None, None, saved), site, None)
+    assert (again.resume, again.join) == (saved, ticket(BOB, contract))  # the checkpoint holds its name
+
+
+# ---------------------------------------------------------------- --resume
+
+
+@pytest.mark.parametrize("given", ["me", "me/checkpoints", "me/checkpoints/v00000003"])
+def test_who_resumed_without_a_name_joins_those_that_came_since(tmp_path: Path, contract: Contract, given: str) -> None:
+    kept(tmp_path / "me", contract, ME)
+    written(tmp_path / "me", contract, made(3, ME), made(4, ME, BOB), version=3)
+    again = come_back(PeerOptions(None, None, None, tmp_path / given), Site(), None)
+    assert (again.resume, again.join) == (tmp_path / "me", ticket(BOB, contract))
+
+
+def test_who_resumed_does_so_though_that_checkpoint_is_gone(tmp_path: Path, contract: Contract) -> None:
+    saved = kept(tmp_path / "me", contract, ME)
+    kept(tmp_path / "me", contract, ME, version=4, keep=1)
+    written(tmp_path / "me", contract, made(3, ME), made(4, ME), version=3)
+    assert not saved.exists()
+    again = come_back(PeerOptions(None, None, None, saved), Site(), None)
+    assert (again.resume, again.join) == (tmp_path / "me", None)
+
+
+def test_who_resumed_from_a_copy_finds_the_folder_it_wrote_to(
+    tmp_path: Path, contract: Contract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(kept(tmp_path / "away", contract, ME), tmp_path / "copy")
+    written(Path("runs/tiny/me"), contract, made(3, ME), made(4, ME, BOB), version=3)
+    again = come_back(PeerOptions(None, None, None, copy), Site(), None)
+    assert (again.resume, again.join) == (copy, ticket(BOB, contract))
+
+
+def test_who_went_back_to_an_older_checkpoint_does_not_go_on_from_what_it_left(
+    tmp_path: Path, contract: Contract
+) -> None:
+    saved = kept(tmp_path / "me", contract, ME)
+    kept(tmp_path / "me", contract, ME, version=10)
+    written(tmp_path / "me", contract, made(10, ME))
+    written(tmp_path / "me", contract, made(3, ME), version=3)
+    assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == saved
+    kept(tmp_path / "me", contract, ME, version=11)
+    written(tmp_path / "me", contract, made(11, ME), founds=False, version=3)
+    assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == tmp_path / "me"
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.mark.slow
+def test_an_island_that_founded_a_run_does_not_fork_it(tmp_path: Path) -> None:
+    """It has no checkpoint, and another has joined: when a rank of it dies it joins the other."""
+    settings = ("--set", "device.step_s=0.05", "--set", "storage.checkpoint_every=0")
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)), *settings, "--set", "device.ranks=2")
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket(), *settings)
+        peers.append(b)
+        a.reaches(1, ["a", "b"])
+        os.kill(ranks_of(a)[1], signal.SIGKILL)
+        until(lambda: len(a.events("start")) > 1, "a starts again", 120.0)
+        a.reaches(b.version() + 1, ["a", "b"], deadline_s=120.0)
+        assert len({event["lineage"] for peer in peers for event in peer.events("version")}) == 1

@@ -88,6 +88,7 @@ def test_pure_protocol_loads_neither_torch_nor_numpy() -> None:
 names = st.sampled_from("abcdef")
 
 
+@pytest.mark.slow(queued=False)
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_block_is_with_one_peer_or_accounted_for(data: st.DataObject) -> None:

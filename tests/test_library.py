@@ -7,14 +7,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import diloco
-from diloco.config import Contract, Site
-from diloco.errors import ConfigError, IncompatibleError, TicketError, UnreachableError
+from diloco.config import Contract, PeerSection, Site
+from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError
+from diloco.exchange.coordinating import Coordinating
+from diloco.library import AgreedRun
+from diloco.peer import Gate
+from tests.local import ELEMENTS, LocalGate, LocalWorld
 from tests.peers import until
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loop.py"
@@ -144,3 +151,139 @@ def test_mistakes_are_named() -> None:
             diloco.join(f"127.0.0.1:1, {founder.address}", torch.nn.Linear(4, 5))
     finally:
         founder.close()
+
+
+def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gates: list[Gate] = []
+
+    def gate(site: Site) -> Gate:
+        gates.append(Gate(site))
+        return gates[-1]
+
+    monkeypatch.setattr("diloco.library.Gate", gate)
+    model = torch.nn.Linear(4, 4)
+    tree = {"run": {"name": "freed", "total_tokens": 1000}, "model": {"kind": "external"}}
+    nobody = {"codec": {"groups": ({"match": ("nothing*",), "name": "bf16"},)}}
+    with pytest.raises(ConfigError, match="is empty"):
+        diloco.found(Contract.model_validate({**tree, **nobody}), model, Site())
+    (tmp_path / "file").touch()
+    no_folder = Site.model_validate({"storage": {"directory": str(tmp_path / "file")}})
+    with pytest.raises(ResourceError):
+        diloco.found(Contract.model_validate(tree), model, no_folder)
+    assert [gate.runtime.loop.is_running() for gate in gates] == [False, False]
+    assert all(gate.directory._process.poll() is not None for gate in gates)
+
+
+# ---------------------------------------------------------------- among others
+
+
+class Own:
+    """A loop with H = 4 and an overlap of 2 around a model of its own, among three peers, on a network in memory.
+
+    Two would keep a lost third for its vote.
+    """
+
+    def __init__(self, world: LocalWorld) -> None:
+        self.world = world
+        self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
+        gate: Any = LocalGate(world, "own:1", world.ask(world.peers[0].peer.exchange.on_hello))
+        site = world.site.model_copy(update={"peer": PeerSection(name="p9")})
+        self.run = AgreedRun(world.contract, site, self.model, gate)
+        self.peer = self.run._peer
+        self.others_round()
+        self.enter()
+
+    def others_round(self) -> None:
+        self.world.rounds(self.world.peers)
+
+    def enter(self) -> None:
+        while not self.run.wait(2.0):  # it was not at the door when that version closed
+            self.others_round()
+
+    def steps(self, count: int) -> Any:
+        """Returns what the last one does."""
+        for _ in range(count):
+            with torch.no_grad():
+                self.model.weight.add_(0.01)
+            outcome = self.run.step(10)
+        return outcome
+
+    def counted(self) -> int:
+        """Tokens of ours in all versions."""
+        commits = self.world.peers[0].commits
+        return sum(entry.tokens for commit in commits for entry in commit.counted if entry.peer == self.run.name)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    # Of a run with this name one of the others coordinates the first versions.
+    world = LocalWorld(3, run={"name": "own-1"}, inner={"steps": 4}, sync={"overlap": 2})
+    made = Own(world)
+
+    def copied(sources: list[str]) -> None:
+        raise AssertionError("it was to go on without a copy")
+
+    monkeypatch.setattr(made.peer, "copy_state", copied)
+    yield made
+    made.run.close()
+    world.close()
+
+
+@contextmanager
+def nobody_reaches(name: str) -> Iterator[None]:
+    """Its connections are broken whenever a version closes: it may be counted, and is left out of the view."""
+    next_commit: Callable[..., Any] = Coordinating._next_commit
+
+    def without(machine: Coordinating, *rest: Any) -> Any:
+        assert machine.me.peer != name
+        machine.roster.unreachable(name)
+        return next_commit(machine, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinating, "_next_commit", without)
+        yield
+
+
+@pytest.mark.slow(queued=False)
+def test_a_round_is_finished_before_later_versions_are_looked_at(own: Own) -> None:
+    """It was counted by a version whose view leaves it out, as does the next, and both closed before it looked."""
+    own.steps(4)
+    begun_at = own.run.version
+    with nobody_reaches(own.run.name):
+        own.others_round()
+        own.others_round()
+    until(lambda: own.peer.exchange.version == begun_at + 2, "it hears of both", 10.0)
+    outcome = own.steps(2)
+    assert outcome[0].commit.version == begun_at + 1
+    own.enter()
+    assert own.peer.journal.totals.committed == own.counted() == 40
+    assert own.peer.journal.totals.uncommitted == own.peer.line.trained.tokens == 20
+
+
+def test_whoever_leaves_does_not_wait_to_be_let_in_once_more(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last contribution was counted by a version whose view leaves it out; the others then are quiet."""
+    own.steps(5)
+    finish = own.peer.finish
+
+    def while_others_round(*rest: Any) -> Any:
+        own.others_round()
+        return finish(*rest)
+
+    monkeypatch.setattr(own.peer, "finish", while_others_round)
+    with nobody_reaches(own.run.name):
+        leaving = threading.Thread(target=own.run.leave, daemon=True)
+        leaving.start()
+        leaving.join(10.0)
+    assert not leaving.is_alive()
+    totals = own.peer.journal.totals
+    assert (totals.committed, totals.discarded, totals.uncommitted) == (own.counted(), 10, 0) == (40, 10, 0)
+
+
+def test_whoever_leaves_outside_the_view_is_told_what_was_counted(own: Own) -> None:
+    own.steps(5)
+    with nobody_reaches(own.run.name):
+        own.others_round()
+    until(lambda: not own.peer.exchange.in_view, "it hears of the version", 10.0)
+    own.run.leave()
+    totals = own.peer.journal.totals
+    assert (totals.committed, totals.discarded) == (own.counted(), 10) == (40, 10)

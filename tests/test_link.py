@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from diloco.average import mean_digest
 from diloco.errors import ResourceError, UsageError
+from diloco.exchange import grpc_link
 from diloco.exchange import messages as m
 from diloco.exchange.address import is_loopback, join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve, server_credentials
@@ -490,6 +491,36 @@ def test_a_peer_back_at_its_address_is_reached_within_two_seconds(net):
                 await asyncio.sleep(0.05)
 
     play(net, scenario)
+
+
+def test_addresses_that_nobody_calls_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But none with a call under way; and whoever is called after all is reached."""
+    later_s = 0.0
+    monkeypatch.setattr(grpc_link, "monotonic_s", lambda: time.monotonic() + later_s)
+
+    async def scenario(net: GrpcNet) -> None:
+        nonlocal later_s
+        link = net.link
+        assert isinstance(link, GrpcLink)
+        quiet, busy, dead = Listener(), Listener(), Listener()
+        at_quiet, at_busy, at_dead = [await net.start(service) for service in (quiet, busy, dead)]
+        busy.reading.clear()
+        sending = asyncio.create_task(link.send_parts(at_busy, HEADER, stream(Part(0, b"a"), Part(1, b"b")), 1e6))
+        await until(lambda: busy.parts != [])
+        await net.kill(at_dead)
+        with pytest.raises(LinkDown):
+            await link.hello(at_dead, 1.0)
+        assert await link.hello(at_quiet, 1.0) == WELCOME
+        forgotten = [channel for at in (at_quiet, at_dead) for channel, _ in link._lines[at]._channels.values()]
+        later_s = grpc_link.UNUSED_S + 1.0
+        assert await link.lanes(at_busy, 1.0) == busy.on_lanes()
+        assert list(link._lines) == [at_busy]
+        assert [channel.get_state() for channel in forgotten] == [grpc.ChannelConnectivity.SHUTDOWN] * 2
+        busy.reading.set()
+        assert await sending is m.Reply.OK
+        assert await link.hello(at_quiet, 1.0) == WELCOME
+
+    play(GrpcNet, scenario)
 
 
 async def until(condition: Callable[[], bool]) -> None:

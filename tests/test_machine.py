@@ -207,6 +207,7 @@ def test_the_status_tells_the_rate() -> None:
     assert json.loads(status_json(machine, None, 0, (), 7, 0.0))["send_bps"] == 7
 
 
+@pytest.mark.slow(queued=False)
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=4).map(tuple))
 def test_no_other_division_ends_earlier(send_bps: tuple[int, ...]) -> None:
     parts = 6
@@ -247,6 +248,7 @@ def test_an_older_word_does_not_change_what_an_attempt_began_with() -> None:
     assert tally.counted("a").tokens == 2
 
 
+@pytest.mark.slow(queued=False)
 def test_a_coordinator_divides_the_parts_by_what_the_peers_offer() -> None:
     outcome = tell(parse("peers 3\nuplinks 10+10+20"))
     begins = {line.partition("; ")[2] for line in outcome_lines(outcome) if "Begin" in line}

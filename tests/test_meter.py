@@ -110,6 +110,7 @@ def test_phases_of_real_steps_make_up_the_steps() -> None:
     assert inner.phases.take() == {}
 
 
+@pytest.mark.slow(queued=False)
 def test_the_host_s_memory_is_this_process_s_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     before, *device = memory_of(CPU)
     assert device == [0, 0]

@@ -267,6 +267,7 @@ def test_hf_model_from_a_local_config(tmp_path: Path) -> None:
     assert torch.equal(logits, again(tokens))
 
 
+@pytest.mark.slow(queued=False)
 def test_hf_mistakes_are_config_errors(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     section = hf_folder(tmp_path)

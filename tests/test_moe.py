@@ -140,6 +140,7 @@ def test_the_auxiliary_loss_by_hand() -> None:
     assert router.take_loss() == 0.0  # a held-out loss has none
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize(("balance", "how"), [("bias", {"balance_rate": 0.01}), ("loss", {"balance_loss": 0.3})])
 def test_experts_share_the_work_in_training(balance: str, how: dict[str, float]) -> None:
     """Without either of the two the busiest of six experts ends with three times its share: an imbalance of 1.9."""
@@ -155,6 +156,7 @@ def test_experts_share_the_work_in_training(balance: str, how: dict[str, float])
     assert evaluate(inner.model, dataset.heldout(64), 16, CPU) < 2.9
 
 
+@pytest.mark.slow(queued=False)
 def test_a_router_learns_who_is_good_at_what() -> None:
     """Each token wants one of four maps, told by its first numbers; an expert is too narrow for two of them."""
     maps = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1)) * 0.35

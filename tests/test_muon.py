@@ -85,6 +85,7 @@ def test_every_parameter_is_in_one_group() -> None:
 # ---------------------------------------------------------------- steps
 
 
+@pytest.mark.slow(queued=False)
 def test_steps_are_those_of_torch_s_two_optimizers() -> None:
     inner = loop(schedule="cosine", warmup=0.1, weight_decay=0.2, clip=0.5, muon_lr=0.03, muon_momentum=0.9)
     plain = tiny()
@@ -121,6 +122,7 @@ def test_a_step_of_muon_moves_all_directions_alike() -> None:
     assert gradient.median() < 0.2 * gradient.max()
 
 
+@pytest.mark.slow(queued=False)
 def test_loss_falls_on_a_text_that_repeats() -> None:
     inner = loop()
     losses = [inner.step(text_block(step), step) for step in range(1, 41)]

@@ -302,6 +302,7 @@ def cases() -> Iterator[tuple[Sync, float, float]]:
         yield Sync("any", inner_steps, fragments, overlap, 8), 10 ** dice.uniform(7.5, 10.5), dice.choice([0.0, 0.3])
 
 
+@pytest.mark.slow(queued=False)
 def test_skipping_ahead_changes_nothing() -> None:
     for sync, link_bps, latency_s in cases():
         expected = by_bucket(sync, 8e8, 0.5, link_bps, 2 * latency_s, 2000)
@@ -433,6 +434,7 @@ def test_the_first_layout_is_said_as_a_site_that_runs(given: dict[str, Any], exp
     check(sizes_of(site.mesh, 8), site, contract, 8)
 
 
+@pytest.mark.slow(queued=False)
 def test_the_table_as_rows(tmp_path: Path) -> None:
     done = run_cli("plan", "--bandwidth-table", "--json", str(tmp_path / "table.json"))
     assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_an_omission_that_was_not_made_does_not_come_out(run: PaperRun) -> None:
 def test_each_peer_alone_replays_nothing_and_all_replay_everything(run: PaperRun) -> None:
     alone = again(run.root / "a")
     assert verdicts(alone) == ["REPRODUCED", *["MISSING"] * 4]
-    assert "version 1: not recorded: no contribution of b, c" in replay_text(alone)
+    assert "versions 1 to 4: not recorded: no contribution of b, c" in replay_text(alone)
     assert alone.exact  # nothing came out otherwise
     assert verdicts(again(run.root / "a", run.root / "b", run.root / "c")) == ["REPRODUCED"] * 5
 

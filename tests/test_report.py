@@ -121,6 +121,7 @@ def test_versions_are_means_over_peers(tmp_path: Path) -> None:
     assert row.digests == {"x"}
 
 
+@pytest.mark.slow(queued=False)
 def test_who_computed_and_who_waited(tmp_path: Path) -> None:
     a1 = version("a", 1, 10.0, seconds={"inner": 2.0, "exchange": 6.0, "outer": 0.5, "merge": 0.5}, inner_tokens=300)
     b1 = version("b", 1, 10.0, seconds={"inner": 8.0, "exchange": 1.0}, inner_tokens=100)
@@ -314,6 +315,7 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> Non
     assert set(re.findall(r"var\(--([\w-]+)\)", raw)) <= set(re.findall(r"--([\w-]+):", raw))
 
 
+@pytest.mark.slow(queued=False)
 def test_hostile_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
     write_run(tmp_path, versions=12, peers=HOSTILE, folders=("a", "b", "c", "d"))
     page = page_of(tmp_path)
@@ -326,6 +328,7 @@ def test_hostile_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
     assert write_plot(tmp_path).is_file()
 
 
+@pytest.mark.slow(queued=False)
 def test_one_peers_directory_is_enough(tmp_path: Path) -> None:
     events = [event for event in peer_events(24) if event["peer"] == LATE]
     write_events(tmp_path / "events.jsonl", events)
@@ -335,7 +338,7 @@ def test_one_peers_directory_is_enough(tmp_path: Path) -> None:
     assert all(peer in text for peer in PEERS)
 
 
-@pytest.mark.parametrize("versions", [0, 1])
+@pytest.mark.parametrize("versions", [0, pytest.param(1, marks=pytest.mark.slow(queued=False))])
 def test_short_runs_are_pages_too(tmp_path: Path, versions: int) -> None:
     write_run(tmp_path, versions)
     text = text_of(page_of(tmp_path))
@@ -357,6 +360,7 @@ def test_a_run_of_hundreds_of_versions_stays_small(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 
 
+@pytest.mark.slow(queued=False)
 def test_the_report_of_the_same_run_is_the_same(tmp_path: Path) -> None:
     write_run(tmp_path, versions=1)
     first = write_report(tmp_path).read_bytes()

@@ -225,7 +225,7 @@ def test_a_small_simulation(tmp_path: Path) -> None:
     assert load(out / "p0" / "checkpoints").version == load(out / "p1" / "checkpoints").version == 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(queued=False)
 def test_simulate_writes_a_summary_and_beats_ddp_in_bytes(tmp_path: Path) -> None:
     out = tmp_path / "sim"
     contract = tiny_contract(tmp_path, tokens=12_288)

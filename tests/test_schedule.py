@@ -22,7 +22,19 @@ from diloco.fragments import Layout, Weights
 from diloco.merge import mix
 from diloco.outer import OuterState, open_outer
 from diloco.peer import save_line
-from diloco.round import Ahead, Line, Sent, adopt_state, keep_local, measure, step_outer, weights_to_keep, withdraw
+from diloco.round import (
+    Ahead,
+    Diverged,
+    Line,
+    Sent,
+    adopt_state,
+    drop_progress,
+    keep_local,
+    measure,
+    step_outer,
+    weights_to_keep,
+    withdraw,
+)
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.weighing import Weighing
@@ -259,6 +271,40 @@ def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     assert torch.equal(sent.target, gradient + 1.5)
     torch.testing.assert_close(sent.unsent - sent.local, gradient)
     assert torch.equal(residual, torch.full((SIZE,), 3.0))
+
+
+@pytest.mark.parametrize(("version", "counted", "sent"), [(1, False, False), (1, True, True), (2, False, True)])
+def test_what_may_be_counted_where_we_cannot_follow_is_no_progress_again(
+    version: int, counted: bool, sent: bool
+) -> None:
+    """A version that was made on another state than ours: after the next one, or after one that we have not seen."""
+    line = line_of("x", torch.zeros(SIZE), OuterSection())
+    line.commit = commit_of(0)
+    train(line.parameters["a"], TARGETS[0])
+    line.sent = measure(line, {})
+    ours = (Counted("x", 0, 1, 0, 0),) if counted else ()
+    with pytest.raises(Diverged):
+        step_outer(line, Closed(replace(commit_of(version, counted=ours), state_digest="another"), []), {})
+    withdraw(line)
+    assert (line.sent is not None) is sent
+    assert line.stands_at is None  # any state is better
+
+
+def test_progress_is_as_old_as_its_first_step() -> None:
+    line = line_of("x", torch.zeros(SIZE), OuterSection())
+    line.commit = commit_of(0)
+    other = line_of("y", torch.zeros(SIZE), OuterSection())
+    other.commit = commit_of(0)
+    for version, tokens, since in ((1, 0, 1), (2, 10, 1), (3, 10, 1)):
+        line.trained.tokens = tokens
+        train(other.parameters["a"], TARGETS[1])
+        other.sent = measure(other, {})
+        closed = close([other], [other.sent])
+        for one in (line, other):
+            step_outer(one, closed, {})
+        assert (line.state.version, line.since) == (version, since)
+    drop_progress(line)
+    assert line.since == 3
 
 
 def test_mix_is_of_the_weights_now_and_not_of_those_sent() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from diloco.fragments import Layout
 from diloco.outer import OuterState, open_outer
 from diloco.peer import serve_bps_of
 from diloco.types import Closed, Commit
-from tests.local import LocalWorld
+from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS
 from tests.test_link import Listener, commit
 
@@ -167,6 +168,7 @@ def test_chunks_that_are_here_already_are_not_fetched(state: OuterState) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.slow(queued=False)
 @pytest.mark.parametrize(("mean_bytes", "leads_on"), [(STATE_BYTES // 24, True), (STATE_BYTES // 4, False)])
 def test_a_copy_that_takes_many_versions_is_not_in_vain(state: OuterState, mean_bytes: int, leads_on: bool) -> None:
     """Each member closes two versions per chunk: 24, of which it would keep 4. Where their means are too large for
@@ -279,11 +281,17 @@ def test_when_nobody_delivers_the_copy_fails_and_says_how_far_it_came(
 
 def test_when_nobody_offers_what_fits_the_copy_fails_at_once(state: OuterState) -> None:
     async def scenario() -> None:
-        members = Members(Holder(versions(1)[0]))
-        started = time.monotonic()
+        holder, asked = Holder(versions(1)[0]), []
+        offer = holder.on_state_offer
+
+        async def counted(have: str) -> StateOffer:
+            asked.append(have)
+            return await offer(have)
+
+        holder.on_state_offer = counted  # type: ignore[method-assign]
         with pytest.raises(StateError, match="none of 1 members"):
-            await members.copy(start(2))
-        assert time.monotonic() - started < PAUSE_S
+            await Members(holder).copy(start(2))
+        assert len(asked) == 1
 
     asyncio.run(scenario())
 
@@ -536,6 +544,66 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     assert len(world.settle(world.peers)) == 1
     assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]
     assert sleeper.copies == copies
+
+
+def test_nobody_waits_for_a_state_that_is_not_wanted_any_more(world: LocalWorld) -> None:
+    """Ctrl-C while a large state is copied."""
+    leaving, source = world.peers[:2]
+    world.call(lambda: world.network.freeze(source.address))
+    leaving.peer.idle = lambda: False
+    with pytest.raises(StateError, match="asked to leave"):
+        leaving.peer.copy_state([source.address])
+    world.call(lambda: world.network.thaw(source.address))
+
+
+# ---------------------------------------------------------------- a state that turned out to be wrong
+
+
+def damage(peer: LocalPeer) -> None:
+    """A bit of its anchor, which nobody is told of."""
+    line = peer.peer.line
+    anchor = line.state.fragments[0].anchor.clone()
+    anchor[7] = -anchor[7]
+    line.state = OuterState(line.state.version, (replace(line.state.fragments[0], anchor=anchor),))
+
+
+@pytest.mark.parametrize("failures", [0, pytest.param(2, marks=pytest.mark.slow(queued=False))])
+def test_what_a_version_counts_is_not_sent_again_by_who_could_not_apply_it(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """However long nobody gives it the state meanwhile."""
+    victim, failing = world.peers[2], iter([True] * failures)
+    copy = victim.peer.exchange.copy_state
+
+    def fails_at_first(*rest: Any) -> tuple[OuterState, StateOffer]:
+        if next(failing, False):
+            raise StateError("nobody gives it", "")
+        return copy(*rest)
+
+    monkeypatch.setattr(victim.peer.exchange, "copy_state", fails_at_first)
+    world.rounds(world.peers, 2)
+    damage(victim)
+    world.rounds(world.peers, 4)
+    assert len(world.settle(world.peers)) == 1
+    counted = sum(entry.tokens for made in world.peers[0].commits for entry in made.counted if entry.peer == "p2")
+    uncommitted = victim.peer.line.trained.tokens
+    assert counted + uncommitted == victim.peer.journal.trained_tokens == 60
+
+
+def test_who_diverged_takes_an_older_state_where_no_other_is_to_be_had(world: LocalWorld) -> None:
+    """Joiners read as many snapshots of every member as it keeps, and what our state is worth the next version told."""
+    victim = world.peers[2]
+    for _ in range(SNAPSHOTS):
+        world.rounds(world.peers, 1)
+        for peer in world.peers:
+            world.run(peer.peer.exchange.on_state_offer(""))
+    world.rounds(world.peers, 1)
+    damage(victim)
+    copies = victim.copies
+    victim.peer.exchange.hold(victim.peer.line.state, victim.peer.line.commit)
+    world.rounds(world.peers, 3)
+    assert len(world.settle(world.peers)) == 1
+    assert victim.copies == copies + 1
 
 
 def serves(limit_bps: float | None) -> float:

@@ -83,6 +83,14 @@ OWNERS = {
 DISTRIBUTIONS = {"google": "protobuf", "grpc": "grpcio"}  # where the import's name is not the package's
 LONGEST_FUNCTION = 60
 
+FACTORIES = """
+    arange asarray as_tensor empty empty_strided eye full linspace logspace normal ones rand randint randn randperm
+    scalar_tensor tensor zeros"""
+"""Of torch, which take a dtype and a device that are not named from the process. Those of `torch.*_like`, `new_*` and
+`from_numpy` have them from another tensor."""
+# A model, its training and the simulator own their process. diloco.exchange.swapping: its one factory is to follow.
+DEFAULTS_ALLOWED = "diloco.models diloco.inner diloco.workbench diloco.sim diloco.data"
+
 # The public API. A change here is an entry in CHANGELOG.md.
 PUBLIC = ["Run", "found", "join"]
 
@@ -265,6 +273,35 @@ def test_only_the_command_line_prints() -> None:
             streams = isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout", "sys.stderr"}
             if prints or streams:
                 problems.append(f"{module.at(node.lineno)}: return it or log it")
+    complain(problems)
+
+
+def unnamed(tree: ast.AST) -> list[int]:
+    """Lines of calls that make a tensor of the process's default dtype or device."""
+    factories = {f"torch.{name}" for name in FACTORIES.split()}
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in factories)
+    return [call.lineno for call in calls if not {"dtype", "device"} <= {keyword.arg for keyword in call.keywords}]
+
+
+def test_tensors_that_name_no_dtype_or_device_are_found() -> None:
+    code = """
+torch.empty(3)
+torch.zeros(3, dtype=torch.float32)
+torch.tensor([1.0], device="cpu")
+torch.full((3,), 1.0, dtype=torch.float32, device="cpu")
+torch.empty_like(x), x.new_empty(3), torch.from_numpy(y), numpy.zeros(3)
+"""
+    assert unnamed(ast.parse(code)) == [2, 3, 4]
+
+
+def test_tensors_name_their_dtype_and_device() -> None:
+    """The library runs in a user's script, which may have set other defaults."""
+    problems = []
+    for module in modules():
+        if not within_any(module.name, DEFAULTS_ALLOWED):
+            problems += [f"{module.at(line)}: name dtype and device" for line in unnamed(module.tree)]
+        names = {name for _, name in imports(module.tree)}
+        problems += [f"{module.at(1)}: write torch.{name}" for name in FACTORIES.split() if f"torch.{name}" in names]
     complain(problems)
 
 

@@ -95,7 +95,6 @@ def test_what_was_not_measured_is_said(arguments: tuple[int, ...], words: list[s
 def test_the_text_is_a_part_of_a_contract(parameters: int, peers: int, steps: int) -> None:
     suggestion = suggest(parameters, peers, steps)
     tree = tomllib.loads(to_toml(suggestion))
-    tree["run"]["name"] = "suggested"
     contract = Contract.model_validate_json(json.dumps(tree))
     assert contract.inner.lr == pytest.approx(suggestion.inner_lr, rel=0.01)
     assert contract.outer.lr == pytest.approx(suggestion.outer_lr, abs=0.005)

@@ -1,4 +1,4 @@
-"""The deterministic simulator: a thousand seeds hold, planted bugs do not stay hidden, and the scenarios read as told.
+"""The deterministic simulator: hundreds of seeds hold, planted bugs do not stay hidden, and the scenarios read as told.
 
 `UPDATE_TRANSCRIPTS=1 pytest tests/test_virtual.py -k transcript` writes what happens now into tests/transcripts; read
 the difference before you keep it.
@@ -39,7 +39,7 @@ from diloco.sim.virtual.world import World
 from tests.peers import run_cli
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
-SEEDS, PER_TEST = 1000, 50
+SEEDS, PER_TEST = 500, 50
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {"no-majority": 20, "early-divisor": 40, "early-progress": 5, "private-mean": 5, "stale-life": 200}
 
@@ -63,18 +63,18 @@ def test_seeds_hold(first: int) -> None:
 
 def test_seeds_that_once_broke_something_hold() -> None:
     """Those of the table in diloco/exchange/README.md that the range above leaves out."""
-    seeds = [1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
+    seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
     assert not run_seeds(seeds).violations
 
 
-@pytest.mark.parametrize("first", every(100, quick=PER_TEST))
+@pytest.mark.parametrize("first", every(100, quick=0))
 def test_seeds_hold_under_async(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST), Choice(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
 
-@pytest.mark.parametrize("first", every(100, quick=PER_TEST))
+@pytest.mark.parametrize("first", every(100, quick=0))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
     tally = run_seeds(range(first, first + PER_TEST), Choice(speeds="0.1:1"))
@@ -150,6 +150,7 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
         world.invariants.replayed()
 
 
+@pytest.mark.slow(queued=False)
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
     """Three times as many peers: as many versions, which count three times as many; heartbeats are from all to all."""
     small, large = (
@@ -221,6 +222,7 @@ def test_choice_restricts_what_is_drawn() -> None:
         Choice(speeds="fast").check()
 
 
+@pytest.mark.slow(queued=False)
 def test_a_failure_is_shrunk_to_what_matters() -> None:
     """Half against half, among other troubles, with the majority taken out: only the partition is left."""
     cut = Fault(3.0, "cut", "p0+p1", 6.0)

@@ -265,6 +265,10 @@ def test_the_pace_follows_the_receiver():
     assert pace.message_bytes == chunks.LARGEST_MESSAGE_BYTES
     pace.measured(4 * 10**6, 1.0)
     assert pace.message_bytes == 200_000
+    pace.measured(10**5, 1.0, fed=False)
+    assert pace.message_bytes == 200_000, "it took all there was"
+    pace.measured(5 * 10**6, 1.0, fed=False)
+    assert pace.message_bytes == 250_000
     pace.measured(10**5, 1.0)
     assert pace.message_bytes == chunks.MESSAGE_BYTES
     pace.measured(0, 0.0)

@@ -204,9 +204,9 @@ def fixed_point(values: Tensor, largest: Tensor) -> Tensor:
 def _dither(values: Tensor, first_block: int) -> Tensor:
     """Numbers in [0, 1), uniform, that depend on all values of the row, its number and the column only."""
     rows, columns = values.shape
-    blocks = torch.arange(first_block, first_block + rows, device=values.device)
+    blocks = torch.arange(first_block, first_block + rows, dtype=torch.int64, device=values.device)
     seeds = _mixed(values.view(torch.int32).sum(dim=1) + blocks * 0x9E3779B9)
-    counters = torch.arange(columns, device=values.device) * 0x9E3779B9
+    counters = torch.arange(columns, dtype=torch.int64, device=values.device) * 0x9E3779B9
     return (_mixed(seeds[:, None] + counters) >> 8).float() * 2.0**-24
 
 

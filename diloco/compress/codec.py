@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress import kernels
+from diloco.memory import floats
 
 
 class PayloadError(ValueError):
@@ -55,7 +56,7 @@ class Codec(ABC):
 
     def decode(self, payload: bytes, elements: int) -> Tensor:
         """`decode_into` a new tensor."""
-        values = torch.empty(elements, dtype=torch.float32)
+        values = floats(elements)
         self.decode_into(payload, values)
         return values
 

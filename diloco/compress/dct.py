@@ -90,7 +90,7 @@ def _basis(size: int) -> Tensor:
         ]
         for k in range(size)
     ]  # fmt: skip
-    return torch.tensor(numbers, dtype=torch.float64).float()
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu").float()
 
 
 def _cosine_of_quarters(numerator: int, size: int) -> float:

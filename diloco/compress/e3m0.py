@@ -39,7 +39,7 @@ class E3M0Codec(BlockCodec):
         return scales, torch.where(negative, codes + SIGN, codes).to(torch.uint8)
 
     def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
-        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)])
+        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)], dtype=torch.float32, device="cpu")
         out.copy_(levels.index_select(0, codes.flatten().int()).view(codes.shape)).mul_(headers)
 
 

@@ -369,7 +369,7 @@ INLINE void list_bits(uint8_t set[256][8]) {
 }
 
 // Their rising indices; room for eight more. Without a branch, which would be taken by chance.
-INLINE void indices_of(const uint8_t *chosen, int64_t width, const uint8_t set[256][8], uint16_t *indices) {
+INLINE void indices_of(const uint8_t *chosen, int64_t width, uint8_t set[256][8], uint16_t *indices) {
     for (int64_t i = 0; i < width; i += 8) {
         uint64_t eight;
         memcpy(&eight, chosen + i, 8);

@@ -46,7 +46,7 @@ class LowRankCodec(Codec):
     def encode(self, values: Tensor) -> bytes:
         values = saturated(values, LARGEST)
         rows, columns, rank = self._shape(values.numel())
-        matrix = torch.zeros(rows, columns)
+        matrix = _zeros(rows, columns)
         matrix.view(-1)[: values.numel()] = values
         left, right = _factors(matrix, rank)
         scales = right.abs().amax(dim=0)
@@ -64,7 +64,7 @@ class LowRankCodec(Codec):
             raise PayloadError("lowrank payload with factors that are not finite, or scales that are none")
         left = factors[: rank * rows].view(rank, rows, 1)
         right = factors[rank * rows :].view(rank, 1, columns).mul_(scales.view(rank, 1, 1))
-        matrix = torch.zeros(rows, columns)
+        matrix = _zeros(rows, columns)
         product = torch.empty_like(matrix)
         for term in range(rank):
             matrix.add_(torch.mul(left[term], right[term], out=product))
@@ -81,11 +81,16 @@ class LowRankCodec(Codec):
         return rows, columns, min(self.rank, rows, columns, LARGEST_RANK)
 
 
+def _zeros(rows: int, columns: int) -> Tensor:
+    return torch.zeros(rows, columns, dtype=torch.float32, device="cpu")
+
+
 def _factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """P (rows, rank), orthonormal, and Q (columns, rank), fp32; their product is near the best of this rank."""
     largest = magnitude(matrix) or 1.0
     unit = matrix / largest  # squares of tiny numbers would be zero
-    right = torch.randn(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0))
+    start = torch.Generator(device="cpu").manual_seed(0)
+    right = torch.randn(matrix.shape[1], rank, generator=start, dtype=torch.float32, device="cpu")
     for _ in range(POWER_ITERATIONS):
         left, _ = torch.linalg.qr(unit @ right)
         right = unit.T @ left

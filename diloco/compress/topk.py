@@ -73,8 +73,8 @@ class TopKCodec(Codec):
         self._restore(out)
 
     def max_bytes(self, elements: int) -> int:
-        count = self._count(elements)
-        return _packed_bytes(count) + self.kept.max_bytes(count)
+        cut = self._cut(elements)
+        return cut.packed_bytes + self.kept.max_bytes(cut.sent)
 
     def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
         places, sent = self._read(payload, total.numel())
@@ -120,17 +120,11 @@ class TopKCodec(Codec):
         kept_of_rest = kept_of(rest, self.density) if rest else 0
         return kernels.Cut(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
 
-    def _count(self, elements: int) -> int:
-        """Values sent of a part."""
-        cut = self._cut(elements)
-        return elements // self.chunk * cut.kept + cut.kept_of_rest
-
     def _largest(self, values: Tensor) -> tuple[bytes, Tensor]:
         """The packed indices of the largest of each chunk, and these, in the order of their places."""
         cut = self._cut(values.numel())
         if kernels.has_topk(cut):
-            count = self._count(values.numel())
-            return kernels.topk_select(values, cut, _packed_bytes(count), count)
+            return kernels.topk_select(values, cut)
         indices, places = [], []
         for start, rows in self._chunks(values):
             found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
@@ -150,14 +144,13 @@ class TopKCodec(Codec):
         None: kernels found the places good, and will find them again.
         """
         check_size(payload, self.max_bytes(elements))
-        count = self._count(elements)
-        packed_bytes = _packed_bytes(count)
+        cut = self._cut(elements)
         places = None
-        if not kernels.has_topk(self._cut(elements)):
-            places = torch.from_numpy(self._places(_unpack(payload[:packed_bytes], count), elements))
-        elif not kernels.topk_good(payload, self._cut(elements)):
+        if not kernels.has_topk(cut):
+            places = torch.from_numpy(self._places(_unpack(payload[: cut.packed_bytes], cut.sent), elements))
+        elif not kernels.topk_good(payload, cut):
             raise self._no_index()
-        return places, self.kept.decode(payload[packed_bytes:], count)
+        return places, self.kept.decode(payload[cut.packed_bytes :], cut.sent)
 
     def _places(self, indices: np.ndarray, elements: int) -> np.ndarray:
         """Indices in the chunks -> places in the part. Raises PayloadError unless they rise within every chunk."""
@@ -188,10 +181,6 @@ def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
         same = sizes == smallest
         chosen.logical_and_(same.logical_not().logical_or_(same.cumsum(dim=1) <= missing))
     return chosen
-
-
-def _packed_bytes(count: int) -> int:
-    return 3 * math.ceil(count / 2)
 
 
 def _pack(indices: np.ndarray) -> bytes:

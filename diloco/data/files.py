@@ -17,6 +17,9 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
 """What is read from a folder as text; a file that is named, or matches a glob, may be called anything."""
 
 
+_CHECK = "check data.paths, and data.root in the site file"
+
+
 def find(paths: Sequence[str], root: Path, suffixes: Collection[str]) -> list[Path]:
     """Files at `paths` (files, folders or globs below `root`), each once, sorted by path.
 
@@ -40,13 +43,14 @@ def inside(path: str, root: Path) -> Path:
     return root / path
 
 
-def expand(path: Path, suffixes: Collection[str]) -> list[Path]:
-    """`path` itself when it is a file, else the files below it that end in one of `suffixes`. Raises DataError."""
+def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK) -> list[Path]:
+    """`path` itself when it is a file, else the files below it that end in one of `suffixes`. Raises DataError, with
+    `fix` where there is no such path."""
     # os.path's tests say no where pathlib's would raise: in a folder that may not be entered.
     if os.path.isfile(path):
         return [path]
     if not os.path.isdir(path):
-        raise DataError(f"no such file or folder: {path}", "check data.paths, and data.root in the site file")
+        raise DataError(f"no such file or folder: {path}", fix)
     files = walk(path, suffixes)
     if not files:
         looked_for = ", ".join(f"*{suffix}" for suffix in suffixes)

@@ -42,7 +42,7 @@ def pack(
     """
     if output.suffix != ".bin" or output.is_dir():
         raise UsageError(f"cannot pack into {output}", "name a file that ends in .bin")
-    files = [file for path in paths for file in expand(path, TEXT_SUFFIXES)]
+    files = [file for path in paths for file in expand(path, TEXT_SUFFIXES, "name files or folders that are there")]
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
         result = _write(files, partial, tokenizer, text_field, progress)

@@ -37,7 +37,13 @@ class Background:
         raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
+        def guarded() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:  # the loop would only log it, and the training side wait
+                self.failed(error)
+
+        self._loop.call_soon_threadsafe(guarded)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

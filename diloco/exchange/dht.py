@@ -261,13 +261,26 @@ def _end_with(parent: int) -> None:
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
+
+    def end_if_orphaned() -> None:
+        if os.getppid() != parent:
+            _end_orphaned(task)
+
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     # The kernel also sends it when only the thread that forked us ends: then the parent is still the parent.
-    loop.add_signal_handler(signal.SIGHUP, lambda: os.getppid() == parent or task.cancel())
+    loop.add_signal_handler(signal.SIGHUP, end_if_orphaned)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
-    if os.getppid() != parent:  # it died before it was watched
-        task.cancel()
+    end_if_orphaned()  # it may have died before it was watched
+
+
+def _end_orphaned(task: asyncio.Task[Any]) -> None:
+    """The parent is gone. What hivemind says while it ends is for nobody: its terminal is somebody else's now."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+    task.cancel()
 
 
 def _import_hivemind() -> None:
@@ -316,7 +329,7 @@ async def _answer_questions(pipe: Connection, records: _Records) -> None:
             questions.put_nowait(pipe.recv())
         except (EOFError, OSError):  # the parent is gone (where there is no PR_SET_PDEATHSIG)
             loop.remove_reader(pipe.fileno())
-            task.cancel()
+            _end_orphaned(task)
 
     loop.add_reader(pipe.fileno(), receive)
     while True:

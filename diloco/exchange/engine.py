@@ -23,6 +23,7 @@ from typing import Any
 from diloco import failpoints
 from diloco.average import digest_of, is_mean_of
 from diloco.clock import monotonic_s
+from diloco.errors import StateError
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
 from diloco.exchange.lane import Lane, LaneTerms
@@ -109,14 +110,15 @@ class Exchange(Background):
         """Of the parts of the mean that is being made, what they hash to."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._moved = asyncio.Condition()
-        self._outcome: Future[Sequence[Closed] | Skip] = Future()
-        """Of the latest offer, for the training side."""
-        self._waiting: Future[Sequence[Closed] | Skip] | None = None
+        self._outcome: Future[Skip | None] = Future()
+        """Of the latest offer, for the training side. None: versions closed."""
+        self._waiting: Future[Skip | None] | None = None
         """The same, as long as the offer stands."""
         self._means: deque[str] = deque(maxlen=terms.rules.means_kept)
         """Digests of the latest that are here, whole."""
         self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.lane.layout, terms.lane.optimizer))
         self._closed: deque[Closed] = deque()
+        """Versions that the training side has not taken yet; whoever takes them applies them, in order."""
         self._closed_changed = threading.Condition()
         self._state: OuterState | None = None
         self._state_commit: Commit | None = None
@@ -164,12 +166,16 @@ class Exchange(Background):
         self._call(self._offer, contribution, leaving, self._outcome)
 
     def whole(self, contribution: Contribution) -> Contribution:
-        """With the parts that other ranks of ours encode. Waits for them."""
+        """With the parts that other ranks of ours encode. Waits for them. Raises what made the exchange fail."""
         lanes = len(self.lanes)
         if lanes == 1:
             return contribution
         own = list(contribution.parts)
-        others = asyncio.run_coroutine_threadsafe(self._contributed(), self._loop).result()
+        asked = asyncio.run_coroutine_threadsafe(self._contributed(), self._loop)
+        while not asked.done():
+            self._raise_failure()
+            wait_for([asked], 0.2)
+        others = asked.result()
         parts = [others[part % lanes - 1][part] if part % lanes else own[part] for part in range(len(own))]
         return replace(contribution, parts=parts)
 
@@ -179,18 +185,21 @@ class Exchange(Background):
     def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
         """Wait until the version that was offered for closes.
 
-        Returns the versions that closed, in order (ours may or may not be counted in them), or why the round is
-        skipped. Asks `patience` a few times a second; when that is False the contribution is withdrawn.
+        Returns the versions that closed, in order (ours may or may not be counted in them; none, if `closed` told of
+        them meanwhile), or why the round is skipped. Asks `patience` a few times a second; when that is False the
+        contribution is withdrawn.
         """
         withdrawn = False
         while True:
             try:
-                return self._outcome.result(timeout=0.2)
+                skip = self._outcome.result(timeout=0.2)
             except TimeoutError:
                 self._raise_failure()
                 if not withdrawn and not patience():
                     withdrawn = True
                     self._call(self._feed, m.Withdrawn())
+            else:
+                return self.closed() if skip is None else skip
 
     def closed(self, timeout_s: float = 0.0) -> Sequence[Closed]:
         """Versions that closed since the last call; waits up to `timeout_s` for the first."""
@@ -198,7 +207,9 @@ class Exchange(Background):
         with self._closed_changed:
             if not self._closed and timeout_s:
                 self._closed_changed.wait(timeout_s)
-            return self._take_closed()
+            taken = tuple(self._closed)
+            self._closed.clear()
+            return taken
 
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
@@ -222,11 +233,12 @@ class Exchange(Background):
         commit: Commit | None,
         timeout_s: float,
         progress: Callable[[int, int], None],
-        waiting: Callable[[], object] = lambda: None,
+        waiting: Callable[[], bool] = lambda: True,
     ) -> tuple[OuterState, StateOffer]:
         """The state that the members at these addresses hold; `local` itself, which is `commit`'s, if it is that.
 
-        `waiting` is called a few times a second meanwhile. Raises StateError, and TimeoutError after `timeout_s`.
+        `waiting` is asked a few times a second whether anybody still wants it. Raises StateError, and TimeoutError
+        after `timeout_s`.
         """
         future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, commit, progress), self._loop)
         deadline_s = monotonic_s() + timeout_s
@@ -234,7 +246,9 @@ class Exchange(Background):
             if monotonic_s() > deadline_s:
                 future.cancel()
                 raise TimeoutError
-            waiting()
+            if not waiting():
+                future.cancel()
+                raise StateError("asked to leave while the state was copied", "join again")
             wait_for([future], 0.2)
         result = future.result()
         self.behind = False
@@ -252,7 +266,12 @@ class Exchange(Background):
             others[part % len(self.lanes) - 1].fill(buffer, part, data)
 
         fitting = (terms.layout, terms.optimizer, terms.stall_s, progress, self.machine.lineage, commit, elsewhere)
-        state, offer = await download(self.link, sources, local, *fitting)
+        try:
+            state, offer = await download(self.link, sources, local, *fitting)
+        except BaseException:  # it may have been cancelled
+            for lane in others:
+                lane.drop_copy()
+            raise
         for lane in others:
             lane.end_copy(offer.version, offer.steps)
         return state, offer
@@ -346,9 +365,9 @@ class Exchange(Background):
         sends = [self._send(effect) for effect in effects if isinstance(effect, m.Send)]
         await asyncio.gather(*sends)
 
-    def _offer(self, contribution: Contribution, leaving: bool, future: Future[Sequence[Closed] | Skip]) -> None:
+    def _offer(self, contribution: Contribution, leaving: bool, future: Future[Skip | None]) -> None:
         if self._closed:
-            future.set_result(self._take_closed())
+            future.set_result(None)
             return
         self.lane.take(contribution)
         self._waiting = future
@@ -387,11 +406,6 @@ class Exchange(Background):
             self._closed = deque(later)
             self.behind = bool(later) and later[0].commit.version != version + 1
             self._closed_changed.notify_all()
-
-    def _take_closed(self) -> Sequence[Closed]:
-        taken = tuple(self._closed)
-        self._closed.clear()
-        return taken
 
     def _feed(self, event: m.Event) -> None:
         self._perform_all(self.machine.handle(event, monotonic_s()))
@@ -572,8 +586,7 @@ class Exchange(Background):
         with self._closed_changed:
             self._closed.append(closed)
             self._closed_changed.notify_all()
-        if self._waiting is not None:
-            self._answer(self._take_closed())
+        self._answer(None)
         self._spawn(self._tell_moved())
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
@@ -588,7 +601,7 @@ class Exchange(Background):
         self._resync_from = [source.address]
         self.behind = True
 
-    def _answer(self, outcome: Sequence[Closed] | Skip) -> None:
+    def _answer(self, outcome: Skip | None) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.set_result(outcome)

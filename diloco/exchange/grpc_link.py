@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; a lost peer is weather: no line on stderr for it
@@ -55,6 +56,10 @@ IDLE_MS: Final = 60_000
 """A connection that nobody used for so long is closed; without that gRPC knocks at a dead peer's door once a second
 for half an hour, and the dead of a long run are many."""
 
+UNUSED_S: Final = 300.0
+"""After so long without a call, or twice that, an address is forgotten: whoever comes back has another port, as a rule,
+and what gRPC keeps of an address, connected or not, is 60 kB."""
+
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
@@ -90,7 +95,10 @@ class GrpcLink(Link):
         _keep_freed_memory()
         self._rpc_s = rpc_s
         self._credentials = channel_credentials(keys)
-        self._channels: dict[tuple[str, int], tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self._lines: dict[str, _Line] = {}
+        """By address."""
+        self._swept_s = monotonic_s()
+        """When those were forgotten last that nobody used."""
         self._limit = RateLimit(send_bps)
         self._uplink = Uplink(send_bps)
         self._bulk = range(_BULK, _BULK + streams)
@@ -101,15 +109,17 @@ class GrpcLink(Link):
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         request = convert.seal(envelope)
-        with _weather(address):
-            answer = _there(await self._peer(address).Deliver(request, timeout=self._rpc_s))
+        async with self._line(address) as line:
+            answer = _there(await line.peer().Deliver(request, timeout=self._rpc_s))
         return _reply(answer)
 
-    async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
+    async def send_parts(
+        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+    ) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
-        with _weather(address):
-            calls = [self._peer(address, connection).SendParts() for connection in self._bulk]  # type: ignore[call-arg]  # may be left out
+        async with self._line(address) as line:
+            calls = [line.peer(connection).SendParts() for connection in self._bulk]  # type: ignore[call-arg]  # may be left out
             outbox = Outbox(parts)
             try:
                 return await _all_ok([self._sending(call, stall_s).run(first, outbox) for call in calls])
@@ -118,40 +128,44 @@ class GrpcLink(Link):
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
-        with _weather(address):
-            answer = _there(await self._peer(address).Hello(request, timeout=timeout_s))
+        async with self._line(address) as line:
+            answer = _there(await line.peer().Hello(request, timeout=timeout_s))
         return _parsed(convert.welcome_from_wire, answer)
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
-        with _weather(address):
-            answer = _there(await self._peer(address).Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
+        async with self._line(address) as line:
+            answer = _there(await line.peer().Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
         return _parsed(convert.lanes_from_wire, answer)
 
     async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
-        with _weather(address):
-            async with aclosing(_replies(self._peer(address, _BULK).FetchCommits(request), stall_s)) as replies:
-                async for reply in replies:
-                    if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
-                        raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
-                    commit = _parsed(convert.commit_from_wire, reply.header.commit)
-                    found.append(Closed(commit, await _read_mean(replies, reply.header.parts, max_part_bytes)))
+        async with (
+            self._line(address) as line,
+            aclosing(_replies(line.peer(_BULK).FetchCommits(request), stall_s)) as replies,
+        ):
+            async for reply in replies:
+                if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
+                    raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
+                commit = _parsed(convert.commit_from_wire, reply.header.commit)
+                found.append(Closed(commit, await _read_mean(replies, reply.header.parts, max_part_bytes)))
         return found
 
     async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
         request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
-        with _weather(address):
-            async with aclosing(_replies(self._peer(address, _BULK).FetchMean(request), stall_s)) as replies:
-                first = await anext(replies, None)
-                if first is None or first.WhichOneof("content") != "parts":
-                    raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
-                return await _read_mean(replies, first.parts, max_part_bytes)
+        async with (
+            self._line(address) as line,
+            aclosing(_replies(line.peer(_BULK).FetchMean(request), stall_s)) as replies,
+        ):
+            first = await anext(replies, None)
+            if first is None or first.WhichOneof("content") != "parts":
+                raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
+            return await _read_mean(replies, first.parts, max_part_bytes)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
-        with _weather(address):
+        async with self._line(address) as line:
             request = peer_pb2.FetchStateOfferRequest(have=have)
-            answer = _there(await self._peer(address).FetchStateOffer(request, timeout=timeout_s))
+            answer = _there(await line.peer().FetchStateOffer(request, timeout=timeout_s))
         return _parsed(convert.state_offer_from_wire, answer)
 
     async def fetch_state(
@@ -160,38 +174,56 @@ class GrpcLink(Link):
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
         joiner = Joiner(max_chunk_bytes)
         wanted = iter(chunks)
-        with _weather(address):
-            async with aclosing(_replies(self._peer(address, _BULK).FetchState(request), stall_s)) as replies:
-                async for reply in replies:
-                    for part in _parsed(joiner.join, reply.chunks):
-                        if part.index != next(wanted, None):
-                            raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
-                        yield part.index, part.payload
+        async with (
+            self._line(address) as line,
+            aclosing(_replies(line.peer(_BULK).FetchState(request), stall_s)) as replies,
+        ):
+            async for reply in replies:
+                for part in _parsed(joiner.join, reply.chunks):
+                    if part.index != next(wanted, None):
+                        raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
+                    yield part.index, part.payload
         if next(wanted, None) is not None:
             raise LinkRefused(Reply.MALFORMED, "the stream ended before the last chunk of the state")
 
     async def status(self, address: str, timeout_s: float) -> str:
-        with _weather(address):
-            answer = _there(await self._peer(address).Status(peer_pb2.StatusRequest(), timeout=timeout_s))
+        async with self._line(address) as line:
+            answer = _there(await line.peer().Status(peer_pb2.StatusRequest(), timeout=timeout_s))
         return answer.json
 
     async def close(self) -> None:
         """Close all connections; calls that are under way are cancelled."""
-        channels = [channel for channel, _ in self._channels.values()]
-        self._channels.clear()
-        for channel in channels:
-            await channel.close(grace=None)
+        lines = list(self._lines.values())
+        self._lines.clear()
+        for line in lines:
+            await line.close()
 
     def _sending(self, call: PartsCall, stall_s: float) -> _Sending:
         return _Sending(call, stall_s, self._limit, self._uplink)
 
-    def _peer(self, address: str, connection: int = _CONTROL) -> PeerAsyncStub:
-        """Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
-        key = address, connection
-        if key not in self._channels:
-            channel = self._open(address)
-            self._channels[key] = channel, PeerStub(channel)
-        return self._channels[key][1]
+    @asynccontextmanager
+    async def _line(self, address: str) -> AsyncIterator[_Line]:
+        """For one call: it is not forgotten meanwhile. gRPC's errors are raised as the link's."""
+        line = self._lines.setdefault(address, _Line(partial(self._open, address)))
+        line.calls += 1
+        try:
+            await self._forget_unused()
+            with _weather(address):
+                yield line
+        finally:
+            line.calls -= 1
+            line.used_s = monotonic_s()
+
+    async def _forget_unused(self) -> None:
+        now_s = monotonic_s()
+        if now_s - self._swept_s < UNUSED_S:
+            return
+        self._swept_s = now_s
+        unused = [
+            address for address, line in self._lines.items() if not line.calls and now_s - line.used_s >= UNUSED_S
+        ]
+        for line in [self._lines.pop(address) for address in unused]:
+            await line.close()
 
     def _open(self, address: str) -> grpc.aio.Channel:
         try:
@@ -215,6 +247,30 @@ class GrpcLink(Link):
             "grpc.client_idle_timeout_ms": IDLE_MS,
         }
         return grpc.aio.secure_channel(f"dns:///{target}", self._credentials, options=list(options.items()))
+
+
+class _Line:
+    """The connections to one address, each opened at its first call."""
+
+    def __init__(self, open_: Callable[[], grpc.aio.Channel]) -> None:
+        self._open = open_
+        self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self.calls = 0
+        """That are under way."""
+        self.used_s = monotonic_s()
+        """When the latest call ended."""
+
+    def peer(self, connection: int = _CONTROL) -> PeerAsyncStub:
+        """Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
+        if connection not in self._channels:
+            channel = self._open()
+            self._channels[connection] = channel, PeerStub(channel)
+        return self._channels[connection][1]
+
+    async def close(self) -> None:
+        """Close them; calls that are under way are cancelled."""
+        for channel, _ in self._channels.values():
+            await channel.close(grace=None)
 
 
 def channel_credentials(keys: Keys) -> grpc.ChannelCredentials:
@@ -309,8 +365,9 @@ class _Sending:
             if not taken_bytes < reply.taken_bytes <= self._sent_bytes:
                 continue  # no progress, whatever it says
             now_s = self._moved_at_s = monotonic_s()
-            self._pace.measured(reply.taken_bytes - taken_bytes, now_s - told_at_s)
-            if full and self._fed_since_s <= told_at_s:
+            fed = full and self._fed_since_s <= told_at_s
+            self._pace.measured(reply.taken_bytes - taken_bytes, now_s - told_at_s, fed)
+            if fed:
                 self._uplink.took(reply.taken_bytes - taken_bytes, told_at_s, now_s)
             taken_bytes, told_at_s = reply.taken_bytes, now_s
             full = self._sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,12 +100,14 @@ class Lane(Background):
         self.terms, self.link = terms, link
         self.head: Head | None = None
         self.work: Work | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="average")
+        # Folds have a thread of their own: others wait for what we average, nobody for what we step.
+        self._folder = ThreadPoolExecutor(1, thread_name_prefix="average")
+        self._stepper = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._header: StreamHeader | None = None
         self._stepping: Stepping | None = None
         """Of the version being made: attempts of one version have the parts in common that did not change."""
         self._outlets: list[Outlets] = []
-        self._precedence = Precedence(terms.stall_s / 2)
+        self._precedence = Precedence(terms.stall_s / 4)
         self._contribution: Contribution | None = None
         self._means: dict[str, Sequence[bytes]] = {}
         """By digest; what other lanes hold is empty."""
@@ -118,6 +120,7 @@ class Lane(Background):
         self._closed: dict[int, tuple[int, Closed]] = {}
         self._news = threading.Condition()
         self._routes: dict[Member, tuple[str, ...]] = {}
+        """Addresses of the lanes of members of the attempt, as far as we sent them something."""
 
     # ------------------------------------------------------------ for the training side (any thread)
 
@@ -160,7 +163,8 @@ class Lane(Background):
     def stop(self) -> None:
         """End the tasks. The link is the caller's."""
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._folder, self._stepper):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ------------------------------------------------------------ reducing
 
@@ -187,7 +191,8 @@ class Lane(Background):
         piece = terms.layout.fragments[fragment]
         work = self.work = Work(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
         self._header = header
-        self._precedence = Precedence(terms.stall_s / 2)  # streams of an attempt before this hold up nobody
+        self._routes = {member: self._routes[member] for member in begin.receivers if member in self._routes}
+        self._precedence = Precedence(terms.stall_s / 4)  # streams of an attempt before this hold up nobody
         if self._contribution is not None:
             work.take_own(self._contribution)
         share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
@@ -280,8 +285,8 @@ class Lane(Background):
             return closed
         finish = partial(stepping.finish, closed.parts)
         if not self.terms.ahead:
-            return Ahead(commit, closed.parts, lambda in_place: self._pool.submit(finish, in_place).result())
-        stepped = self._pool.submit(finish)
+            return Ahead(commit, closed.parts, lambda in_place: self._stepper.submit(finish, in_place).result())
+        stepped = self._stepper.submit(finish)
         return Ahead(commit, closed.parts, lambda _: stepped.result())
 
     def _steps_from(self, number: int, fragment: int, share: float) -> bool:
@@ -336,6 +341,10 @@ class Lane(Background):
             self._copied = state
             self._news.notify_all()
 
+    def drop_copy(self) -> None:
+        """Nothing comes of it."""
+        self._copy = {}
+
     # ------------------------------------------------------------ sending
 
     async def _send_contribution(self, effect: m.SendContribution) -> None:
@@ -345,12 +354,14 @@ class Lane(Background):
         span = effect.span
         wanted = [part for part in work.fragment.cuts if span.start <= part < span.stop]
 
-        async def flow(parts: Sequence[int]) -> AsyncIterator[Part]:
-            with precedence.first():
+        async def flow(parts: Sequence[int]) -> AsyncGenerator[Part]:
+            with precedence.first(len(parts)) as out:
                 for index in parts:
                     if index == parts[len(parts) // 2]:
                         failpoints.hit("mid-contribution")
-                    yield Part(index, await _encoded(contribution.parts, index))
+                    part = Part(index, await _encoded(contribution.parts, index))
+                    out()
+                    yield part
 
         failpoints.hit("before-contribution")
         await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
@@ -377,7 +388,7 @@ class Lane(Background):
         to: Member,
         header: StreamHeader,
         parts: Sequence[int],
-        flow: Callable[[Sequence[int]], AsyncIterator[Part]],
+        flow: Callable[[Sequence[int]], AsyncGenerator[Part]],
     ) -> None:
         """Send parts to the lanes that hold them there, from the start again when a line breaks: the receiver ignores
         what it has."""
@@ -402,12 +413,11 @@ class Lane(Background):
             except (LinkDown, LinkSlow, LinkRefused):
                 self._head.lost(member)
                 return None
-            self._routes = {known: found for known, found in self._routes.items() if known.peer != member.peer}
             self._routes[member] = others or (member.address,)
         return self._routes[member]
 
     async def _send(
-        self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncIterator[Part]]
+        self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
     ) -> None:
         for _ in range(STREAM_TRIES):
             if await self._send_once(to, address, header, parts()) or self.work is None:
@@ -416,7 +426,7 @@ class Lane(Background):
             if self.work is None or self.work.key != (header.version, header.attempt):
                 return
 
-    async def _send_once(self, to: Member, address: str, header: StreamHeader, parts: AsyncIterator[Part]) -> bool:
+    async def _send_once(self, to: Member, address: str, header: StreamHeader, parts: AsyncGenerator[Part]) -> bool:
         """Whether there is nothing more to try."""
         what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
         try:
@@ -500,7 +510,7 @@ class Lane(Background):
             return
         failpoints.hit("before-fold")
         try:
-            mean, content = await self._loop.run_in_executor(self._pool, _folded, work, part, omitted)
+            mean, content = await self._loop.run_in_executor(self._folder, _folded, work, part, omitted)
         except BadContribution as error:
             self._head.told(m.ContributionRefused(*key, error.sender, str(error)))
             return
@@ -514,7 +524,7 @@ class Lane(Background):
         commit it. Steps by it, if we can."""
         stepping = self._stepping if self.work is work else None  # another version's by now
         check = work.check_mean if stepping is None else stepping.take
-        return await self._loop.run_in_executor(self._pool, _checked, check, part, mean)
+        return await self._loop.run_in_executor(self._stepper, _checked, check, part, mean)
 
 
 async def _encoded(parts: Sequence[bytes], index: int) -> bytes:

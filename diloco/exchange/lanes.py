@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import socket
+import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from diloco.clock import monotonic_s
 from diloco.errors import ResourceError
 from diloco.exchange import messages as m
 from diloco.exchange.lane import Head, Key, Lane
@@ -32,6 +35,8 @@ NUMBER = "number"
 """A question's; its answer has the same."""
 BACKLOG = 1024
 """So many ranks may call at once."""
+GREETING_S = 60
+"""Who calls is waited for no longer at a time until it has shown that it is a rank of ours."""
 SEE = "its output says why"
 
 
@@ -55,8 +60,9 @@ class Channel:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._answers: set[asyncio.Task[None]] = set()
         self._asked = 0
-        for work in (self._write, self._read):
-            threading.Thread(target=work, name="lane", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name="lane", daemon=True)
+        self._writer.start()
+        threading.Thread(target=self._read, name="lane", daemon=True).start()
 
     def post(self, method: str, *arguments: Any) -> None:
         """Have `method` called there, after all that was posted before."""
@@ -76,24 +82,45 @@ class Channel:
         self._outgoing.put(None)
 
     def _write(self) -> None:
-        try:
+        with suppress(OSError):  # the reader sees it, too
             while (item := self._outgoing.get()) is not None:
-                self._connection.send(item)
-        except OSError:
-            return  # the reader sees it, too
+                try:
+                    data = ForkingPickler.dumps(item)
+                except Exception as error:  # the thread's edge: raised where somebody looks
+                    self._on_loop(self._unsaid, item[0], error)
+                else:
+                    self._connection.send_bytes(data)
         # The other side reads to the end, and hangs up, too; then the reader closes.
-        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
-            end.shutdown(socket.SHUT_WR)
+        self._hang_up(socket.SHUT_WR)
 
     def _read(self) -> None:
         try:
             while True:
                 self._loop.call_soon_threadsafe(self._arrived, *self._connection.recv())
         except (EOFError, OSError, RuntimeError):  # closed, broken; the loop is closed
-            self._outgoing.put(None)
-            self._connection.close()
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._broken)
+            pass
+        except Exception as error:  # the thread's edge: raised where somebody looks
+            self._on_loop(self._failed, error)
+        self._on_loop(self._broken)
+        self._outgoing.put(None)
+        self._hang_up(socket.SHUT_RDWR)
+        self._writer.join()  # the number of a connection that is closed may be another's by the time it writes
+        self._connection.close()
+
+    def _hang_up(self, how: int) -> None:
+        with suppress(OSError), socket.fromfd(self._connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as end:
+            end.shutdown(how)
+
+    def _on_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _unsaid(self, number: int | None, error: Exception) -> None:
+        """Something cannot be said over a connection; nor is there an answer to it, if it was a question."""
+        question = self._questions.pop(number, None) if number is not None else None
+        if question is not None and not question.done():
+            question.set_exception(error)
+        self._failed(error)
 
     def _broken(self) -> None:
         self._end = ResourceError("another rank of this island is gone", SEE)
@@ -200,6 +227,9 @@ class RemoteLane:
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
         self.channel.post("end_copy", version, steps)
 
+    def drop_copy(self) -> None:
+        self.channel.post("drop_copy")
+
     async def contributed(self) -> Sequence[bytes]:
         found: Sequence[bytes] = await self.channel.ask("contributed")
         return found
@@ -300,23 +330,58 @@ class Door:
 
     def __init__(self, host: str, key: bytes) -> None:
         """`host`: where the other ranks reach this one."""
+        self._key = key
         try:
-            self._listener = Listener((host, 0), backlog=BACKLOG, authkey=key)
+            self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         except OSError:  # a name or an address that only others know: of a service, of a translated network
-            self._listener = Listener(("0.0.0.0", 0), backlog=BACKLOG, authkey=key)
+            self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
+        self._came: queue.SimpleQueue[tuple[int, Connection[Any, Any]]] = queue.SimpleQueue()
 
     @property
     def port(self) -> int:
-        return int(self._listener.address[1])
+        return int(self._listener.getsockname()[1])
 
-    def let_in(self, count: int) -> dict[int, Connection[Any, Any]]:
-        """The connections of so many other ranks, by rank."""
+    def let_in(self, count: int, timeout_s: float) -> dict[int, Connection[Any, Any]]:
+        """The connections of ranks 1 to `count`, by rank. Raises ResourceError when one does not come in time."""
+        threading.Thread(target=self._open, name="door", daemon=True).start()
         connections: dict[int, Connection[Any, Any]] = {}
-        while len(connections) < count:
-            try:
-                connection = self._listener.accept()
-                connections[int(connection.recv())] = connection
-            except (AuthenticationError, EOFError, ConnectionError) as error:
-                logger.warning("somebody who is no rank of this island called at its door: %s", error)
-        self._listener.close()
+        deadline_s = monotonic_s() + timeout_s
+        try:
+            while missing := [str(rank) for rank in range(1, count + 1) if rank not in connections]:
+                rank, connection = self._came.get(timeout=max(deadline_s - monotonic_s(), 0.0))
+                connections[rank] = connection
+        except queue.Empty:
+            cause = f"rank {', '.join(missing)} of this island did not call rank 0 within {timeout_s:g} s"
+            raise ResourceError(cause, SEE) from None
+        finally:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits there
+            self._listener.close()
         return connections
+
+    def _open(self) -> None:
+        """Until it is closed. Who calls and says nothing keeps nobody else waiting."""
+        with suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                threading.Thread(target=self._greet, args=(caller,), name="door", daemon=True).start()
+
+    def _greet(self, caller: socket.socket) -> None:
+        with caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(GREETING_S))
+            connection: Connection[Any, Any] = Connection(os.dup(caller.fileno()))
+            try:
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+                rank = int(connection.recv())
+            except Exception as error:  # the thread's edge: whatever strangers send
+                logger.warning("somebody who is no rank of this island called at its door: %s", error)
+                connection.close()
+                return
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(0))  # what it says next takes its time
+        self._came.put((rank, connection))
+
+
+def _seconds(count: int) -> bytes:
+    """As the operating system takes them, a `struct timeval`."""
+    return struct.pack("ll", count, 0)

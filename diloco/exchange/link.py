@@ -7,7 +7,7 @@ part it takes, and whoever fetches says how much it expects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -120,8 +120,10 @@ class Link(Protocol):
     async def deliver(self, address: str, envelope: Envelope) -> Reply: ...
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float
-    ) -> Reply: ...
+        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+    ) -> Reply:
+        """`parts` is closed when nobody takes more of it."""
+        ...
 
     async def hello(self, address: str, timeout_s: float) -> Welcome: ...
 

@@ -7,7 +7,7 @@ of messages do not exist here; the sizes of parts are checked alike.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
@@ -100,7 +100,9 @@ class _MemoryLink(Link):
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         return await self._ask(address, self._rpc_s, lambda service: service.on_envelope(envelope))
 
-    async def send_parts(self, address: str, header: StreamHeader, parts: AsyncIterator[Part], stall_s: float) -> Reply:
+    async def send_parts(
+        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+    ) -> Reply:
         host = self._host(address)
         batches: asyncio.Queue[list[Part]] = asyncio.Queue(1)
         answer = host.call(lambda service: service.on_parts(header, _arriving(batches, host)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from diloco.exchange.link import Part
 
@@ -17,7 +18,7 @@ class Outbox:
     those that are not yet ready hold up no others. Several streams may take from one outbox.
     """
 
-    def __init__(self, parts: AsyncIterator[Part]) -> None:
+    def __init__(self, parts: AsyncGenerator[Part]) -> None:
         self._ready: deque[Part] = deque()
         self._ready_bytes = 0
         self._news = asyncio.Event()
@@ -58,11 +59,12 @@ class Outbox:
         self._task.cancel()
         self._news.set()
 
-    async def _fill(self, parts: AsyncIterator[Part]) -> None:
-        async for part in parts:
-            self._ready.append(part)
-            self._ready_bytes += len(part.payload)
-            self._news.set()
-            while self._ready_bytes >= AHEAD_BYTES:
-                self._room.clear()
-                await self._room.wait()
+    async def _fill(self, parts: AsyncGenerator[Part]) -> None:
+        async with aclosing(parts):  # or it lives until the garbage collector finds it, with all that it holds up
+            async for part in parts:
+                self._ready.append(part)
+                self._ready_bytes += len(part.payload)
+                self._news.set()
+                while self._ready_bytes >= AHEAD_BYTES:
+                    self._room.clear()
+                    await self._room.wait()

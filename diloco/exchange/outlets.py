@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from diloco import failpoints
+from diloco.clock import monotonic_s
 from diloco.exchange.link import Part
 
 
@@ -14,8 +16,9 @@ class Precedence:
     """Contributions go out before means, which get through one by one meanwhile.
 
     A mean that shares the uplink with contributions holds up the means of others: four peers at 100 Mbit/s had nothing
-    to send for a quarter of a sync. But nobody must think that nothing moves, and one who takes little must not hold up
-    what others could take for ever.
+    to send for a quarter of a sync. But nobody must think that nothing moves, and who takes little, for his own link is
+    slow or he means harm, must not hold up what others could take: with half of all contributions gone, the other half
+    has twice as long as that took.
 
     Args:
         pause_s: between one mean of a stream and the next, while contributions go out.
@@ -24,16 +27,22 @@ class Precedence:
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s
         self._under_way = 0
+        self._parts = self._gone = 0
+        """Of all contributions, and how many of them went out."""
+        self._since_s = math.inf
+        self._until_s = math.inf
         self._free = asyncio.Event()
         self._free.set()
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """A contribution goes out."""
+    def first(self, parts: int) -> Iterator[Callable[[], None]]:
+        """A contribution of so many parts goes out. To be called for each of them."""
         self._under_way += 1
+        self._parts += parts
+        self._since_s = min(self._since_s, monotonic_s())
         self._free.clear()
         try:
-            yield
+            yield self._went
         finally:
             self._under_way -= 1
             if not self._under_way:
@@ -41,8 +50,18 @@ class Precedence:
 
     async def turn(self) -> None:
         """Wait until a mean may go out."""
+        left_s = min(self._pause_s, self._until_s - monotonic_s())
+        if self._free.is_set() or left_s <= 0:
+            return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._free.wait(), self._pause_s)
+            async with asyncio.timeout(left_s):  # wait_for() of Python 3.11 may take a cancellation for its own
+                await self._free.wait()
+
+    def _went(self) -> None:
+        self._gone += 1
+        if 2 * self._gone >= self._parts and math.isinf(self._until_s):
+            now_s = monotonic_s()
+            self._until_s = now_s + 2 * (now_s - self._since_s)
 
 
 class Outlets:
@@ -68,7 +87,7 @@ class Outlets:
 
     async def flow(
         self, fitted: Callable[[Part], Part], precedence: Precedence, wanted: Collection[int]
-    ) -> AsyncIterator[Part]:
+    ) -> AsyncGenerator[Part]:
         """Those of `wanted`, as they get ready, `fitted` to their receiver, behind what goes first."""
         for index in range(self._count):
             if index == self._count // 2:

@@ -66,7 +66,14 @@ class Runtime:
         except LinkRefused as error:
             raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
         except (LinkDown, LinkSlow) as error:
-            raise _unanswered(address, short(error)) from error
+            raise unanswered(address, short(error)) from error
+
+    def answer_of(self, address: str) -> Welcome | None:
+        """What the member at `address` says now; None where no member answers, or none that we can talk to."""
+        try:
+            return self._hello(address)
+        except (UnreachableError, IncompatibleError):
+            return None
 
     def serve(self, service: Service, listen: str) -> str:
         """Answer at `listen` (host:port, port 0 takes a free one). Returns the address. Raises ResourceError."""
@@ -82,8 +89,8 @@ class Runtime:
         self._thread.join(5.0)
 
 
-def _unanswered(address: str, why: str) -> UnreachableError:
-    """With the advice that fits."""
+def unanswered(address: str, why: str) -> UnreachableError:
+    """Nobody is at `address`, or it lets us not in, `why` as `short` has it; with the advice that fits."""
     if VARIABLE in why:
         advice = f"export the {VARIABLE} with which the run was founded"
         return UnreachableError(f"{address} does not let us in: {why}", advice)
@@ -94,7 +101,9 @@ def _unanswered(address: str, why: str) -> UnreachableError:
 
 def short(error: Exception) -> str:
     """What a person needs of gRPC's account of a failed call: its last clause."""
-    return str(error).rpartition(": ")[2] or "no connection"
+    clause = str(error).rpartition(": ")[2]
+    opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
+    return (clause if opened else clause.rstrip("])")) or "no connection"
 
 
 def reachable(served: str, toward: str | None) -> str:

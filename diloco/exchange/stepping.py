@@ -17,6 +17,7 @@ from diloco.average import check_mean, mean_into
 from diloco.compress import Codec
 from diloco.compress.codec import magnitude
 from diloco.fragments import Fragment
+from diloco.memory import floats
 from diloco.outer import FragmentState, OuterOptimizer, OuterState, part_hash
 
 
@@ -77,11 +78,11 @@ class Stepping:
         after = replace(self._after or self._before.unfilled(), steps=self._before.steps + 1)
         hashes = {name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()}
         # Not by max(), which drops a nan where it is not the first.
-        after.keep(hashes, magnitude(torch.tensor(list(self._largest.values()))))
+        after.keep(hashes, magnitude(torch.tensor(list(self._largest.values()), dtype=torch.float32, device="cpu")))
         return after
 
     def _decoded(self, part: int, mean: bytes) -> Tensor:
-        values = torch.empty(self.fragment.size_of(part))
+        values = floats(self.fragment.size_of(part))
         mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
         return values
 

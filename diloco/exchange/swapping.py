@@ -19,11 +19,10 @@ import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from diloco.average import max_part_bytes
@@ -50,6 +49,7 @@ from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import gossip_status_json
 from diloco.exchange.swaps import Stage, Swap, Swaps
 from diloco.fragments import Fragment, Layout
+from diloco.memory import floats
 from diloco.outer import OuterOptimizer, OuterState
 from diloco.types import Closed, Member, Progress
 
@@ -122,7 +122,7 @@ class Arriving:
 
     def __init__(self, swap: Swap, fragment: Fragment, codecs: Sequence[Codec]) -> None:
         self.swap = swap
-        self.values = torch.empty(fragment.elements, dtype=torch.float32)
+        self.values = floats(fragment.elements)
         self.missing = set(range(fragment.parts))
         self._fragment, self._codecs = fragment, codecs
 
@@ -146,7 +146,7 @@ class Outgoing:
         self._weights, self._fragment, self._codecs = weights, fragment, codecs
         self._encoded: list[bytes] = []
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncGenerator[Part]:
         """All of them, from the first. Several may read at once."""
         for index in range(self._fragment.parts):
             while index >= len(self._encoded):

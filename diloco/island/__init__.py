@@ -135,11 +135,11 @@ class Island:
         if self.size == 1:
             return text
         data = text.encode()
-        length = torch.tensor([len(data)])
+        length = _count(len(data))
         self._receive(length)
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads and data else None
         if int(length):
-            buffer = torch.empty(int(length), dtype=torch.uint8) if buffer is None else buffer
+            buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu") if buffer is None else buffer
             self._receive(buffer)
         return "" if buffer is None else bytes(buffer.numpy()).decode()
 
@@ -159,7 +159,7 @@ class Island:
 
     def all(self, fine: bool) -> bool:
         """Whether it is fine on every rank."""
-        return self.total(torch.tensor([not fine], dtype=torch.float64)).item() == 0
+        return self.total(torch.tensor([not fine], dtype=torch.float64, device="cpu")).item() == 0
 
     def total(self, sums: Tensor) -> Tensor:
         """The sum of host tensors over the ranks, in place."""
@@ -173,8 +173,8 @@ class Island:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         try:
-            lengths = [int(length) for length in self._gather(torch.tensor([len(data)]))]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            lengths = [int(length) for length in self._gather(_count(len(data)))]
+            padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             padded[: len(data)] = data
             found = self._gather(padded)
         except RuntimeError as error:
@@ -191,7 +191,7 @@ class Island:
         """The mean of a number over the ranks."""
         if self.size == 1:
             return value
-        total = torch.tensor([value])
+        total = torch.tensor([value], dtype=torch.float32, device="cpu")
         dist.all_reduce(total)
         return total.item() / self.size
 
@@ -212,6 +212,11 @@ class Island:
         if self.size > 1 and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _count(number: int) -> Tensor:
+    """As ranks tell it each other."""
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 def given_ranks() -> tuple[int, int, int, int | None] | None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diloco.fragments import Entry, Fragment, NamedShapes, Spot, Weights
 from diloco.island import Island
+from diloco.memory import floats
 
 AHEAD = 4
 """Parts of a fragment that a rank has gathered, and not encoded yet."""
@@ -45,7 +46,7 @@ class Column:
             assert value is not None
             whole = whole_of(value).to(self.device).contiguous()
         else:
-            whole = torch.empty(shape, device=self.device)
+            whole = torch.empty(shape, dtype=torch.float32, device=self.device)
         dist.broadcast(whole, holder, self.group)
         return whole
 
@@ -108,7 +109,8 @@ class Bridge(Weights):
     def begin(self, values: Mapping[str, Tensor]) -> None:
         """Rank 0's `values` of whole parameters become everybody's shares."""
         for name, shape in self.shapes:
-            value = values[name].detach() if self._island.leads else torch.empty(shape, device="meta")
+            shaped = torch.empty(shape, dtype=torch.float32, device="meta")
+            value = values[name].detach() if self._island.leads else shaped
             spread(value, self.parameters.get(name), self._island.device)
 
     @torch.no_grad()
@@ -123,7 +125,7 @@ class Bridge(Weights):
     @torch.no_grad()
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
         """Every rank gets the parts that its `fragment` holds."""
-        flat = torch.empty(fragment.elements, dtype=torch.float32) if into is None else into
+        flat = floats(fragment.elements) if into is None else into
         for entry, lanes in self._plan(fragment):
             whole = self.whole(entry.name).flatten()
             for spot in lanes[self._island.rank]:
@@ -137,7 +139,7 @@ class Bridge(Weights):
         room = threading.Semaphore(AHEAD)
         cuts = iter(fragment.cuts.items())
         part, (begin, end) = next(cuts, (-1, (0, 0)))
-        flat = torch.empty(end - begin)
+        flat = floats(end - begin)
         for entry, lanes in self._plan(fragment):
             whole = self.whole(entry.name).flatten()
             for spot in lanes[self._island.rank]:
@@ -146,7 +148,7 @@ class Bridge(Weights):
                     room.acquire()
                     yield part, partial(_handed_over, flat, room)
                     part, (begin, end) = next(cuts, (-1, (0, 0)))
-                    flat = torch.empty(end - begin)
+                    flat = floats(end - begin)
 
     def _held(self, parameter: Tensor) -> Tensor:
         return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -170,7 +172,7 @@ class Bridge(Weights):
 
     def _take(self, entry: Entry, own: Sequence[Tensor], lanes: Sequence[Sequence[Spot]], holders: int) -> None:
         """Every rank's share of a parameter, of the pieces that each has."""
-        whole = self._assembled(entry, torch.cat([*own, torch.empty(0)]), lanes, holders)
+        whole = self._assembled(entry, torch.cat([*own, floats(0)]), lanes, holders)
         held = self.parameters.get(entry.name)
         if held is not None:
             take(whole.to(held.dtype), held)
@@ -178,12 +180,12 @@ class Bridge(Weights):
     def _assembled(self, entry: Entry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
         """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
         if holders == 1:
-            whole = own if self._island.leads else torch.empty(entry.elements)
+            whole = own if self._island.leads else floats(entry.elements)
             whole = whole.to(self._island.device)
             dist.broadcast(whole, 0)
             return whole.view(entry.shape)
         most = max(sum(spot.elements for spot in spots) for spots in lanes)
-        padded = torch.cat([own, torch.empty(most - own.numel())]).to(self._island.device)
+        padded = torch.cat([own, floats(most - own.numel())]).to(self._island.device)
         every = [torch.empty_like(padded) for _ in lanes]
         dist.all_gather(every, padded)
         whole = padded.new_empty(entry.elements)

@@ -96,8 +96,8 @@ def _groups(island: Island, layout: Layout | None) -> list[tuple[str, Any]]:
 def _call(collective: str, values: int, device: torch.device, group: Any) -> Callable[[], object]:
     """What is timed, with its buffers: `values` fp32 numbers, which the ranks of the group divide."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole, other = torch.zeros(values, device=device), torch.empty(values, device=device)
-    share = torch.zeros(values // ranks, device=device)
+    whole = torch.zeros(values, dtype=torch.float32, device=device)
+    other, share = torch.empty_like(whole), whole.new_zeros(values // ranks)
 
     def shift() -> None:
         """Each rank sends to the next one and receives from the one before."""
@@ -143,6 +143,6 @@ def _finish(device: torch.device) -> None:
 
 def _agreed(seconds: float, device: torch.device, group: Any) -> float:
     """The largest value of all ranks of the group."""
-    largest: Tensor = torch.tensor([seconds], device=device)
+    largest: Tensor = torch.tensor([seconds], dtype=torch.float32, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     return largest.item()

@@ -67,7 +67,8 @@ class DividedExperts(nn.Module):
         here = arriving.shape[1]
         rows = all_to_all_single_autograd(rows, received, sent, self._group)
         # They come rank by rank, each rank's by expert: an expert wants its own from all ranks together.
-        experts = torch.arange(here, device=loads.device).repeat(self._ranks).repeat_interleave(arriving.flatten())
+        numbers = torch.arange(here, dtype=torch.int64, device=loads.device)
+        experts = numbers.repeat(self._ranks).repeat_interleave(arriving.flatten())
         order = experts.argsort(stable=True)
         out = self.run(rows[order], arriving.sum(dim=0), *self._stacks())
         return all_to_all_single_autograd(out[order.argsort()], sent, received, self._group)

@@ -168,7 +168,7 @@ class Pipelined:
         loss = None
         for index, stage in self._stages.items():
             if index > 0 and index - 1 not in self._stages:
-                x = torch.empty(self._hidden_shape(rows.shape), device=rows.device)
+                x = torch.empty(self._hidden_shape(rows.shape), dtype=torch.float32, device=rows.device)
                 dist.recv(x, self._home[index - 1], self._column.group)
             x = stage(x)
             if index + 1 == self._count:
@@ -214,7 +214,7 @@ class Pipelined:
     def _scheduled(self, micro_batches: int, shape: torch.Size) -> Any:
         """A schedule for so many micro-batches of (n, L + 1)."""
         tokens = torch.empty((shape[0], shape[1] - 1), dtype=torch.int64, device="meta")
-        hidden = torch.empty(self._hidden_shape(shape), device="meta", requires_grad=True)
+        hidden = torch.empty(self._hidden_shape(shape), dtype=torch.float32, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 stage,
@@ -241,7 +241,7 @@ class Pipelined:
 
     def _from_last(self, value: Tensor | None) -> Tensor:
         """What the rank with the last stage has, a scalar, on all."""
-        told = torch.zeros((), device=self._column.device) if value is None else value
+        told = torch.zeros((), dtype=torch.float32, device=self._column.device) if value is None else value
         dist.broadcast(told, self._home[-1], self._column.group)
         return told
 

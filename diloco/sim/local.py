@@ -95,7 +95,9 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     ends = _train_peers(plan, stop, out, live)
     summary = _summary(plan, ends)
     for name in options.compare:
-        if not stop():
+        if stop():
+            out.write(f"stopped: {name} was not trained\n")
+        else:
             summary["comparisons"][name] = _compare(name, plan, stop, out, live)
     if "ddp" in summary["comparisons"]:
         summary["baseline"] = {"name": "ddp", **summary["comparisons"]["ddp"]}

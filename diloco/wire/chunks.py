@@ -66,10 +66,10 @@ class Pace:
 
     message_bytes: int = MESSAGE_BYTES
 
-    def measured(self, taken_bytes: int, seconds: float) -> None:
-        """The receiver took so much in that time."""
-        fitting = int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S)
-        self.message_bytes = min(max(fitting, MESSAGE_BYTES), LARGEST_MESSAGE_BYTES)
+    def measured(self, taken_bytes: int, seconds: float, fed: bool = True) -> None:
+        """The receiver took so much in that time. Unless it was `fed` all along it would have taken more."""
+        fitting = min(max(int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S), MESSAGE_BYTES), LARGEST_MESSAGE_BYTES)
+        self.message_bytes = fitting if fed else max(fitting, self.message_bytes)
 
 
 def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:

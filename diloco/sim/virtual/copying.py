@@ -28,11 +28,13 @@ class Download:
         self,
         host: Host,
         sources: Sequence[Member],
+        stands_at: Commit | None,
         done: Callable[[OuterState, Commit | None], None],
         failed: Callable[[], None],
     ) -> None:
         self.host = host
         self.sources = list(sources)
+        self.stands_at = stands_at
         self.done = done
         self.failed = failed
         self._passes = 0
@@ -55,7 +57,7 @@ class Download:
             self.host.world.network.ask(self.host, source, _offer_of, then, failed)
 
     def _offered(self, source: Member, offer: StateOffer | None) -> None:
-        if offer is not None and not why_useless(offer, self.host.machine.lineage, self.host.state_commit):
+        if offer is not None and not why_useless(offer, self.host.machine.lineage, self.stands_at):
             self._offers.append((source, offer))
         self._unanswered -= 1
         if self._unanswered:

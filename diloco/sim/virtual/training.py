@@ -335,7 +335,8 @@ class Training:
         self._copy(self.host.sources(), then, failed)
 
     def _copy(self, sources: Sequence[Member], then: Callable[[], None], failed: Callable[[], None]) -> None:
-        Download(self.host, sources, lambda state, commit: self._adopt(state, commit, then), failed).start()
+        stands_at = self.line.stands_at
+        Download(self.host, sources, stands_at, lambda state, commit: self._adopt(state, commit, then), failed).start()
 
     def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
         line, sent, before = self.line, self.line.sent, self.line.commit

@@ -1,0 +1,233 @@
+"""Where a trainer stands in its data and in the run, whatever becomes of a round: real ones, on a network in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.checkpoint import Checkpoint, load
+from diloco.clock import monotonic_s
+from diloco.exchange.statesync import IDLE_S
+from diloco.island import Island
+from diloco.telemetry import Events
+from diloco.trainer import Trainer
+from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
+
+ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
+"""Two of three go on without the third."""
+
+
+class LocalTrainer(LocalPeer):
+    """A peer whose inner steps are a trainer's."""
+
+    def __init__(self, name: str, world: Trainers, through: LocalPeer | None, checkpoint: Checkpoint | None) -> None:
+        self.name, self.world, self.told = name, world, []
+        self.address = f"{name}:1"
+        gate = LocalGate(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
+        island, events = Island(0, 1, torch.device("cpu")), Events(None, name, [self.told.append])
+        folder = world.folder / name
+        here = (name, world.contract, world.site, island, gate, events, folder, lambda: False, checkpoint)
+        self.trainer = Trainer(*here)  # type: ignore[arg-type]
+        self.peer = self.trainer.peer
+        self.on_closed = self.trainer._on_closed  # type: ignore[method-assign]
+        self.positions: list[int] = []
+        """By inner step, where in the run it is."""
+        step = self.trainer.bench.step
+
+        def noted(block: torch.Tensor, position: int) -> float:
+            self.positions.append(position)
+            return step(block, position)
+
+        self.trainer.bench.step = noted  # type: ignore[method-assign]
+        self.peer.open()
+
+    def round(self, leaving: bool = False) -> Any:
+        return self.trainer._round()
+
+    def copy_state(self) -> None:
+        """The latest of the others: that which somebody copied before is no longer kept for those who read it."""
+        for peer in self.world.peers:
+            snapshots = peer.peer.exchange._snapshots
+            self.world.call(partial(snapshots.forget, peer.version, monotonic_s() + 2 * IDLE_S))
+        self.peer.copy_state(self.peer.exchange.sources())
+
+    def before_it_offers(self, what: Callable[[], object]) -> None:
+        """In the next round, after the first inner steps."""
+        ready = self.peer._ready
+
+        def once(on_closed: Any) -> None:
+            self.peer._ready = ready  # type: ignore[method-assign]
+            what()
+            ready(on_closed)
+
+        self.peer._ready = once  # type: ignore[method-assign]
+
+    @property
+    def reads_what_it_is_credited_for(self) -> bool:
+        """Whether the blocks read are those that its next contribution tells of."""
+        return self.trainer.reader.used == self.peer.line.trained.blocks
+
+
+class Trainers(LocalWorld):
+    """Trainers of a tiny model."""
+
+    peers: list[LocalTrainer]  # type: ignore[assignment]
+
+    def __init__(self, folder: Path, count: int, resumed: Checkpoint | None = None, **sections: dict[str, Any]) -> None:
+        """`resumed`: what they go on from."""
+        self.folder, self.resumed = folder, resumed
+        text = folder / "text.txt"
+        text.write_text("All work and no play makes Jack a dull boy.\n" * 500)
+        model = {"kind": "transformer", "layers": 1, "dim": 16, "heads": 2}
+        data = {"source": "text", "paths": (text.name,), "sequence_length": 8}
+        inner = {"steps": 2, "batch_size": 1}
+        never = SITE.storage.model_copy(update={"checkpoint_every": 0})  # a thread that may outlive its test
+        root = SITE.data.model_copy(update={"root": str(folder)})
+        site = SITE.model_copy(update={"data": root, "storage": never})
+        super().__init__(count, None, site, model=model, data=data, **{"inner": inner, **sections})
+
+    def add(self, name: str) -> LocalTrainer:
+        peer = LocalTrainer(name, self, self.peers[0] if self.peers else None, self.resumed)
+        self.peers.append(peer)
+        return peer
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainers]:
+    made = Trainers(tmp_path, **{"count": 3, "membership": ALONE, **getattr(request, "param", {})})
+    yield made
+    made.close()
+
+
+def test_whoever_copies_the_state_amid_a_round_does_not_lose_of_its_lease(world: Trainers) -> None:
+    """However often it does, it never has to read blocks again, and its learning rate stays with the run."""
+    *others, copier = world.peers
+    world.rounds(world.peers)
+    step = world.contract.tokens_per_step
+
+    def copy() -> None:
+        world.rounds(others)
+        copier.copy_state()
+        after.extend(world.pool.submit(peer.round) for peer in others)
+
+    for _ in range(3):
+        after: list[Any] = []
+        copier.before_it_offers(copy)
+        copier.round()
+        assert [done.result(10.0) for done in after]
+        assert copier.peer.exchange.in_view
+        assert copier.reads_what_it_is_credited_for
+    world.settle(world.peers)
+    line = copier.peer.line
+    assert line.commit is not None
+    started = line.commit.tokens + 3 * line.trained.tokens
+    made = len(copier.positions)
+    world.rounds(world.peers)
+    assert copier.reads_what_it_is_credited_for
+    assert copier.positions[made:] == [started + 3 * step, started + 6 * step]
+    assert copier.trainer.reader.repeats == 0
+
+
+def test_progress_that_is_discarded_does_not_move_the_learning_rate(world: Trainers) -> None:
+    world.rounds(world.peers)
+    loser = world.peers[2]
+    weight = next(iter(loser.peer.line.parameters.values()))
+
+    def spoil() -> None:
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+
+    loser.before_it_offers(spoil)
+    loser.round()
+    assert "not finite" in loser.told[-1]["reason"]
+    world.rounds(world.peers)
+    assert loser.positions[4:6] == loser.positions[2:4]
+    assert loser.reads_what_it_is_credited_for
+
+
+@pytest.mark.parametrize(
+    "world", [{"run": {"total_tokens": 48}, "sync": {"part_elements": 1024, "overlap": 1}}], indirect=True
+)
+def test_nothing_is_trained_that_no_version_can_count(world: Trainers) -> None:
+    """The run gets its tokens before a peer has offered for its last version, and nothing hides that any more."""
+    *others, late = world.peers
+    last: list[Any] = []
+
+    def finish() -> None:
+        while not others[0].peer.ending.finishing:
+            world.rounds(others)
+        last.extend(world.pool.submit(peer.round) for peer in others)
+
+    late.before_it_offers(finish)
+    late.round()
+    for peer, ended in zip(others, last, strict=True):
+        ended.result(10.0)
+        assert peer.peer.done
+    assert late.peer.done
+    assert [peer.peer.line.trained.tokens for peer in world.peers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("world", [{"run": {"total_tokens": 32}}], indirect=True)
+def test_whoever_copies_the_last_state_ends_where_that_stands(world: Trainers) -> None:
+    *others, copier = world.peers
+
+    def copy() -> None:
+        world.rounds(others)
+        copier.copy_state()
+
+    copier.before_it_offers(copy)
+    copier.round()
+    assert copier.peer.done
+    ending = copier.trainer._end()
+    assert (ending.version, ending.tokens, ending.state_digest) == (1, 32, others[0].digest)
+    assert copier.reads_what_it_is_credited_for
+
+
+@pytest.mark.parametrize("world", [{"count": 1, "membership": {}}], indirect=True)
+def test_whoever_founds_the_run_again_reads_on_where_it_was(world: Trainers, tmp_path: Path) -> None:
+    """What it had not contributed yet is progress of its new life, and is credited to it."""
+    before = world.peers[0]
+    before.round()
+    before.trainer._take_over()
+    before.trainer._inner_steps(1)
+    checkpoint = load(before.trainer.save().parent)
+    (tmp_path / "again").mkdir()
+    again = Trainers(tmp_path / "again", 1, checkpoint, membership={})
+    (after,) = again.peers
+    assert after.trainer.reader.next_positions(1) == [3]
+    assert after.reads_what_it_is_credited_for
+    after.round()
+    line = after.peer.line
+    assert line.commit is not None
+    assert (line.commit.counted[0].tokens, line.commit.counted[0].blocks) == (24, 3)
+    assert after.positions == [16 + 16, 16 + 24]
+    assert after.trainer.reader.next_positions(1) == [5]
+    again.close()
+
+
+def test_what_a_restart_discards_does_not_move_the_learning_rate(world: Trainers) -> None:
+    *others, gone = world.peers
+    world.rounds(world.peers)
+    gone.trainer._inner_steps(1)
+    checkpoint = load(gone.trainer.save().parent)
+    gone.peer.close()
+    world.call(partial(world.network.detach, gone.address))
+    world.peers.remove(gone)
+    world.resumed = checkpoint
+    back = world.add("p2")
+    entered = world.pool.submit(back.enter)
+    while not entered.done():
+        world.rounds(others)
+    entered.result()
+    line = back.peer.line
+    assert line.commit is not None
+    assert line.trained.tokens == 0
+    assert back.reads_what_it_is_credited_for
+    started = line.commit.tokens
+    world.rounds(world.peers)
+    assert back.positions[0] == started + 3 * world.contract.tokens_per_step
