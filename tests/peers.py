@@ -23,6 +23,9 @@ from tests.warm import Command
 DEADLINE_S = 90.0
 KEYS = keys_of("")
 """Those of a run without a secret."""
+TELLING = {"start", "version", "view", "skip", "reason", "warning", "end"}
+TOLD = 8
+"""Events of each peer that tell why what a test waits for did not come."""
 
 TINY = """
 [run]
@@ -101,18 +104,31 @@ class PeerProcess:
         assert card.exists(), self.log.read_text()
         return str(json.loads(card.read_text())["ticket"])
 
-    def reaches(self, version: int, counted: Sequence[str] = (), deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """Wait for a version of at least `version` that counts exactly these peers (any, when none are named)."""
+    def reaches(
+        self, version: int, counted: Sequence[str] = (), deadline_s: float = DEADLINE_S, without: str = ""
+    ) -> dict[str, Any]:
+        """Wait for a version of at least `version` that counts exactly these peers (any, when none are named), and
+        not the one named by `without`."""
 
         def found() -> dict[str, Any] | None:
             assert self.process.poll() in (None, 0), self.log.read_text()
-            fitting = (e for e in self.events("version") if e["version"] >= version)
+            fitting = (e for e in self.events("version") if e["version"] >= version and without not in e["counted"])
             return next((e for e in fitting if not counted or set(e["counted"]) == set(counted)), None)
 
-        event: dict[str, Any] = until(
-            found, f"{self.name} at version {version} with {counted or 'anybody'}", deadline_s
-        )
+        what = f"{self.name} at version {version} with {counted or 'anybody'}" + (f" but {without}" if without else "")
+        try:
+            event: dict[str, Any] = until(found, what, deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.lately()}") from None
         return event
+
+    def lately(self) -> str:
+        """What this peer and those beside it told last."""
+        lines = [f"at {time.time():.1f}"]
+        for path in sorted(self.directory.parent.glob("*/events.jsonl")):
+            told = [e for e in read_events(path) if e["kind"] in TELLING][-TOLD:]
+            lines += [f"{path.parent.name} {e['time']:.1f} {e['kind']} " + _brief(e) for e in told]
+        return "\n".join(lines)
 
     def version(self) -> int:
         versions = self.events("version")
@@ -127,6 +143,11 @@ class PeerProcess:
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         return self.process.wait(deadline_s)
+
+
+def _brief(event: dict[str, Any]) -> str:
+    about = {key: value for key, value in event.items() if key in {"version", "counted", "text", "reason", "left"}}
+    return json.dumps(about)
 
 
 def _launched(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
