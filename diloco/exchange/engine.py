@@ -672,6 +672,8 @@ class Exchange(Background):
 
     def on_hello(self) -> Welcome:
         machine = self.machine
+        if not machine.me.address:
+            raise LinkRefused(m.Reply.TOO_EARLY, "still starting")  # nor have we anything to tell of
         others = [member for member in machine.alive() if member != machine.me]
         version = self._state.version if self._state else -1
         return Welcome(

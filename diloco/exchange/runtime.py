@@ -14,11 +14,18 @@ from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
 from diloco.exchange.keys import VARIABLE, keys_from_environment
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
+from diloco.exchange.messages import Reply
 
 T = TypeVar("T")
 
 KNOCK_S = 10.0
 """How long a joiner tries an address before it says that nobody is there."""
+STARTING_S = 120.0
+"""The same for one that answers that it is starting: its directory, and the ranks of its island, take their time."""
+
+
+class StartingError(UnreachableError):
+    """A peer is there, and takes nobody in yet."""
 
 
 class Runtime:
@@ -46,9 +53,9 @@ class Runtime:
     def hello(self, addresses: Sequence[str]) -> tuple[str, Welcome]:
         """Ask who is there, at each address in turn: the first that answers, and what it says.
 
-        Raises UnreachableError when none did for `KNOCK_S`, and IncompatibleError.
+        Raises UnreachableError when none did for `KNOCK_S` (`STARTING_S`), and IncompatibleError.
         """
-        deadline_s = monotonic_s() + KNOCK_S
+        began_s = monotonic_s()
         while True:
             silent: list[UnreachableError] = []
             for address in addresses:
@@ -56,7 +63,8 @@ class Runtime:
                     return address, self._hello(address)
                 except UnreachableError as error:
                     silent.append(error)
-            if monotonic_s() >= deadline_s:
+            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
+            if monotonic_s() - began_s >= patience_s:
                 raise UnreachableError("; ".join(error.cause for error in silent), silent[-1].fix) from silent[-1]
             self.run(asyncio.sleep(0.25), 5.0)
 
@@ -64,6 +72,8 @@ class Runtime:
         try:
             return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
         except LinkRefused as error:
+            if error.reply is Reply.TOO_EARLY:
+                raise StartingError(f"{address} is still starting", "try again, or through another member") from error
             raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
         except (LinkDown, LinkSlow) as error:
             raise unanswered(address, short(error)) from error

@@ -1,0 +1,82 @@
+"""How a peer finds the run that it is to join: it knocks at peers that are starting, gone, or of another run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import nn
+
+import diloco
+from diloco.config import Contract, Site
+from diloco.exchange.link import Welcome
+from diloco.exchange.runtime import Runtime, StartingError
+from diloco.peer import Gate
+from tests.local import NoDirectory
+
+
+def contract(name: str = "joining") -> Contract:
+    return Contract.model_validate({"run": {"name": name, "total_tokens": 1000}, "model": {"kind": "external"}})
+
+
+class Nowhere(NoDirectory):
+    """Instead of a process that takes two seconds to start."""
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+@pytest.fixture(autouse=True)
+def _without_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.peer.Directory", Nowhere)
+    monkeypatch.setattr(Gate, "open_directory", lambda gate, run, warn: None)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[str]:
+    """Where peers listen, as they begin to."""
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    serve = Runtime.serve
+
+    def noted(runtime: Runtime, *rest: Any) -> str:
+        address = serve(runtime, *rest)
+        found.put(address)
+        return address
+
+    monkeypatch.setattr(Runtime, "serve", noted)
+    return found
+
+
+def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
+    served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens before its directory is open, and before the ranks of its island are there."""
+    may_go_on = threading.Event()
+    hello = Runtime._hello
+
+    def slow(gate: Gate, run: str, warn: Callable[[str], None]) -> None:
+        assert gate.welcome is not None or may_go_on.wait(30.0)
+
+    def knocked(runtime: Runtime, address: str) -> Welcome:
+        try:
+            return hello(runtime, address)
+        except StartingError:
+            may_go_on.set()
+            raise
+
+    monkeypatch.setattr(Gate, "open_directory", slow)
+    monkeypatch.setattr(Runtime, "_hello", knocked)
+    with ThreadPoolExecutor(1) as pool:
+        founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4), Site())
+        try:
+            joiner = diloco.join(served.get(timeout=30.0), nn.Linear(4, 4))
+        finally:
+            may_go_on.set()
+            founder = founding.result(30.0)
+        assert joiner.digest == founder.digest
+        joiner.close()
+        founder.close()
