@@ -541,6 +541,8 @@ class Peer:
 
     def close(self) -> None:
         """End the exchange, goodbye or not. The gate is the caller's."""
+        if self._presence is not None:
+            self._presence.stop()
         self.exchange.stop()
         self._encoder.close()
         self.journal.close()

@@ -80,3 +80,12 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
         assert joiner.digest == founder.digest
         joiner.close()
         founder.close()
+
+
+def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> None:
+    """It went on announcing this peer, through a directory that was closed, once a minute for ever."""
+    run = diloco.found(contract(), nn.Linear(4, 4), Site())
+    (presence,) = [thread for thread in threading.enumerate() if thread.name == "presence"]
+    run.close()
+    presence.join(10.0)
+    assert not presence.is_alive()

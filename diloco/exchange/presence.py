@@ -49,8 +49,12 @@ class Presence:
             if self._ended.wait(LOOK_AGAIN_S if looking else ANNOUNCE_EVERY_S):
                 return
 
+    def stop(self) -> None:
+        """Say nothing more. What was said stays until it expires, as when the peer had died."""
+        self._ended.set()
+
     def end(self) -> None:
         """Take the record back."""
-        self._ended.set()
+        self.stop()
         self._thread.join(5.0)
         self._directory.withdraw(self._exchange.me.peer)
