@@ -75,7 +75,8 @@ def _lead(
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
     gate = Gate(site, lanes_of(site, island))
     try:
-        contract = _contract(options, gate, given, checkpoint)
+        agreed = knock(options.join, gate, listener, stop) if options.join else given
+        contract = _contract(agreed, checkpoint)
         name = peer_name(site, checkpoint)
         directory = open_directory(options, site, contract, name, checkpoint)
         island.share(contract.to_json())
@@ -217,15 +218,19 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _contract(options: PeerOptions, gate: Gate, given: Contract | None, checkpoint: Checkpoint | None) -> Contract:
-    """From the file, the checkpoint, or the member it joins."""
-    if options.join:
-        contract = gate.knock(options.join)
-    elif given is not None:
-        contract = given
-    else:
+def knock(tickets: str, gate: Gate, listener: Callable[[Event], None], stop: Callable[[], bool]) -> Contract:
+    """`Gate.knock`, and a word to whoever watches when nobody answers at once."""
+    events = Events(None, gate.site.peer.name or "", [listener])  # our own file is in a folder that the run names
+    return gate.knock(tickets, lambda text: events.emit("reason", text=text, routine=False), lambda: not stop())
+
+
+def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contract:
+    """`agreed`, from the file or the member it joins; else that of the checkpoint."""
+    if agreed is None:
         assert checkpoint is not None
         contract = _contract_in(checkpoint)
+    else:
+        contract = agreed
     kept = _contract_in(checkpoint) if checkpoint else contract
     if kept.digest != contract.digest:
         cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"

@@ -102,14 +102,17 @@ class Gate:
         self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
 
-    def knock(self, tickets: str) -> Contract:
+    def knock(
+        self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
+    ) -> Contract:
         """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers.
 
+        `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
         Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
         ticket.
         """
         doors = dict(_door(ticket) for ticket in tickets.split(","))
-        address, self.welcome = self.runtime.hello(list(doors))
+        address, self.welcome = self.runtime.hello(list(doors), say, wanted)
         contract, expected = contract_from_json(self.welcome.contract), doors[address]
         if not contract.digest.startswith(expected):
             cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"

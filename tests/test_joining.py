@@ -13,9 +13,13 @@ from torch import nn
 
 import diloco
 from diloco.config import Contract, Site
+from diloco.errors import UnreachableError
+from diloco.exchange import runtime
 from diloco.exchange.link import Welcome
 from diloco.exchange.runtime import Runtime, StartingError
+from diloco.launch import knock
 from diloco.peer import Gate
+from diloco.telemetry import Event
 from tests.local import NoDirectory
 
 
@@ -42,8 +46,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[str]:
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
     serve = Runtime.serve
 
-    def noted(runtime: Runtime, *rest: Any) -> str:
-        address = serve(runtime, *rest)
+    def noted(own: Runtime, *rest: Any) -> str:
+        address = serve(own, *rest)
         found.put(address)
         return address
 
@@ -61,9 +65,9 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     def slow(gate: Gate, run: str, warn: Callable[[str], None]) -> None:
         assert gate.welcome is not None or may_go_on.wait(30.0)
 
-    def knocked(runtime: Runtime, address: str) -> Welcome:
+    def knocked(own: Runtime, address: str) -> Welcome:
         try:
-            return hello(runtime, address)
+            return hello(own, address)
         except StartingError:
             may_go_on.set()
             raise
@@ -89,3 +93,18 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> N
     run.close()
     presence.join(10.0)
     assert not presence.is_alive()
+
+
+def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "KNOCK_S", 0.5)
+    gate, heard = Gate(Site()), list[Event]()
+    try:
+        with pytest.raises(UnreachableError, match="nobody answers at 127.0.0.1:1"):
+            knock("127.0.0.1:1", gate, heard.append, lambda: False)  # `stop`
+        assert [event["kind"] for event in heard] == ["reason"]  # once, and not for each knock
+        assert "nobody answers at 127.0.0.1:1" in heard[0]["text"]
+        monkeypatch.setattr(runtime, "KNOCK_S", 60.0)
+        with pytest.raises(UnreachableError, match="nobody answers at 127.0.0.1:1"):
+            knock("127.0.0.1:1", gate, heard.append, lambda: True)
+    finally:
+        gate.close()

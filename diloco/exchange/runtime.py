@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
@@ -50,12 +50,15 @@ class Runtime:
         """Run on the loop, wait for the result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def hello(self, addresses: Sequence[str]) -> tuple[str, Welcome]:
+    def hello(
+        self, addresses: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]
+    ) -> tuple[str, Welcome]:
         """Ask who is there, at each address in turn: the first that answers, and what it says.
 
-        Raises UnreachableError when none did for `KNOCK_S` (`STARTING_S`), and IncompatibleError.
+        `say` is told why it takes so long; `wanted`: whether anybody still waits. Raises UnreachableError when none
+        answered for `KNOCK_S` (`STARTING_S`), and IncompatibleError.
         """
-        began_s = monotonic_s()
+        began_s, said = monotonic_s(), ""
         while True:
             silent: list[UnreachableError] = []
             for address in addresses:
@@ -64,8 +67,12 @@ class Runtime:
                 except UnreachableError as error:
                     silent.append(error)
             patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
-            if monotonic_s() - began_s >= patience_s:
-                raise UnreachableError("; ".join(error.cause for error in silent), silent[-1].fix) from silent[-1]
+            why = "; ".join(error.cause for error in silent)
+            if monotonic_s() - began_s >= patience_s or not wanted():
+                raise UnreachableError(why, silent[-1].fix) from silent[-1]
+            if why != said:
+                said = why
+                say(f"{why}: trying for {patience_s:g} s")
             self.run(asyncio.sleep(0.25), 5.0)
 
     def _hello(self, address: str) -> Welcome:
