@@ -105,18 +105,23 @@ class Gate:
     def knock(
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
-        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers.
+        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and
+        trains what it should.
 
         `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
         Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
         ticket.
         """
         doors = dict(_door(ticket) for ticket in tickets.split(","))
-        address, self.welcome = self.runtime.hello(list(doors), say, wanted)
-        contract, expected = contract_from_json(self.welcome.contract), doors[address]
-        if not contract.digest.startswith(expected):
-            cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
-            raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+
+        def checked(address: str, welcome: Welcome) -> Contract:
+            contract, expected = contract_from_json(welcome.contract), doors[address]
+            if not contract.digest.startswith(expected):
+                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
+                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+            return contract
+
+        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
         return contract
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import diloco
 from diloco.config import Contract, Site
-from diloco.errors import UnreachableError
+from diloco.errors import TicketError, UnreachableError
 from diloco.exchange import runtime
 from diloco.exchange.link import Welcome
 from diloco.exchange.runtime import Runtime, StartingError
@@ -99,12 +99,31 @@ def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pyte
     monkeypatch.setattr(runtime, "KNOCK_S", 0.5)
     gate, heard = Gate(Site()), list[Event]()
     try:
-        with pytest.raises(UnreachableError, match="nobody answers at 127.0.0.1:1"):
+        with pytest.raises(UnreachableError, match="nobody answers"):
             knock("127.0.0.1:1", gate, heard.append, lambda: False)  # `stop`
         assert [event["kind"] for event in heard] == ["reason"]  # once, and not for each knock
         assert "nobody answers at 127.0.0.1:1" in heard[0]["text"]
         monkeypatch.setattr(runtime, "KNOCK_S", 60.0)
-        with pytest.raises(UnreachableError, match="nobody answers at 127.0.0.1:1"):
+        with pytest.raises(UnreachableError, match="nobody answers"):
             knock("127.0.0.1:1", gate, heard.append, lambda: True)
     finally:
         gate.close()
+
+
+def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
+    """As for an island that comes back to the members of its last version: ports are used again."""
+    other = diloco.found(contract("other"), nn.Linear(4, 4), Site())
+    founder = diloco.found(contract(), nn.Linear(4, 4), Site())
+    gate = Gate(Site())
+    try:
+        digest = contract().digest[:12]
+        tickets = f"{other.address.partition('/')[0]}/{digest},127.0.0.1:1,{founder.address}"
+        assert gate.knock(tickets) == contract()
+        assert gate.welcome is not None
+        assert gate.welcome.members[0].peer == founder.name
+        with pytest.raises(TicketError, match=f"names {digest}"):
+            gate.knock(tickets.rpartition(",")[0])
+    finally:
+        gate.close()
+        founder.close()
+        other.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
-from diloco.errors import IncompatibleError, UnreachableError
+from diloco.errors import DilocoError, IncompatibleError, UnreachableError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
 from diloco.exchange.keys import VARIABLE, keys_from_environment
@@ -51,21 +51,33 @@ class Runtime:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def hello(
-        self, addresses: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]
-    ) -> tuple[str, Welcome]:
-        """Ask who is there, at each address in turn: the first that answers, and what it says.
+        self,
+        addresses: Sequence[str],
+        check: Callable[[str, Welcome], T],
+        say: Callable[[str], None],
+        wanted: Callable[[], bool],
+    ) -> tuple[T, Welcome]:
+        """Ask who is there, at each address in turn: the first that answers and passes `check`, what that returns, and
+        what the member says.
 
         `say` is told why it takes so long; `wanted`: whether anybody still waits. Raises UnreachableError when none
-        answered for `KNOCK_S` (`STARTING_S`), and IncompatibleError.
+        answered for `KNOCK_S` (`STARTING_S`); and IncompatibleError, or what `check` raises of DilocoErrors, when
+        somebody answered and nobody passed: where one peer was, another run's may be by now.
         """
         began_s, said = monotonic_s(), ""
         while True:
             silent: list[UnreachableError] = []
+            others: list[DilocoError] = []
             for address in addresses:
                 try:
-                    return address, self._hello(address)
+                    welcome = self._hello(address)
+                    return check(address, welcome), welcome
                 except UnreachableError as error:
                     silent.append(error)
+                except DilocoError as error:
+                    others.append(error)
+            if others:
+                raise others[0]
             patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
             why = "; ".join(error.cause for error in silent)
             if monotonic_s() - began_s >= patience_s or not wanted():
