@@ -136,6 +136,8 @@ class Gate:
             self.directory.close()
             self.directory = Directory()
             self.directory.open(run, (), host, network.dht_port)
+        if not self.directory.addresses:
+            warn("the peer directory is slow to start: going on without it until it has")
 
     def close(self) -> None:
         """End link, server and directory."""

@@ -16,6 +16,9 @@ LOOK_AGAIN_S = 10.0
 class Present(Protocol):
     """Who is announced: an exchange."""
 
+    directory: tuple[str, ...]
+    """Addresses of our directory node: what it tells others."""
+
     @property
     def me(self) -> Member: ...
 
@@ -43,6 +46,7 @@ class Presence:
     def _run(self) -> None:
         while True:
             self._directory.announce(self._exchange.me, max(self._exchange.version, 0))
+            self._exchange.directory = self._directory.addresses  # it may have started only now
             looking = self._exchange.alone
             if looking:
                 self._exchange.meet(list(self._directory.lookup().values()))
