@@ -16,7 +16,7 @@ from diloco.errors import ConfigError, ResourceError, StateError, UsageError
 from diloco.follower import follow
 from diloco.gossip_trainer import GossipTrainer
 from diloco.island import Island, given_ranks
-from diloco.island.elastic import end_with_launcher, restarted, run_ranks
+from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
 from diloco.ledger import LEDGER, left_off, read_ledger
 from diloco.peer import Gate, lanes_of
@@ -75,7 +75,8 @@ def _lead(
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
     gate = Gate(site, lanes_of(site, island))
     try:
-        contract = _contract(options, gate, given, checkpoint)
+        agreed = knock(options.join, gate, listener, stop) if options.join else given
+        contract = _contract(agreed, checkpoint)
         name = peer_name(site, checkpoint)
         directory = open_directory(options, site, contract, name, checkpoint)
         island.share(contract.to_json())
@@ -114,20 +115,23 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     """An island that lost a rank goes on from its last checkpoint, if it has one, with the members of its last version.
 
     It joins them also where it founded the run, or a lineage: to found it anew would fork it. Where it was alone it
-    does what it did at first, or goes on from its checkpoint. Raises StateError for a damaged checkpoint.
+    does what it did at first, or goes on from its checkpoint. So it does where it died before it wrote anything: who
+    wrote there before was of another life of that name, perhaps in another run. Raises StateError for a damaged
+    checkpoint.
     """
     tickets = options.join.split(",") if options.join else [""]
     expected = (given.digest,) if given is not None else tuple(ticket.strip().partition("/")[2] for ticket in tickets)
     found = [past for folder in _folders(options, site, given) if (past := _past(folder)) is not None]
-    ours = [past for past in found if past.contract_digest.startswith(expected)]
+    ours = [past for past in found if past.contract_digest.startswith(expected) and of_this_launch(past.began_us)]
     if not ours:
         return options
     past = max(ours, key=lambda one: one.written_s)  # a ticket need not say which run it is of
     members = [f"{member.address}/{past.contract_digest[:12]}" for member in past.others]
     join = ",".join([*([options.join] if options.join else []), *members]) or None
     checkpoint = _checkpoint_of(past)
-    if checkpoint is not None and options.resume and not join and checkpoint.version > past.version:
-        checkpoint = None  # of the history that was left for an older checkpoint
+    if checkpoint is not None and not join:
+        left = checkpoint.version > past.version if options.resume else not of_this_launch(_saved_us(checkpoint))
+        checkpoint = None if left else checkpoint  # of the history that was left for an older one, or for a new run
     resume = past.folder if checkpoint is not None else options.resume  # which holds our name, too
     if not (join or resume):
         return options
@@ -139,6 +143,7 @@ class _Past:
     """What a folder tells of the life before."""
 
     folder: Path
+    began_us: int
     written_s: float
     contract_digest: str
     version: int
@@ -156,14 +161,21 @@ def _past(folder: Path) -> _Past | None:
     except (StateError, ValueError):
         left = None
     if left is not None:
-        return _Past(folder, ledger.stat().st_mtime, left.contract_digest, left.version, left.others)
+        written_s = ledger.stat().st_mtime
+        return _Past(folder, left.began_us, written_s, left.contract_digest, left.version, left.others)
     if saved is None:
         return None
     checkpoint = load(saved.parent)
     name, text = checkpoint.value("peer", str), checkpoint.meta.get("commit")
     view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
     others = tuple(member for member in view if member.peer != name)
-    return _Past(folder, saved.stat().st_mtime, _contract_in(checkpoint).digest, checkpoint.version, others)
+    digest, saved_us = _contract_in(checkpoint).digest, _saved_us(checkpoint)
+    return _Past(folder, saved_us, saved_us / 1e6, digest, checkpoint.version, others)
+
+
+def _saved_us(checkpoint: Checkpoint) -> int:
+    """When, as `new_incarnation` counts."""
+    return int(1e6 * checkpoint.path.stat().st_mtime)
 
 
 def _checkpoint_of(past: _Past) -> Checkpoint | None:
@@ -217,15 +229,19 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def _contract(options: PeerOptions, gate: Gate, given: Contract | None, checkpoint: Checkpoint | None) -> Contract:
-    """From the file, the checkpoint, or the member it joins."""
-    if options.join:
-        contract = gate.knock(options.join)
-    elif given is not None:
-        contract = given
-    else:
+def knock(tickets: str, gate: Gate, listener: Callable[[Event], None], stop: Callable[[], bool]) -> Contract:
+    """`Gate.knock`, and a word to whoever watches when nobody answers at once."""
+    events = Events(None, gate.site.peer.name or "", [listener])  # our own file is in a folder that the run names
+    return gate.knock(tickets, lambda text: events.emit("reason", text=text, routine=False), lambda: not stop())
+
+
+def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contract:
+    """`agreed`, from the file or the member it joins; else that of the checkpoint."""
+    if agreed is None:
         assert checkpoint is not None
         contract = _contract_in(checkpoint)
+    else:
+        contract = agreed
     kept = _contract_in(checkpoint) if checkpoint else contract
     if kept.digest != contract.digest:
         cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"

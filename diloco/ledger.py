@@ -338,6 +338,8 @@ class LeftOff:
 
     peer: str
     contract_digest: str
+    began_us: int
+    """When that life began (`new_incarnation`)."""
     version: int
     commit: Commit | None
     """The last that it applied in the run that it founded or joined last; None when it died before the first."""
@@ -365,7 +367,8 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
             version = fields["version"]
     if not opening:
         return None
-    return LeftOff(opening["peer"], opening["contract_digest"], version, last.commit if last else None)
+    commit = last.commit if last else None
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit)
 
 
 def _damaged(path: Path, error: DamagedLine) -> StateError:

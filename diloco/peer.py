@@ -102,18 +102,26 @@ class Gate:
         self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
 
-    def knock(self, tickets: str) -> Contract:
-        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers.
+    def knock(
+        self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
+    ) -> Contract:
+        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and
+        trains what it should.
 
+        `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
         Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
         ticket.
         """
         doors = dict(_door(ticket) for ticket in tickets.split(","))
-        address, self.welcome = self.runtime.hello(list(doors))
-        contract, expected = contract_from_json(self.welcome.contract), doors[address]
-        if not contract.digest.startswith(expected):
-            cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
-            raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+
+        def checked(address: str, welcome: Welcome) -> Contract:
+            contract, expected = contract_from_json(welcome.contract), doors[address]
+            if not contract.digest.startswith(expected):
+                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
+                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+            return contract
+
+        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
         return contract
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
@@ -128,6 +136,8 @@ class Gate:
             self.directory.close()
             self.directory = Directory()
             self.directory.open(run, (), host, network.dht_port)
+        if not self.directory.addresses:
+            warn("the peer directory is slow to start: going on without it until it has")
 
     def close(self) -> None:
         """End link, server and directory."""
@@ -541,6 +551,8 @@ class Peer:
 
     def close(self) -> None:
         """End the exchange, goodbye or not. The gate is the caller's."""
+        if self._presence is not None:
+            self._presence.stop()
         self.exchange.stop()
         self._encoder.close()
         self.journal.close()

@@ -19,7 +19,7 @@ from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
 from diloco.exchange.runtime import reachable
 from diloco.fragments import Layout
-from diloco.launch import PeerOptions, event_card, open_directory, open_site, peer_name
+from diloco.launch import PeerOptions, event_card, knock, open_directory, open_site, peer_name
 from diloco.peer import Gate, lane_terms, rules_of, timing_of
 from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
@@ -41,7 +41,7 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
     gate = Gate(site)
     try:
         assert options.join is not None
-        contract = gate.knock(options.join)
+        contract = knock(options.join, gate, listener, stop)
         if contract.membership.policy == "gossip":
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)

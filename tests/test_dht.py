@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from diloco.config import Site
 from diloco.errors import ResourceError, UnreachableError, UsageError
 from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, Directory, _parse_record
 from diloco.exchange.link import Welcome
+from diloco.exchange.presence import Presence
 from diloco.exchange.sockets import _socket_inodes
 from diloco.peer import Gate
 from diloco.types import Member
@@ -393,7 +394,49 @@ def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
         gate.welcome = Welcome(b"", "lineage", 0, True, (), addresses, "layout", "data")
         gate.open_directory("run", warnings.append)
         assert "going on without it" in warnings[0]
+        assert becomes(lambda: gate.directory.announce(member("a"), version=0), 60.0)
         assert gate.directory.addresses
         assert gate.directory.addresses != addresses
     finally:
         gate.close()
+
+
+@pytest.mark.slow(queued=False)
+def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine where many peers start at once."""
+    gate = Gate(Site())
+    warnings: list[str] = []
+    receive = Directory._receive
+    try:
+        os.killpg(leader_of(gate.directory), signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "_receive", lambda own, _: receive(own, time.monotonic() + 0.2))
+            gate.open_directory("run", warnings.append)
+        assert "going on without it" in warnings[0]
+        assert gate.directory.addresses == ()
+        os.killpg(leader_of(gate.directory), signal.SIGCONT)
+        assert becomes(lambda: gate.directory.announce(member("a"), version=0), 60.0)
+        assert gate.directory.addresses
+        exchange = Exchanging()
+        presence = Presence(gate.directory, exchange)
+        assert becomes(lambda: exchange.directory == gate.directory.addresses)
+        presence.end()
+    finally:
+        gate.close()
+
+
+class Exchanging:
+    """Who is announced, as far as that is told."""
+
+    me, version, alone = member("a"), 1, False
+    directory: tuple[str, ...] = ()
+
+    def meet(self, members: Sequence[Member]) -> None:
+        """Nobody looks."""
+
+
+def test_a_directory_that_dies_before_it_started_is_told_of() -> None:
+    directory = Directory()
+    os.killpg(leader_of(directory), signal.SIGKILL)
+    with closing(directory), pytest.raises(ResourceError, match="did not start"):
+        directory.open("run")

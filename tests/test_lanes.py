@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,19 +18,24 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from diloco.average import unpack
+from diloco.clock import monotonic_s
 from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecChoice, Contract, OuterSection, Site
 from diloco.errors import ResourceError
+from diloco.exchange import engine
+from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Head, Lane
 from diloco.exchange.lanes import Door, FirstRank, RemoteLane
+from diloco.exchange.link import StateOffer
 from diloco.exchange.runtime import Runtime
 from diloco.exchange.stepping import Stepping
 from diloco.follower import Follower
@@ -412,6 +418,71 @@ def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
         assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=30.0))
         with pytest.raises(KeyError):
             lane.copied()
+
+
+def test_a_state_that_still_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has all of it before this rank: it may have taken it from others faster than it passes it on."""
+    monkeypatch.setattr(lanes_of_ranks, "NEWS_S", 0.5)
+    with two_ranks() as (remote, _, lane, _, _), ThreadPoolExecutor(1) as pool:
+        state = state_of(lane)
+        lane.hold(state)
+        remote.begin_copy()
+        asked, began_s = pool.submit(lane.copied), monotonic_s()
+        part = state.chunk(StateChunk("0/anchor", 0, ""))
+        while monotonic_s() - began_s < 1.5:
+            remote.fill("0/anchor", 0, part)
+            assert not asked.done(), asked.exception()
+            time.sleep(0.05)
+        remote.end_copy(7, [7])
+        assert asked.result(30.0).version == 7
+        asked = pool.submit(lane.copied)
+        with pytest.raises(TimeoutError, match="the copied state did not come from rank 0 within"):
+            asked.result(30.0)
+
+
+def state_of(lane: Lane) -> OuterState:
+    terms = lane.terms
+    anchors = (torch.zeros(fragment.elements) for fragment in terms.layout.fragments)
+    return OuterState(0, tuple(map(terms.optimizer.start, anchors, terms.layout.fragments)))
+
+
+def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a moment to end. Then the other ranks drop what they have of it, and parts that still come are nobody's:
+    a rank without a copy to put them in ended the island."""
+    with two_ranks() as (remote, heard, lane, _, loop):
+        state, began, ended = state_of(lane), threading.Event(), threading.Event()
+        lane.hold(state)
+        part = state.chunk(StateChunk("0/anchor", 0, ""))
+        copies: list[str] = []
+
+        async def download(*fitting: Any) -> tuple[OuterState, StateOffer]:
+            elsewhere = fitting[-1]
+            copies.append("")
+            if len(copies) == 1:
+                began.set()
+                try:
+                    await asyncio.sleep(60.0)
+                finally:
+                    loop.call_later(0.2, lambda: (elsewhere("0/anchor", 1, part), ended.set()))
+                    await asyncio.sleep(0.1)  # as the streams that it reads from take
+            while not ended.is_set():
+                await asyncio.sleep(0.01)
+            elsewhere("0/anchor", 1, part)
+            return state, StateOffer(3, None, "", (3,), ())
+
+        monkeypatch.setattr(engine, "download", download)
+        exchange = object.__new__(Exchange)  # as far as a copy needs one
+        Background.__init__(exchange, loop)
+        exchange.lanes, exchange._copying = [lane, remote], asyncio.Lock()
+        exchange.terms = exchange.machine = cast(Any, Mock())
+        exchange.link = exchange._resync_from = cast(Any, None)
+        never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)
+        assert began.wait(30.0)
+        never.cancel()
+        copied, _ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(30.0)
+        assert copied is state
+        assert lane.copied().version == 3
+        assert heard.failures.empty()
 
 
 # ---------------------------------------------------------------- real islands

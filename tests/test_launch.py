@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from diloco.checkpoint import save
+from diloco.clock import new_incarnation
 from diloco.config import Contract, Site, load_contract
+from diloco.island.elastic import SINCE
 from diloco.launch import PeerOptions, come_back
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
 from diloco.slices import whole_slices
@@ -34,10 +36,17 @@ def kept(directory: Path, contract: Contract, *view: Member, version: int = 3, k
     return save(directory / "checkpoints", version, values, meta, keep=keep)
 
 
-def written(directory: Path, contract: Contract, *commits: Commit, founds: bool = True, version: int = 0) -> None:
+def written(
+    directory: Path,
+    contract: Contract,
+    *commits: Commit,
+    founds: bool = True,
+    version: int = 0,
+    incarnation: int = 1,
+) -> None:
     """A life of `me` in the ledger of its folder, which begins at `version`."""
     ledger = open_ledger(directory, print)
-    opening = Opening("me", 1, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0)
+    opening = Opening("me", incarnation, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0)
     ledger.opened(opening, json.loads(contract.to_json()), Standing(version, "", "state"), NOTHING)
     for commit in commits:
         ledger.committed(commit, "state", True, NOTHING)
@@ -184,6 +193,31 @@ def test_a_ticket_without_a_run_is_of_the_one_written_last(two_runs: tuple[Contr
     os.utime(folder / LEDGER, (2e9, 2e9))
     site = Site.model_validate({"peer": {"name": "me"}})
     assert come_back(PeerOptions(None, "127.0.0.1:9", None, None), site, None).resume == folder
+
+
+def test_what_was_written_before_the_island_was_started_is_of_another_life(
+    two_runs: tuple[Contract, Contract], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died before it wrote anything. Who wrote there last was in another run, or an earlier one of this contract."""
+    monkeypatch.setenv(SINCE, str(new_incarnation()))
+    joiner, site = PeerOptions(None, "127.0.0.1:9", None, None), Site.model_validate({"peer": {"name": "me"}})
+    assert come_back(joiner, site, None) is joiner
+    monkeypatch.setenv(SINCE, "1")
+    assert come_back(joiner, site, None) is not joiner
+
+
+def test_who_founds_a_run_again_does_not_go_on_from_what_it_made_before(
+    founder: PeerOptions, contract: Contract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same contract in the same folder, and no checkpoint of this run yet."""
+    assert founder.directory is not None
+    saved = kept(founder.directory, contract, ME, version=100)
+    os.utime(saved, (1e9, 1e9))
+    monkeypatch.setenv(SINCE, str(10**6 * int(1.1e9)))
+    written(founder.directory, contract, made(0, ME), made(1, ME), incarnation=new_incarnation())
+    assert come_back(founder, Site(), contract) is founder
+    os.utime(saved)
+    assert come_back(founder, Site(), contract).resume == founder.directory
 
 
 def test_the_folder_of_the_site_comes_before_that_of_a_checkpoint(tmp_path: Path, contract: Contract) -> None:

@@ -329,6 +329,13 @@ def test_no_message_is_taken_twice_whatever_the_order() -> None:
     assert admission.replayed(envelope(1, replace(B, incarnation=99))) is False
 
 
+def test_a_number_far_ahead_costs_no_memory() -> None:
+    """A bit for each number that was left out would fill all of it."""
+    admission = Admission("run", "contract")
+    order = [1, 2**63 - 1, 2, 2**63 - 2, 2**63 - 1]
+    assert [admission.replayed(envelope(sequence)) for sequence in order] == [False, False, True, False, True]
+
+
 def test_names_are_forgotten_only_when_there_are_many() -> None:
     admission = Admission("run", "contract")
     for number in range(MOST_NAMES):

@@ -18,8 +18,9 @@ from diloco.config import NetworkSection, OuterSection, Site
 from diloco.errors import StateError
 from diloco.exchange import statesync
 from diloco.exchange.grpc_link import GrpcLink, serve
-from diloco.exchange.link import StateOffer
+from diloco.exchange.link import LinkRefused, StateOffer
 from diloco.exchange.memory_link import MemoryNetwork
+from diloco.exchange.messages import Reply
 from diloco.exchange.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from diloco.exchange.statesync import (
     FRUITLESS_PASSES,
@@ -338,6 +339,27 @@ def test_a_member_that_cannot_be_reached_is_asked_again(state: OuterState) -> No
         assert (await members.copy(start(2))).digest == state.digest
 
     asyncio.run(scenario())
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_has_no_state_yet_is_asked_again(state: OuterState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun to listen a moment ago."""
+    monkeypatch.setattr(statesync, "PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        holder, asked = Holder(state), []
+        offer = holder.on_state_offer
+
+        async def early(have: str) -> StateOffer:
+            asked.append(have)
+            if len(asked) == 1:
+                raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
+            return await offer(have)
+
+        holder.on_state_offer = early  # type: ignore[method-assign]
+        assert (await Members(holder).copy(start(2))).digest == state.digest
+        assert len(asked) == 2
 
     asyncio.run(scenario())
 

@@ -24,13 +24,14 @@ class _Seen:
     def take(self, sequence: int) -> bool:
         """Whether this number was not there before."""
         if sequence > self.highest:
-            self.bits = (self.bits << (sequence - self.highest) | 1) & ((1 << WINDOW) - 1)
+            ahead = min(sequence - self.highest, WINDOW)  # a stranger's number is anything up to 2^63
+            self.bits = (self.bits << ahead | 1) & ((1 << WINDOW) - 1)
             self.highest = sequence
             return True
-        bit = 1 << (self.highest - sequence)
-        if sequence <= 0 or bit >> WINDOW or self.bits & bit:
+        behind = self.highest - sequence
+        if sequence <= 0 or behind >= WINDOW or self.bits >> behind & 1:
             return False
-        self.bits |= bit
+        self.bits |= 1 << behind
         return True
 
 

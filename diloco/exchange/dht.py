@@ -98,7 +98,8 @@ class Directory:
 
         Raises UsageError (a bootstrap address makes no sense), ResourceError (host or port cannot be listened on,
         p2pd does not run) and UnreachableError (no bootstrap address answers; known within 0.5 s when refused,
-        5 s when silent, `timeout_s` at the latest).
+        5 s when silent, `timeout_s` at the latest). A first node that is only slow, on a machine under load, has no
+        `addresses` when this returns, and gets them with the first question that it answers.
         """
         for address in bootstrap:
             if not _ADDRESS.fullmatch(address):
@@ -107,6 +108,8 @@ class Directory:
         with suppress(OSError):  # it died: the answer says so
             self._pipe.send(settings)
         answer = self._receive(time.monotonic() + timeout_s)
+        if answer is None and not bootstrap and self._lives():
+            return
         if not isinstance(answer, tuple):
             raise _start_error(bootstrap, answer or "no answer")
         self.addresses = answer
@@ -151,8 +154,10 @@ class Directory:
         if not self._lock.acquire(timeout=timeout_s):
             return None
         try:
-            if self._answer_due:  # to a question that was given up
-                self._receive(deadline)
+            if self._answer_due:  # to a question that was given up, or whether the node started
+                late = self._receive(deadline)
+                if isinstance(late, tuple) and not self.addresses:
+                    self.addresses = late
             if self._answer_due:  # a frozen node gets no more questions: the pipe would fill and block
                 return None
             self._pipe.send((timeout_s, *question))
@@ -162,6 +167,10 @@ class Directory:
             return None
         finally:
             self._lock.release()
+
+    def _lives(self) -> bool:
+        """Whether the process is there, though it says nothing: at the end of a dead one's pipe there is its end."""
+        return self._process.poll() is None and not self._pipe.poll(0)
 
     def _receive(self, deadline: float) -> Any:
         with suppress(EOFError, OSError):  # the process is gone

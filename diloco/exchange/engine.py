@@ -110,6 +110,7 @@ class Exchange(Background):
         """Of the parts of the mean that is being made, what they hash to."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._moved = asyncio.Condition()
+        self._copying = asyncio.Lock()
         self._outcome: Future[Skip | None] = Future()
         """Of the latest offer, for the training side. None: versions closed."""
         self._waiting: Future[Skip | None] | None = None
@@ -259,22 +260,26 @@ class Exchange(Background):
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
     ) -> tuple[OuterState, StateOffer]:
         terms, others = self.terms.lane, self._others()
-        for lane in others:
-            lane.begin_copy()
+        filling = True
 
         def elsewhere(buffer: str, part: int, data: bytes) -> None:
-            others[part % len(self.lanes) - 1].fill(buffer, part, data)
+            if filling:
+                others[part % len(self.lanes) - 1].fill(buffer, part, data)
 
-        fitting = (terms.layout, terms.optimizer, terms.stall_s, progress, self.machine.lineage, commit, elsewhere)
-        try:
-            state, offer = await download(self.link, sources, local, *fitting)
-        except BaseException:  # it may have been cancelled
+        async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:
-                lane.drop_copy()
-            raise
-        for lane in others:
-            lane.end_copy(offer.version, offer.steps)
-        return state, offer
+                lane.begin_copy()
+            fitting = (terms.layout, terms.optimizer, terms.stall_s, progress, self.machine.lineage, commit, elsewhere)
+            try:
+                state, offer = await download(self.link, sources, local, *fitting)
+            except BaseException:  # it may have been cancelled
+                filling = False
+                for lane in others:
+                    lane.drop_copy()
+                raise
+            for lane in others:
+                lane.end_copy(offer.version, offer.steps)
+            return state, offer
 
     def alive(self) -> list[Member]:
         """Members of the view that are not suspected."""
@@ -672,6 +677,8 @@ class Exchange(Background):
 
     def on_hello(self) -> Welcome:
         machine = self.machine
+        if not machine.me.address:
+            raise LinkRefused(m.Reply.TOO_EARLY, "still starting")  # nor have we anything to tell of
         others = [member for member in machine.alive() if member != machine.me]
         version = self._state.version if self._state else -1
         return Welcome(

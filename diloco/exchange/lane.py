@@ -42,7 +42,8 @@ STREAM_PAUSE_S = 0.1
 """How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
 
 NEWS_S = 60.0
-"""How long the training side of a rank that does not lead waits for what rank 0 has announced."""
+"""How long the training side of a rank that does not lead waits for what rank 0 has announced, while nothing comes: of
+a state that is copied all parts come first, and rank 0 may have them faster than it passes them on."""
 
 Key = tuple[int, int]
 """The version being made, and the attempt at it."""
@@ -117,6 +118,8 @@ class Lane(Background):
         self._states: dict[int, OuterState] = {}
         self._copy: dict[str, bytearray] = {}
         self._copied: OuterState | None = None
+        self._filled = 0
+        """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
         self._news = threading.Condition()
         self._routes: dict[Member, tuple[str, ...]] = {}
@@ -156,8 +159,11 @@ class Lane(Background):
 
     def _wait_for(self, there: Callable[[], bool], what: str) -> None:
         with self._news:
-            if not self._news.wait_for(lambda: there() or self._failure is not None, NEWS_S):
-                raise TimeoutError(f"{what} did not come from rank 0")
+            filled = self._filled
+            while not self._news.wait_for(lambda: there() or self._failure is not None, NEWS_S):
+                if self._filled == filled:
+                    raise TimeoutError(f"{what} did not come from rank 0 within {NEWS_S:g} s")
+                filled = self._filled
         self._raise_failure()
 
     def stop(self) -> None:
@@ -332,6 +338,7 @@ class Lane(Background):
         """A part of it."""
         start, stop = self.terms.layout.fragments[int(buffer.partition("/")[0])].part_bounds(part)
         self._copy[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
+        self._filled += 1
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
         """That was all."""

@@ -159,7 +159,9 @@ class Service(Protocol):
         """Consume `parts` as they arrive; not reading slows the sender down."""
         ...
 
-    def on_hello(self) -> Welcome: ...
+    def on_hello(self) -> Welcome:
+        """Raises LinkRefused (TOO_EARLY) before this peer can tell where it is."""
+        ...
 
     def on_lanes(self) -> tuple[str, ...]:
         """Addresses of the lanes, ours first; empty: there is none but us."""

@@ -16,6 +16,9 @@ LOOK_AGAIN_S = 10.0
 class Present(Protocol):
     """Who is announced: an exchange."""
 
+    directory: tuple[str, ...]
+    """Addresses of our directory node: what it tells others."""
+
     @property
     def me(self) -> Member: ...
 
@@ -43,14 +46,19 @@ class Presence:
     def _run(self) -> None:
         while True:
             self._directory.announce(self._exchange.me, max(self._exchange.version, 0))
+            self._exchange.directory = self._directory.addresses  # it may have started only now
             looking = self._exchange.alone
             if looking:
                 self._exchange.meet(list(self._directory.lookup().values()))
             if self._ended.wait(LOOK_AGAIN_S if looking else ANNOUNCE_EVERY_S):
                 return
 
+    def stop(self) -> None:
+        """Say nothing more. What was said stays until it expires, as when the peer had died."""
+        self._ended.set()
+
     def end(self) -> None:
         """Take the record back."""
-        self._ended.set()
+        self.stop()
         self._thread.join(5.0)
         self._directory.withdraw(self._exchange.me.peer)

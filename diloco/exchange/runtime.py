@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
-from diloco.errors import IncompatibleError, UnreachableError
+from diloco.errors import DilocoError, IncompatibleError, UnreachableError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.grpc_link import GrpcLink, Server, serve
 from diloco.exchange.keys import VARIABLE, keys_from_environment
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
+from diloco.exchange.messages import Reply
 
 T = TypeVar("T")
 
 KNOCK_S = 10.0
 """How long a joiner tries an address before it says that nobody is there."""
+STARTING_S = 120.0
+"""The same for one that answers that it is starting: its directory, and the ranks of its island, take their time."""
+
+
+class StartingError(UnreachableError):
+    """A peer is there, and takes nobody in yet."""
 
 
 class Runtime:
@@ -43,27 +50,49 @@ class Runtime:
         """Run on the loop, wait for the result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def hello(self, addresses: Sequence[str]) -> tuple[str, Welcome]:
-        """Ask who is there, at each address in turn: the first that answers, and what it says.
+    def hello(
+        self,
+        addresses: Sequence[str],
+        check: Callable[[str, Welcome], T],
+        say: Callable[[str], None],
+        wanted: Callable[[], bool],
+    ) -> tuple[T, Welcome]:
+        """Ask who is there, at each address in turn: the first that answers and passes `check`, what that returns, and
+        what the member says.
 
-        Raises UnreachableError when none did for `KNOCK_S`, and IncompatibleError.
+        `say` is told why it takes so long; `wanted`: whether anybody still waits. Raises UnreachableError when none
+        answered for `KNOCK_S` (`STARTING_S`); and IncompatibleError, or what `check` raises of DilocoErrors, when
+        somebody answered and nobody passed: where one peer was, another run's may be by now.
         """
-        deadline_s = monotonic_s() + KNOCK_S
+        began_s, said = monotonic_s(), ""
         while True:
             silent: list[UnreachableError] = []
+            others: list[DilocoError] = []
             for address in addresses:
                 try:
-                    return address, self._hello(address)
+                    welcome = self._hello(address)
+                    return check(address, welcome), welcome
                 except UnreachableError as error:
                     silent.append(error)
-            if monotonic_s() >= deadline_s:
-                raise UnreachableError("; ".join(error.cause for error in silent), silent[-1].fix) from silent[-1]
+                except DilocoError as error:
+                    others.append(error)
+            if others:
+                raise others[0]
+            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
+            why = "; ".join(error.cause for error in silent)
+            if monotonic_s() - began_s >= patience_s or not wanted():
+                raise UnreachableError(why, silent[-1].fix) from silent[-1]
+            if why != said:
+                said = why
+                say(f"{why}: trying for {patience_s:g} s")
             self.run(asyncio.sleep(0.25), 5.0)
 
     def _hello(self, address: str) -> Welcome:
         try:
             return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
         except LinkRefused as error:
+            if error.reply is Reply.TOO_EARLY:
+                raise StartingError(f"{address} is still starting", "try again, or through another member") from error
             raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
         except (LinkDown, LinkSlow) as error:
             raise unanswered(address, short(error)) from error

@@ -19,6 +19,7 @@ from functools import partial
 
 from diloco.errors import StateError
 from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
+from diloco.exchange.messages import Reply
 from diloco.fragments import Layout
 from diloco.hashing import content_hash
 from diloco.outer import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk, manifest_digest, part_bytes, places
@@ -237,7 +238,8 @@ async def _best_offer(
             return offer, _manifest(offer, layout, optimizer)
         except (LinkDown, LinkSlow, LinkRefused, StateError) as error:
             nonlocal lost
-            lost += isinstance(error, LinkDown | LinkSlow)
+            early = isinstance(error, LinkRefused) and error.reply is Reply.TOO_EARLY
+            lost += early or isinstance(error, LinkDown | LinkSlow)
             logger.info("no state from %s: %s", address, error)
             return None
 

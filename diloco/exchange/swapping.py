@@ -540,6 +540,8 @@ class Swapping(Background):
 
     def on_hello(self) -> Welcome:
         terms = self.terms
+        if not self.me.address:
+            raise LinkRefused(m.Reply.TOO_EARLY, "still starting")
         others = tuple(word.member for word in self.acquaintances.alive(monotonic_s())[:WELCOMED])
         return Welcome(
             terms.contract_json, self.lineage, self.version, True, (self.me, *others), self.directory,

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from diloco.clock import new_incarnation
 from diloco.errors import (
     ConfigError,
     EvictedError,
@@ -28,6 +29,10 @@ LIFE = "DILOCO_LIFE"
 """In the environment of the ranks: how often they were started before."""
 LAUNCHER = "DILOCO_LAUNCHER"
 """The same: its process id."""
+SINCE = "DILOCO_SINCE"
+"""The same: when it began, as `new_incarnation` counts."""
+SET_BACK_US = 60 * 10**6
+"""By so much a clock may be set back while an island lives: at the start of a machine it is."""
 RESTARTS = 10
 """How often an island may lose a rank before it gives up."""
 GRACE_S = 15
@@ -45,6 +50,7 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     grace to leave in good order. They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
     """
     code = 0
+    os.environ[SINCE] = str(new_incarnation())
     for life in range(RESTARTS + 1):
         os.environ[LIFE] = str(life)
         code = run_once(ranks, "diloco", arguments, int(leave_s) + GRACE_S)
@@ -84,6 +90,11 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
 def restarted() -> bool:
     """Whether this rank stands in for one that died."""
     return any(int(os.environ.get(name, 0)) > 0 for name in (LIFE, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def of_this_launch(began_us: int) -> bool:
+    """Whether a life that began then is one of ours, as far as this rank's launcher told; another's is for torch's."""
+    return began_us >= int(os.environ.get(SINCE, 0)) - SET_BACK_US
 
 
 def end_with_launcher() -> None:

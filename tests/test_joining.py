@@ -1,0 +1,129 @@
+"""How a peer finds the run that it is to join: it knocks at peers that are starting, gone, or of another run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import nn
+
+import diloco
+from diloco.config import Contract, Site
+from diloco.errors import TicketError, UnreachableError
+from diloco.exchange import runtime
+from diloco.exchange.link import Welcome
+from diloco.exchange.runtime import Runtime, StartingError
+from diloco.launch import knock
+from diloco.peer import Gate
+from diloco.telemetry import Event
+from tests.local import NoDirectory
+
+
+def contract(name: str = "joining") -> Contract:
+    return Contract.model_validate({"run": {"name": name, "total_tokens": 1000}, "model": {"kind": "external"}})
+
+
+class Nowhere(NoDirectory):
+    """Instead of a process that takes two seconds to start."""
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+@pytest.fixture(autouse=True)
+def _without_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.peer.Directory", Nowhere)
+    monkeypatch.setattr(Gate, "open_directory", lambda gate, run, warn: None)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[str]:
+    """Where peers listen, as they begin to."""
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    serve = Runtime.serve
+
+    def noted(own: Runtime, *rest: Any) -> str:
+        address = serve(own, *rest)
+        found.put(address)
+        return address
+
+    monkeypatch.setattr(Runtime, "serve", noted)
+    return found
+
+
+def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
+    served: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listens before its directory is open, and before the ranks of its island are there."""
+    may_go_on = threading.Event()
+    hello = Runtime._hello
+
+    def slow(gate: Gate, run: str, warn: Callable[[str], None]) -> None:
+        assert gate.welcome is not None or may_go_on.wait(30.0)
+
+    def knocked(own: Runtime, address: str) -> Welcome:
+        try:
+            return hello(own, address)
+        except StartingError:
+            may_go_on.set()
+            raise
+
+    monkeypatch.setattr(Gate, "open_directory", slow)
+    monkeypatch.setattr(Runtime, "_hello", knocked)
+    with ThreadPoolExecutor(1) as pool:
+        founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4), Site())
+        try:
+            joiner = diloco.join(served.get(timeout=30.0), nn.Linear(4, 4))
+        finally:
+            may_go_on.set()
+            founder = founding.result(30.0)
+        assert joiner.digest == founder.digest
+        joiner.close()
+        founder.close()
+
+
+def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> None:
+    """It went on announcing this peer, through a directory that was closed, once a minute for ever."""
+    run = diloco.found(contract(), nn.Linear(4, 4), Site())
+    (presence,) = [thread for thread in threading.enumerate() if thread.name == "presence"]
+    run.close()
+    presence.join(10.0)
+    assert not presence.is_alive()
+
+
+def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "KNOCK_S", 0.5)
+    gate, heard = Gate(Site()), list[Event]()
+    try:
+        with pytest.raises(UnreachableError, match="nobody answers"):
+            knock("127.0.0.1:1", gate, heard.append, lambda: False)  # `stop`
+        assert [event["kind"] for event in heard] == ["reason"]  # once, and not for each knock
+        assert "nobody answers at 127.0.0.1:1" in heard[0]["text"]
+        monkeypatch.setattr(runtime, "KNOCK_S", 60.0)
+        with pytest.raises(UnreachableError, match="nobody answers"):
+            knock("127.0.0.1:1", gate, heard.append, lambda: True)
+    finally:
+        gate.close()
+
+
+def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
+    """As for an island that comes back to the members of its last version: ports are used again."""
+    other = diloco.found(contract("other"), nn.Linear(4, 4), Site())
+    founder = diloco.found(contract(), nn.Linear(4, 4), Site())
+    gate = Gate(Site())
+    try:
+        digest = contract().digest[:12]
+        tickets = f"{other.address.partition('/')[0]}/{digest},127.0.0.1:1,{founder.address}"
+        assert gate.knock(tickets) == contract()
+        assert gate.welcome is not None
+        assert gate.welcome.members[0].peer == founder.name
+        with pytest.raises(TicketError, match=f"names {digest}"):
+            gate.knock(tickets.rpartition(",")[0])
+    finally:
+        gate.close()
+        founder.close()
+        other.close()
