@@ -233,8 +233,8 @@ class GossipPeer:
         if math.isfinite(loss):
             self._losses.append(loss)
         self._inner_s += seconds
-        self._watch.step(tokens, seconds)
-        self.report()
+        self._watch.step(self.contract.tokens_per_step, seconds)  # others divide by it, whatever a step of ours has
+        self.report(**({} if self.progress.pace else {"pace": self._watch.round()}))  # who meets us first waits by it
 
     def position(self) -> int:
         """Tokens of the whole run, as far as we know: sets the learning rate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from diloco.checkpoint import load, save
+from diloco.clock import monotonic_s
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
@@ -231,6 +233,20 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
     world.until(lambda: a.version == 1, "a swaps with the other")
     assert a.events("swap")[0]["partner"] == other.name
     assert a.peer.line.trained.tokens == 0
+
+
+def test_a_partner_has_the_time_of_two_inner_steps_from_the_first_swap_on(make: Callable[..., World]) -> None:
+    """Nobody has swapped yet, so that nobody has told a pace over a whole round."""
+    a, b = make(2).peers
+    a.peer.trained(TOKENS, 30.0, 1.0)
+    a.peer.between_steps()
+    asked = until(lambda: b.peer.exchange._swaps.current, "b is asked for a swap", 10.0)
+    assert asked.deadline_s - monotonic_s() > 50.0  # a reads its weights after its next step only
+    until(lambda: a.peer.between_steps() or a.peer._led is not None, "b agreed", 10.0)
+    led = a.peer.exchange._swaps.current
+    assert led is not None
+    until(lambda: led.deadline_s < math.inf, "a has sent its weights", 10.0)
+    assert led.deadline_s - monotonic_s() > 50.0  # b has told of no step yet: it is taken to be as slow as a
 
 
 def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:

@@ -341,9 +341,10 @@ class Swapping(Background):
         self.others_tokens = self.acquaintances.tokens()
 
     def _patience_s(self, peer: str) -> float:
-        """How long it may take until that peer is between two inner steps, and then some."""
+        """How long it may take until that peer is between two inner steps, and then some. As long as it has not told
+        its pace, it is taken to be ours."""
         word = self.acquaintances.get(peer)
-        pace = word.progress.pace if word is not None else 0.0
+        pace = (word.progress.pace if word is not None else 0.0) or self.acquaintances.progress.pace
         step_s = self.terms.tokens_per_step / pace if pace > 0 else 0.0
         return self.terms.timing.stall_s + 2 * min(step_s, LONGEST_STEP_S)
 
