@@ -154,10 +154,13 @@ def test_a_leaders_swap() -> None:
     assert swaps.awaited(B, swap.number + 1, answer=True) is None
     assert swaps.awaited(B, swap.number, answer=False) is None
     assert swaps.awaited(B, swap.number, answer=True) is swap
+    assert not swaps.has_whole(B, swap.number, answer=True)
     assert swaps.whole(swap)
     assert not swaps.whole(swap)
+    assert swaps.has_whole(B, swap.number, answer=True)
     assert swaps.overdue(math.inf) is None  # it is our own training that it waits for
     assert swaps.end(swap)
+    assert swaps.has_whole(B, swap.number, answer=True)  # a second stream of it may come late
     assert swaps.lead(B) is not None
 
 

@@ -18,10 +18,14 @@ import torch
 
 from diloco.checkpoint import load, save
 from diloco.clock import monotonic_s
+from diloco.compress import open_codecs
+from diloco.config import CodecSection
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
-from diloco.exchange.swaps import Stage
+from diloco.exchange.swapping import Arriving
+from diloco.exchange.swaps import Stage, Swap
+from diloco.fragments import Layout
 from diloco.pairing import Pairing, pair_mean, spread
 from diloco.screen import status_text
 from diloco.slices import whole_slices
@@ -29,6 +33,7 @@ from diloco.types import Member, Phase, Progress
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
 
+FP32 = CodecSection(name="fp32", zstd=False)
 PARTS = 5
 """Of 1024 elements, the last one shorter."""
 
@@ -430,6 +435,29 @@ def test_a_swap_that_is_sent_again_counts_once(stranger: Stranger) -> None:
     assert torch.equal(victim.anchor, once)
     assert stranger.say(body=Invite(2, stranger.word(beat=5))) is Reply.OK
     assert stranger.stream(weights(1.0), version=1) is Reply.OK  # still from memory
+
+
+def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: Stranger) -> None:
+    """The line broke before the reply was out, or another stream had nothing left to bring (`network.streams`)."""
+    victim = stranger.victim
+    assert stranger.say() is Reply.OK
+    assert stranger.stream(weights(2.0)) is Reply.OK
+    assert stranger.stream(weights(5.0)) is Reply.OK
+    assert stranger.stream([]) is Reply.OK
+    assert stranger.stream(weights(2.0), version=2) is Reply.STALE
+    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
+    assert torch.allclose(victim.anchor, torch.full((ELEMENTS,), 1.35))  # 1 + 0.7 (1.5 - 1)
+
+
+def test_a_part_that_is_here_is_never_written_again() -> None:
+    """When the last one is here the training thread reads them, and another stream may still bring some."""
+    (fragment,) = Layout.of([("weight", (ELEMENTS,))], part_elements=1024).fragments
+    arriving = Arriving(Swap(1, Member("a", 1, "a:1"), False, Stage.FOLLOWING), fragment, open_codecs(FP32))
+    for index, payload in enumerate(weights(2.0)):
+        arriving.take(Part(index, payload))
+        arriving.take(Part(index, NOT_A_NUMBER[index]))
+    assert not arriving.missing
+    assert torch.equal(arriving.values, torch.full((ELEMENTS,), 2.0))
 
 
 def test_who_asks_and_falls_silent_is_given_up(stranger: Stranger) -> None:

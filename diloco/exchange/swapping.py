@@ -127,9 +127,11 @@ class Arriving:
         self._fragment, self._codecs = fragment, codecs
 
     def take(self, part: Part) -> None:
-        """Decode one part to its place. Raises PayloadError."""
+        """Decode one part to its place, the first time that it comes. Raises PayloadError."""
         if part.index >= self._fragment.parts:
             raise PayloadError(f"part {part.index} of weights in {self._fragment.parts} parts")
+        if part.index not in self.missing:
+            return  # sent again; with all others here, somebody reads the values by now
         start, stop = self._fragment.part_bounds(part.index)
         codec = self._codecs[self._fragment.group_of(part.index)]
         if len(part.payload) > codec.max_bytes(stop - start):
@@ -503,9 +505,10 @@ class Swapping(Background):
         self._hear(header.known)
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.version):
             return self._answer_again(header)
-        swap = self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)
+        place = header.sender, header.version, header.kind is Kind.ANSWER
+        swap = self._swaps.awaited(*place)
         if swap is None:
-            return m.Reply.STALE
+            return m.Reply.OK if self._swaps.has_whole(*place) else m.Reply.STALE
         try:
             return await self._take_all(swap, parts)
         except PayloadError as error:
