@@ -250,6 +250,20 @@ def test_who_does_not_answer_is_met_again_when_it_says_something_new() -> None:
     assert names(known, 104.0) == set()
 
 
+def test_those_that_fell_silent_are_tried_in_turn() -> None:
+    known = Acquaintances(A)
+    known.hear([word(B, 1), word(C, 1), word(Member("d", 5, "d:1"), 1, phase=Phase.LEAVING)], 100.0)
+    assert known.silent(100.0) is None
+    known.lost("b", 101.0)
+    known.lost("c", 102.0)
+    assert known.silent(103.0) == B
+    known.lost("b", 103.0)
+    assert known.silent(104.0) == C
+    known.hear([word(C, 2)], 105.0)
+    assert known.silent(106.0) == B
+    assert known.silent(107.0 + acquaintances.FORGET_S) == C  # b was tried after it
+
+
 def test_the_dead_are_forgotten_but_for_their_tokens() -> None:
     known = Acquaintances(A)
     known.hear([word(B, 1, 20)], 0.0)

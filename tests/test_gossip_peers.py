@@ -20,6 +20,7 @@ from diloco.checkpoint import load, save
 from diloco.clock import monotonic_s
 from diloco.compress import open_codecs
 from diloco.config import CodecSection
+from diloco.exchange import swapping
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
@@ -265,6 +266,23 @@ def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
         world.ask(lambda: world.network.thaw("p1:1"))
         b.peer.exchange.greet(a.peer.exchange.me)
         world.until(lambda: b.version and a.events("swap")[-1]["partner"] == "p1", "they swap", a, b)
+    finally:
+        world.close()
+
+
+def test_peers_that_were_cut_off_from_each_other_find_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have noticed, so that neither takes the other for alive, and there is no directory to tell."""
+    monkeypatch.setattr(swapping, "SEEK_S", 0.2)
+    world = World(True, 2)
+    try:
+        a, b = world.peers
+        for peer in (a, b):
+            world.ask(lambda peer=peer: world.network.detach(f"{peer.name}:1"))
+        alone = lambda peer: peer.events("swap") and peer.events("swap")[-1]["partner"] == peer.name  # noqa: E731
+        world.until(lambda: alone(a) and alone(b), "each goes on alone", a, b)
+        for peer in (a, b):
+            world.ask(lambda peer=peer: world.network.attach(f"{peer.name}:1", peer.peer.exchange))
+        world.until(lambda: not alone(a) and not alone(b), "they swap", a, b)
     finally:
         world.close()
 

@@ -21,6 +21,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -61,6 +62,8 @@ STREAM_PAUSE_S = 0.1
 LONGEST_STEP_S = 60.0
 """A peer serves a swap between two inner steps, and tells how long they take; it is believed up to this."""
 TICKS_PER_STALL = 8
+SEEK_S = 10.0
+"""How often one of those that fell silent is asked whether it is back."""
 GREETED = 8
 """Of the peers that a directory names, so many are asked whom they know."""
 WELCOMED = 64
@@ -199,6 +202,7 @@ class Swapping(Background):
         """To the last swap that we followed: who asks again gets it again."""
         self._offences: Counter[str] = Counter()
         self._sequence = 0
+        self._sought_s = monotonic_s()
         self._state: OuterState | None = None
         self._snapshots = Snapshots(Backlog(0, 0))
         self._serving = RateLimit(terms.serve_bps)
@@ -314,7 +318,22 @@ class Swapping(Background):
                 self._lose(overdue.partner.peer)
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
             self._refresh()
+            self._seek(monotonic_s())
             await asyncio.sleep(stall_s / TICKS_PER_STALL)
+
+    def _seek(self, now_s: float) -> None:
+        """Greet one of those that fell silent, now and then. After a cut that both sides noticed neither would ask the
+        other again, and each would train on for itself."""
+        member = self.acquaintances.silent(now_s) if now_s - self._sought_s >= SEEK_S else None
+        if member is not None:
+            self._sought_s = now_s
+            self.acquaintances.lost(member.peer, now_s)  # it is another's turn next time
+            self._spawn(self._look_for(member))
+
+    async def _look_for(self, member: Member) -> None:
+        greeting = m.Greeting(self.acquaintances.tell(monotonic_s()), False)
+        with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
+            await self.link.deliver(member.address, self._envelope(greeting))
 
     def _publish(self, news: News) -> None:
         self._news.append(news)
