@@ -342,7 +342,8 @@ class CodecSection(CodecChoice):
     remembered for 1 / (1 - decay) rounds, which must be few of the run's: SparseLoCo takes 0.95 for 160 rounds, without
     outer momentum; for 30, and beside momentum, 0.25 to 0.5 is better (`scripts/bench-quality`)."""
     residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
+    """Share of it that a peer keeps when it had to copy the state, for it was measured on another anchor, or when a
+    version counts what it sent in an earlier life, and the residual with that."""
     groups: Annotated[tuple[CodecGroup, ...], Field(max_length=64)] = ()
     """Each a `[[codec.groups]]` with `match` and the keys of a codec; `[codec]` is for what no group matches. No part
     has parameters of two groups."""
