@@ -432,7 +432,7 @@ def move_anchor(line: Line, closed: Closed, counted: bool, in_place: bool, secon
         if counted:
             _settle(line, closed.commit, fragment)
         else:
-            _pass_over(line, closed.commit, fragment)
+            _pass_over(line, closed.commit, fragment, before.steps)
         complete(line, after)
     line.commit, line.sent = closed.commit, None
 
@@ -493,11 +493,16 @@ def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
         line.own[fragment.index] = sent.foreseen
 
 
-def _pass_over(line: Line, commit: Commit, fragment: Fragment) -> None:
-    """The version counts nothing that we know to have sent. An entry of our name is that of an earlier life, whose
-    contribution had in it what the codec had dropped before: of the residual as much stays as after a copied state.
+def _pass_over(line: Line, commit: Commit, fragment: Fragment, steps: int) -> None:
+    """The version counts nothing that we know to have sent: of what our contributions made of the outer state, to
+    `eager`, only the momentum goes on. `steps`: of the state before.
+
+    An entry of our name is that of an earlier life, whose contribution had in it what the codec had dropped before: of
+    the residual as much stays as after a copy of the state.
     """
-    residual = line.residuals.get(fragment.index)
+    own, residual = line.own.get(fragment.index), line.residuals.get(fragment.index)
+    if own is not None:
+        line.own[fragment.index] = line.optimizer.step(replace(own, steps=steps), torch.zeros_like(own.anchor))
     if residual is None or not any(entry.peer == line.peer for entry in commit.counted):
         return
     left = residual.clone()  # a checkpoint may hold the other

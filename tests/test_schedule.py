@@ -261,6 +261,27 @@ def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() ->
     assert line.own == {}
 
 
+@pytest.mark.parametrize("outer", [OuterSection(), OuterSection(optimizer="delayed_nesterov", buffer=2)])
+def test_what_eager_foresees_of_momentum_fades_with_each_version(outer: OuterSection) -> None:
+    """Also with those that count others only: as that of the agreed state does."""
+    x, y = (line_of(name, torch.zeros(SIZE), outer, merge="eager") for name in "xy")
+    alone = open_outer(outer)
+    expected = alone.start(torch.zeros(SIZE))
+    for version, contributors in enumerate(([x, y], [y], [y], [x, y])):
+        for line, target in zip((x, y), TARGETS, strict=False):
+            line.commit = commit_of(version, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+            train(line.parameters["a"], target)
+        share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
+        for line in contributors:
+            line.sent = measure(line, {})
+        expected = alone.step(expected, share if x in contributors else torch.zeros(SIZE))
+        closed = close(contributors, [line.sent for line in contributors if line.sent])
+        for line in (x, y):
+            step_outer(line, closed, {})
+        for name, slot in x.own[0].slots.items():
+            torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
+
+
 def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     residual = torch.full((SIZE,), 3.0)
     line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager", feedback=0.5, residuals={0: residual})
