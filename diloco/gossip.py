@@ -313,7 +313,8 @@ class GossipPeer:
         try:
             with timed(seconds, "average"):
                 check_partner(mine.exact, theirs, self.contract.membership.max_norm_ratio)
-                apart, mean = spread(mine.exact, theirs), pair_mean(mine.exact, theirs)
+                apart = spread(mine.exact, theirs)
+                mean = pair_mean(mine.exact, theirs, out=theirs)
         except PayloadError as error:
             self._led = None
             self.exchange.refuse(swap, str(error))

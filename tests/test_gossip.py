@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from diloco.compress import PayloadError
 from diloco.data.order import block_at, own_seed
@@ -116,6 +117,19 @@ def test_the_mean_does_not_overflow_and_inputs_stay() -> None:
     NOLOCO.step(state, torch.zeros(3))
     assert state.anchor.tolist() == [1.0] * 3
     assert state.slots["momentum"].tolist() == [0.0] * 3
+
+
+def test_a_swap_takes_no_memory_of_the_model_s_size_but_for_what_it_makes() -> None:
+    """Nor do the sums, which are of wider numbers: 8 bytes for each of a tile, and not of all."""
+    mine, theirs = torch.ones(3 * TILE_ELEMENTS), torch.full((3 * TILE_ELEMENTS,), 2.0)
+    mean = pair_mean(mine, theirs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        check_partner(mine, theirs, 100.0)
+        spread(mine, theirs)
+        assert pair_mean(mine, theirs, out=theirs) is theirs
+    largest = max(event.cpu_memory_usage for event in profiled.events())
+    assert 0 < largest <= 8 * TILE_ELEMENTS
+    assert torch.equal(theirs, mean)
 
 
 def test_spread() -> None:
