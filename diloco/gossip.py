@@ -124,6 +124,8 @@ class GossipPeer:
         self._swaps_here = self._tokens_here = 0
         self._moved = False
         """Whether our weights have, by more than inner steps."""
+        self.idle: Callable[[], bool] = lambda: True
+        """Asked now and then whether we still want a state; the other ranks of an island are not to give us up."""
         self._draw = random.Random(secrets.randbits(64))
         self._presence: Presence | None = None
 
@@ -181,8 +183,10 @@ class GossipPeer:
         for source in sources:
             try:
                 left_s = max(deadline_s - monotonic_s(), 0.1)
-                state = self.exchange.copy_state(source, self.line.state, left_s, self._on_copied)
+                state = self.exchange.copy_state(source, self.line.state, left_s, self._on_copied, self.idle)
             except (StateError, TimeoutError) as error:
+                if not self.idle():
+                    raise
                 causes.append(f"{source}: {error}")
                 continue
             adopt_state(self.line, state, None)

@@ -20,6 +20,7 @@ from diloco.checkpoint import load, save
 from diloco.clock import monotonic_s
 from diloco.compress import open_codecs
 from diloco.config import CodecSection
+from diloco.errors import StateError
 from diloco.exchange import swapping
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
@@ -175,6 +176,21 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     assert status["spread"] == c.peer.spread
     assert re.search(r"peer +version +spread", status_text(status))
     assert c.peer.position() >= 6 * TOKENS
+
+
+def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:
+    """Nor from the next of those who might give it."""
+    world = World(True, 2)
+    try:
+        b = world.peers[1].peer
+        world.ask(lambda: world.network.freeze("p0:1"))
+        asked: list[float] = []
+        b.idle = lambda: bool(asked.append(monotonic_s())) or len(asked) < 3
+        with pytest.raises(StateError, match="asked to leave"):
+            b._copy_state(["p0:1"] * 9)
+        assert len(asked) in (3, 4)
+    finally:
+        world.close()
 
 
 def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) -> None:

@@ -21,6 +21,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from diloco.average import max_part_bytes
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
+from diloco.errors import StateError
 from diloco.exchange import messages as m
 from diloco.exchange.acquaintances import Acquaintances
 from diloco.exchange.admission import Admission
@@ -295,17 +297,28 @@ class Swapping(Background):
         self._call(self._fail, swap, reason)
 
     def copy_state(
-        self, source: str, local: OuterState, timeout_s: float, progress: Callable[[int, int], None]
+        self,
+        source: str,
+        local: OuterState,
+        timeout_s: float,
+        progress: Callable[[int, int], None],
+        waiting: Callable[[], bool],
     ) -> OuterState:
-        """The state of the member at this address. Raises StateError, and TimeoutError after `timeout_s`."""
+        """The state of the member at this address. Raises StateError, also once nobody is `waiting` for it, and
+        TimeoutError after `timeout_s`."""
         terms = self.terms
         task = download(self.link, [source], local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
         future = asyncio.run_coroutine_threadsafe(task, self._loop)
-        try:
-            state, _ = future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
+        deadline_s = monotonic_s() + timeout_s
+        while not future.done():
+            if monotonic_s() > deadline_s:
+                future.cancel()
+                raise TimeoutError
+            if not waiting():
+                future.cancel()
+                raise StateError("asked to leave while the state was copied", "join again")
+            wait_for([future], 0.2)
+        state, _ = future.result()
         return state
 
     # ------------------------------------------------------------ the loop's thread from here on
