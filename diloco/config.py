@@ -38,6 +38,8 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+"""Of Adam: at 1 a moment takes nothing in, and what corrects its bias would be divided by zero."""
 Glob = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -206,7 +208,7 @@ class InnerSection(Section):
     accumulation: PositiveInt = 1
     """Micro-batches per inner step."""
     lr: PositiveFloat = 4e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     """On matrices only; norms and biases are not decayed."""
@@ -246,7 +248,7 @@ class OuterSection(Section):
     buffer: PositiveInt = 8
     """For `delayed_nesterov` and `buffered_nesterov`: versions of a fragment from one refreshing of the momentum to the
     next. For versions of few contributions: about twice as many as close while one peer makes its own."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """For `adam`."""
     eps: PositiveFloat = 0.1
     """For `adam`: large, as DiLoCo found it must be."""
@@ -342,7 +344,8 @@ class CodecSection(CodecChoice):
     remembered for 1 / (1 - decay) rounds, which must be few of the run's: SparseLoCo takes 0.95 for 160 rounds, without
     outer momentum; for 30, and beside momentum, 0.25 to 0.5 is better (`scripts/bench-quality`)."""
     residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of it that a peer keeps when it had to copy the state: it was measured on another anchor."""
+    """Share of it that a peer keeps when it had to copy the state, for it was measured on another anchor, or when a
+    version counts what it sent in an earlier life, and the residual with that."""
     groups: Annotated[tuple[CodecGroup, ...], Field(max_length=64)] = ()
     """Each a `[[codec.groups]]` with `match` and the keys of a codec; `[codec]` is for what no group matches. No part
     has parameters of two groups."""

@@ -124,6 +124,8 @@ class GossipPeer:
         self._swaps_here = self._tokens_here = 0
         self._moved = False
         """Whether our weights have, by more than inner steps."""
+        self.idle: Callable[[], bool] = lambda: True
+        """Asked now and then whether we still want a state; the other ranks of an island are not to give us up."""
         self._draw = random.Random(secrets.randbits(64))
         self._presence: Presence | None = None
 
@@ -181,8 +183,10 @@ class GossipPeer:
         for source in sources:
             try:
                 left_s = max(deadline_s - monotonic_s(), 0.1)
-                state = self.exchange.copy_state(source, self.line.state, left_s, self._on_copied)
+                state = self.exchange.copy_state(source, self.line.state, left_s, self._on_copied, self.idle)
             except (StateError, TimeoutError) as error:
+                if not self.idle():
+                    raise
                 causes.append(f"{source}: {error}")
                 continue
             adopt_state(self.line, state, None)
@@ -233,8 +237,8 @@ class GossipPeer:
         if math.isfinite(loss):
             self._losses.append(loss)
         self._inner_s += seconds
-        self._watch.step(tokens, seconds)
-        self.report()
+        self._watch.step(self.contract.tokens_per_step, seconds)  # others divide by it, whatever a step of ours has
+        self.report(**({} if self.progress.pace else {"pace": self._watch.round()}))  # who meets us first waits by it
 
     def position(self) -> int:
         """Tokens of the whole run, as far as we know: sets the learning rate."""
@@ -313,7 +317,8 @@ class GossipPeer:
         try:
             with timed(seconds, "average"):
                 check_partner(mine.exact, theirs, self.contract.membership.max_norm_ratio)
-                apart, mean = spread(mine.exact, theirs), pair_mean(mine.exact, theirs)
+                apart = spread(mine.exact, theirs)
+                mean = pair_mean(mine.exact, theirs, out=theirs)
         except PayloadError as error:
             self._led = None
             self.exchange.refuse(swap, str(error))

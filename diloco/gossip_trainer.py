@@ -53,6 +53,7 @@ class GossipTrainer:
             raise ConfigError(cause, "pack the data first: `diloco data pack`")
         data = bench.dataset.fingerprint
         self.peer = GossipPeer(name, contract, site, bench.weights, gate, events, checkpoint, data)
+        self.peer.idle = lambda: bench.idle() and not stop()
         self.reader = BlockReader(bench.dataset, own_seed(contract.run.seed, name))
         self.reader.lease(ALL_BLOCKS)
         if checkpoint is not None:

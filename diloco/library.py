@@ -184,7 +184,7 @@ class AgreedRun(Run):
 
     def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
         self._peer.journal.trained(tokens, 0)
-        self._watch.step(tokens, monotonic_s() - self._stepped_s)
+        self._watch.step(self.contract.tokens_per_step, monotonic_s() - self._stepped_s)
         self._steps += 1
         outcome = self._sync_if_due()
         self._stepped_s = monotonic_s()

@@ -55,9 +55,10 @@ def settle(state: FragmentState, mean: Tensor) -> FragmentState:
     return FragmentState(mean, {"momentum": torch.zeros_like(mean)}, state.steps + 1, state.fragment)
 
 
-def pair_mean(mine: Tensor, theirs: Tensor) -> Tensor:
-    """The mean of two local weights, flat fp32. Halves are summed, lest a sum overflow."""
-    mean = torch.empty_like(mine)
+def pair_mean(mine: Tensor, theirs: Tensor, out: Tensor | None = None) -> Tensor:
+    """The mean of two local weights, flat fp32: `out`, which may be one of them, or new. Halves are summed, lest a sum
+    overflow."""
+    mean = torch.empty_like(mine) if out is None else out
     for tile in tiles(mine.numel()):
         torch.add(mine[tile] * 0.5, theirs[tile] * 0.5, out=mean[tile])
     return mean
@@ -89,5 +90,5 @@ def check_partner(mine: Tensor, theirs: Tensor, max_norm_ratio: float) -> None:
 
 def _squares(values: Tensor) -> float:
     """Their sum. The squares of what fp32 holds do not fit in it."""
-    wide = values.double()
-    return float(torch.dot(wide, wide))
+    wide = (values[tile].double() for tile in tiles(values.numel()))
+    return math.fsum(float(torch.dot(tile, tile)) for tile in wide)

@@ -6,8 +6,9 @@ apart (Decoupled DiLoCo, arXiv 2604.21428):
 
     mean = (sum w_i |v_i| / sum w_i) * unit(sum w_i unit(v_i))
 
-Ours takes one part of a fragment for v, where the paper takes one tensor. A part's owner computes it, and the result
-travels as bytes; it is the same bits on any CPU all the same, so that `diloco replay` can make it again.
+Ours takes one part of a fragment for v, where the paper takes one tensor, and for embeddings the plain mean. A part's
+owner computes it, and the result travels as bytes; it is the same bits on any CPU all the same, so that `diloco replay`
+can make it again.
 """
 
 from __future__ import annotations

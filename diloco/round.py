@@ -431,6 +431,8 @@ def move_anchor(line: Line, closed: Closed, counted: bool, in_place: bool, secon
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
         if counted:
             _settle(line, closed.commit, fragment)
+        else:
+            _pass_over(line, closed.commit, fragment, before.steps)
         complete(line, after)
     line.commit, line.sent = closed.commit, None
 
@@ -489,6 +491,25 @@ def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
         )
     if sent.foreseen is not None:
         line.own[fragment.index] = sent.foreseen
+
+
+def _pass_over(line: Line, commit: Commit, fragment: Fragment, steps: int) -> None:
+    """The version counts nothing that we know to have sent: of what our contributions made of the outer state, to
+    `eager`, only the momentum goes on. `steps`: of the state before.
+
+    An entry of our name is that of an earlier life, whose contribution had in it what the codec had dropped before: of
+    the residual as much stays as after a copy of the state.
+    """
+    own, residual = line.own.get(fragment.index), line.residuals.get(fragment.index)
+    if own is not None:
+        line.own[fragment.index] = line.optimizer.step(replace(own, steps=steps), torch.zeros_like(own.anchor))
+    if residual is None or not any(entry.peer == line.peer for entry in commit.counted):
+        return
+    left = residual.clone()  # a checkpoint may hold the other
+    for part, (start, stop) in fragment.cuts.items():
+        if commit.counts(line.peer, part):
+            left[start:stop] *= line.residual_after_rejoin
+    line.residuals[fragment.index] = left
 
 
 def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:

@@ -255,7 +255,8 @@ class Progress:
     tokens_per_s: float = 0.0
     """Since it started, waiting and all."""
     pace: float = 0.0
-    """Tokens per second of the inner steps of its last round, alone; 0 before."""
+    """Tokens per second of the inner steps of its last round, alone; 0 before. Steps are counted with the contract's
+    tokens, whatever a caller's own loop (`diloco.library`) puts into one: it says how long one takes."""
     loss: float = 0.0
     """Training loss, mean over the last round (nats per token); 0 before the first."""
     wire_bytes_sent: int = 0

@@ -154,6 +154,8 @@ CONTRACT_MISTAKES = [
     ("[inner]\nlr = 2024-01-01", "inner.lr: Input should be a valid number, got '2024-01-01'", "config show"),
     ("[inner]\nlr = 0.0", "inner.lr: Input should be greater than 0, got 0.0", "config show"),
     ("[inner]\nbetas = [1, 1, 1]", "inner.betas: Tuple should have at most 2 items", "config show"),
+    ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1: Input should be less than 1, got 1.0", "config show"),
+    ("[outer]\nbetas = [1.0, 0.9]", "outer.betas.0: Input should be less than 1, got 1.0", "config show"),
     ("[inner.lr]\nx = 1", "inner.lr: Input should be a valid number", "config show"),
     (
         "[codec]\nname = 'int7'",

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from diloco.compress import PayloadError
 from diloco.data.order import block_at, own_seed
@@ -118,6 +119,19 @@ def test_the_mean_does_not_overflow_and_inputs_stay() -> None:
     assert state.slots["momentum"].tolist() == [0.0] * 3
 
 
+def test_a_swap_takes_no_memory_of_the_model_s_size_but_for_what_it_makes() -> None:
+    """Nor do the sums, which are of wider numbers: 8 bytes for each of a tile, and not of all."""
+    mine, theirs = torch.ones(3 * TILE_ELEMENTS), torch.full((3 * TILE_ELEMENTS,), 2.0)
+    mean = pair_mean(mine, theirs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        check_partner(mine, theirs, 100.0)
+        spread(mine, theirs)
+        assert pair_mean(mine, theirs, out=theirs) is theirs
+    largest = max(event.cpu_memory_usage for event in profiled.events())
+    assert 0 < largest <= 8 * TILE_ELEMENTS
+    assert torch.equal(theirs, mean)
+
+
 def test_spread() -> None:
     assert spread(torch.ones(4), torch.ones(4)) == 0.0
     assert spread(torch.zeros(4), torch.zeros(4)) == 0.0
@@ -154,10 +168,13 @@ def test_a_leaders_swap() -> None:
     assert swaps.awaited(B, swap.number + 1, answer=True) is None
     assert swaps.awaited(B, swap.number, answer=False) is None
     assert swaps.awaited(B, swap.number, answer=True) is swap
+    assert not swaps.has_whole(B, swap.number, answer=True)
     assert swaps.whole(swap)
     assert not swaps.whole(swap)
+    assert swaps.has_whole(B, swap.number, answer=True)
     assert swaps.overdue(math.inf) is None  # it is our own training that it waits for
     assert swaps.end(swap)
+    assert swaps.has_whole(B, swap.number, answer=True)  # a second stream of it may come late
     assert swaps.lead(B) is not None
 
 
@@ -245,6 +262,20 @@ def test_who_does_not_answer_is_met_again_when_it_says_something_new() -> None:
     assert names(known, 103.0) == {"b"}
     known.hear([word(B, 4, phase=Phase.LEAVING)], 104.0)
     assert names(known, 104.0) == set()
+
+
+def test_those_that_fell_silent_are_tried_in_turn() -> None:
+    known = Acquaintances(A)
+    known.hear([word(B, 1), word(C, 1), word(Member("d", 5, "d:1"), 1, phase=Phase.LEAVING)], 100.0)
+    assert known.silent(100.0) is None
+    known.lost("b", 101.0)
+    known.lost("c", 102.0)
+    assert known.silent(103.0) == B
+    known.lost("b", 103.0)
+    assert known.silent(104.0) == C
+    known.hear([word(C, 2)], 105.0)
+    assert known.silent(106.0) == B
+    assert known.silent(107.0 + acquaintances.FORGET_S) == C  # b was tried after it
 
 
 def test_the_dead_are_forgotten_but_for_their_tokens() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,10 +17,17 @@ import pytest
 import torch
 
 from diloco.checkpoint import load, save
+from diloco.clock import monotonic_s
+from diloco.compress import open_codecs
+from diloco.config import CodecSection
+from diloco.errors import StateError
+from diloco.exchange import swapping
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
-from diloco.exchange.swaps import Stage
+from diloco.exchange.swapping import Arriving
+from diloco.exchange.swaps import Stage, Swap
+from diloco.fragments import Layout
 from diloco.pairing import Pairing, pair_mean, spread
 from diloco.screen import status_text
 from diloco.slices import whole_slices
@@ -27,6 +35,7 @@ from diloco.types import Member, Phase, Progress
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
 
+FP32 = CodecSection(name="fp32", zstd=False)
 PARTS = 5
 """Of 1024 elements, the last one shorter."""
 
@@ -169,6 +178,21 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     assert c.peer.position() >= 6 * TOKENS
 
 
+def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:
+    """Nor from the next of those who might give it."""
+    world = World(True, 2)
+    try:
+        b = world.peers[1].peer
+        world.ask(lambda: world.network.freeze("p0:1"))
+        asked: list[float] = []
+        b.idle = lambda: bool(asked.append(monotonic_s())) or len(asked) < 3
+        with pytest.raises(StateError, match="asked to leave"):
+            b._copy_state(["p0:1"] * 9)
+        assert len(asked) in (3, 4)
+    finally:
+        world.close()
+
+
 def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) -> None:
     world = make(2, inner={"steps": 100})
     a, b = world.peers
@@ -233,6 +257,20 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
     assert a.peer.line.trained.tokens == 0
 
 
+def test_a_partner_has_the_time_of_two_inner_steps_from_the_first_swap_on(make: Callable[..., World]) -> None:
+    """Nobody has swapped yet, so that nobody has told a pace over a whole round."""
+    a, b = make(2).peers
+    a.peer.trained(TOKENS, 30.0, 1.0)
+    a.peer.between_steps()
+    asked = until(lambda: b.peer.exchange._swaps.current, "b is asked for a swap", 10.0)
+    assert asked.deadline_s - monotonic_s() > 50.0  # a reads its weights after its next step only
+    until(lambda: a.peer.between_steps() or a.peer._led is not None, "b agreed", 10.0)
+    led = a.peer.exchange._swaps.current
+    assert led is not None
+    until(lambda: led.deadline_s < math.inf, "a has sent its weights", 10.0)
+    assert led.deadline_s - monotonic_s() > 50.0  # b has told of no step yet: it is taken to be as slow as a
+
+
 def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
     world = World(True, 2)
     try:
@@ -244,6 +282,23 @@ def test_a_frozen_peer_holds_nobody_up_and_is_met_again_when_it_thaws() -> None:
         world.ask(lambda: world.network.thaw("p1:1"))
         b.peer.exchange.greet(a.peer.exchange.me)
         world.until(lambda: b.version and a.events("swap")[-1]["partner"] == "p1", "they swap", a, b)
+    finally:
+        world.close()
+
+
+def test_peers_that_were_cut_off_from_each_other_find_together_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have noticed, so that neither takes the other for alive, and there is no directory to tell."""
+    monkeypatch.setattr(swapping, "SEEK_S", 0.2)
+    world = World(True, 2)
+    try:
+        a, b = world.peers
+        for peer in (a, b):
+            world.ask(lambda peer=peer: world.network.detach(f"{peer.name}:1"))
+        alone = lambda peer: peer.events("swap") and peer.events("swap")[-1]["partner"] == peer.name  # noqa: E731
+        world.until(lambda: alone(a) and alone(b), "each goes on alone", a, b)
+        for peer in (a, b):
+            world.ask(lambda peer=peer: world.network.attach(f"{peer.name}:1", peer.peer.exchange))
+        world.until(lambda: not alone(a) and not alone(b), "they swap", a, b)
     finally:
         world.close()
 
@@ -414,6 +469,29 @@ def test_a_swap_that_is_sent_again_counts_once(stranger: Stranger) -> None:
     assert torch.equal(victim.anchor, once)
     assert stranger.say(body=Invite(2, stranger.word(beat=5))) is Reply.OK
     assert stranger.stream(weights(1.0), version=1) is Reply.OK  # still from memory
+
+
+def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: Stranger) -> None:
+    """The line broke before the reply was out, or another stream had nothing left to bring (`network.streams`)."""
+    victim = stranger.victim
+    assert stranger.say() is Reply.OK
+    assert stranger.stream(weights(2.0)) is Reply.OK
+    assert stranger.stream(weights(5.0)) is Reply.OK
+    assert stranger.stream([]) is Reply.OK
+    assert stranger.stream(weights(2.0), version=2) is Reply.STALE
+    until(lambda: victim.peer.between_steps() or victim.version == 1, "it is applied", 5.0)
+    assert torch.allclose(victim.anchor, torch.full((ELEMENTS,), 1.35))  # 1 + 0.7 (1.5 - 1)
+
+
+def test_a_part_that_is_here_is_never_written_again() -> None:
+    """When the last one is here the training thread reads them, and another stream may still bring some."""
+    (fragment,) = Layout.of([("weight", (ELEMENTS,))], part_elements=1024).fragments
+    arriving = Arriving(Swap(1, Member("a", 1, "a:1"), False, Stage.FOLLOWING), fragment, open_codecs(FP32))
+    for index, payload in enumerate(weights(2.0)):
+        arriving.take(Part(index, payload))
+        arriving.take(Part(index, NOT_A_NUMBER[index]))
+    assert not arriving.missing
+    assert torch.equal(arriving.values, torch.full((ELEMENTS,), 2.0))
 
 
 def test_who_asks_and_falls_silent_is_given_up(stranger: Stranger) -> None:

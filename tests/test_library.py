@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import diloco
+from diloco import library
 from diloco.config import Contract, PeerSection, Site
 from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError
 from diloco.exchange.coordinating import Coordinating
@@ -95,6 +97,29 @@ def test_a_loop_beside_a_faster_peer_syncs_more_often(monkeypatch: pytest.Monkey
         closed = [step for step in range(1, 41) if run.step(tokens=16)]
         assert run._peer.progress.pace > 0
     assert closed == [32, 34, 36, 38, 40]  # a whole round before anything is known, then H / 16
+
+
+@pytest.mark.slow
+def test_how_long_a_step_takes_does_not_depend_on_the_tokens_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of one second by the clock, exchanges of 10: half of a round is 10 steps, whatever a caller says of tokens.
+
+    And `sync.overlap` says to the others how long more inner steps are done: one second.
+    """
+    tree = {
+        "run": {"name": "paced", "total_tokens": 10**12},
+        "membership": {"policy": "async", "grace_s": 0.0},
+        "model": {"kind": "external"},
+        "inner": {"steps": 4, "comm_share": 0.5, "most_steps": 100},
+        "sync": {"overlap": 1},
+    }
+    seconds = itertools.count()
+    monkeypatch.setattr(library, "monotonic_s", lambda: float(next(seconds)))
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8)) as run:
+        exchange = run._peer.exchange
+        monkeypatch.setattr(exchange, "speeds", lambda: (0.0, 11.0))
+        closed = [step for step in range(1, 28) if run.step(tokens=1_000_000)]
+        assert exchange.overlap_tokens / run._peer.progress.pace == pytest.approx(1.0)
+    assert closed == [5, 15, 25]
 
 
 @pytest.mark.slow

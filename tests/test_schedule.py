@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.average import fold, mean_digest
+from diloco.checkpoint import load
 from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecSection, Contract, OuterSection
 from diloco.errors import ConfigError
@@ -20,8 +21,9 @@ from diloco.exchange.stepping import Stepping
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Layout, Weights
 from diloco.merge import mix
+from diloco.models import build_model
 from diloco.outer import OuterState, open_outer
-from diloco.peer import save_line
+from diloco.peer import open_line, restore_line, save_line
 from diloco.round import (
     Ahead,
     Diverged,
@@ -38,7 +40,7 @@ from diloco.round import (
 from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
 from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.weighing import Weighing
-from tests.paper import PaperRun, contract
+from tests.paper import VOCAB, PaperRun, contract
 
 SIZE = 6000
 SHAPES = [("a", (SIZE,))]
@@ -259,6 +261,27 @@ def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() ->
     assert line.own == {}
 
 
+@pytest.mark.parametrize("outer", [OuterSection(), OuterSection(optimizer="delayed_nesterov", buffer=2)])
+def test_what_eager_foresees_of_momentum_fades_with_each_version(outer: OuterSection) -> None:
+    """Also with those that count others only: as that of the agreed state does."""
+    x, y = (line_of(name, torch.zeros(SIZE), outer, merge="eager") for name in "xy")
+    alone = open_outer(outer)
+    expected = alone.start(torch.zeros(SIZE))
+    for version, contributors in enumerate(([x, y], [y], [y], [x, y])):
+        for line, target in zip((x, y), TARGETS, strict=False):
+            line.commit = commit_of(version, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+            train(line.parameters["a"], target)
+        share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
+        for line in contributors:
+            line.sent = measure(line, {})
+        expected = alone.step(expected, share if x in contributors else torch.zeros(SIZE))
+        closed = close(contributors, [line.sent for line in contributors if line.sent])
+        for line in (x, y):
+            step_outer(line, closed, {})
+        for name, slot in x.own[0].slots.items():
+            torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
+
+
 def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     residual = torch.full((SIZE,), 3.0)
     line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager", feedback=0.5, residuals={0: residual})
@@ -466,6 +489,29 @@ def test_a_share_of_the_residual_can_outlive_a_copy(tmp_path: Path) -> None:
     before = a.line.residuals[index].clone()
     adopt_state(a.line, a.line.state, None)
     assert torch.equal(a.line.residuals[index], before * 0.5)
+    run.end()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_what_an_earlier_life_sent_is_not_in_the_residual_of_the_next(tmp_path: Path, kept: float) -> None:
+    """A checkpoint, then a version that counts what it kept back, then a death: the version comes in by its commit."""
+    codec = {"name": "int8", "error_feedback": 1.0, "residual_after_rejoin": kept}
+    run = PaperRun(tmp_path, "ab", record=False, codec=codec)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    run.round()
+    again = open_line("a", run.contract, Weights.of(build_model(contract().model, VOCAB, run.contract.run.seed)))
+    restore_line(again, load(a.save()))
+    saved = again.residuals[0].clone()
+    assert torch.equal(saved, a.line.residuals[0])
+    closed = [run.round(omitted=[Omitted("a", 0, 1)]), run.round(count=[b])]
+    for one in closed:
+        step_outer(again, one, {})
+    assert again.state.digest == a.line.state.digest
+    start, stop = again.layout.fragments[0].part_bounds(0)
+    assert torch.equal(again.residuals[0][start:stop], saved[start:stop])  # it was left out of this part
+    assert torch.equal(again.residuals[0][stop:], saved[stop:] * kept)
+    assert torch.equal(again.residuals[1], a.line.residuals[1])  # nothing of it was counted
     run.end()
 
 

@@ -90,6 +90,12 @@ class Acquaintances:
         """The others that may be met."""
         return [word for word, _, lives in self.everybody(now_s) if lives]
 
+    def silent(self, now_s: float) -> Member | None:
+        """Of those that do not live, and have not said that they leave: who was tried longest ago."""
+        entries = self._known.values()
+        gone = [one for one in entries if not self._lives(one, now_s) and one.word.progress.phase != Phase.LEAVING]
+        return min(gone, key=lambda one: one.lost_at_s).word.member if gone else None
+
     def tokens(self) -> int:
         """Trained by all others, the dead included, as far as is known."""
         return sum(entry.word.progress.tokens for entry in self._known.values())

@@ -21,6 +21,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -28,6 +30,7 @@ from torch import Tensor
 from diloco.average import max_part_bytes
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
+from diloco.errors import StateError
 from diloco.exchange import messages as m
 from diloco.exchange.acquaintances import Acquaintances
 from diloco.exchange.admission import Admission
@@ -61,6 +64,8 @@ STREAM_PAUSE_S = 0.1
 LONGEST_STEP_S = 60.0
 """A peer serves a swap between two inner steps, and tells how long they take; it is believed up to this."""
 TICKS_PER_STALL = 8
+SEEK_S = 10.0
+"""How often one of those that fell silent is asked whether it is back."""
 GREETED = 8
 """Of the peers that a directory names, so many are asked whom they know."""
 WELCOMED = 64
@@ -127,9 +132,11 @@ class Arriving:
         self._fragment, self._codecs = fragment, codecs
 
     def take(self, part: Part) -> None:
-        """Decode one part to its place. Raises PayloadError."""
+        """Decode one part to its place, the first time that it comes. Raises PayloadError."""
         if part.index >= self._fragment.parts:
             raise PayloadError(f"part {part.index} of weights in {self._fragment.parts} parts")
+        if part.index not in self.missing:
+            return  # sent again; with all others here, somebody reads the values by now
         start, stop = self._fragment.part_bounds(part.index)
         codec = self._codecs[self._fragment.group_of(part.index)]
         if len(part.payload) > codec.max_bytes(stop - start):
@@ -197,6 +204,7 @@ class Swapping(Background):
         """To the last swap that we followed: who asks again gets it again."""
         self._offences: Counter[str] = Counter()
         self._sequence = 0
+        self._sought_s = monotonic_s()
         self._state: OuterState | None = None
         self._snapshots = Snapshots(Backlog(0, 0))
         self._serving = RateLimit(terms.serve_bps)
@@ -289,17 +297,28 @@ class Swapping(Background):
         self._call(self._fail, swap, reason)
 
     def copy_state(
-        self, source: str, local: OuterState, timeout_s: float, progress: Callable[[int, int], None]
+        self,
+        source: str,
+        local: OuterState,
+        timeout_s: float,
+        progress: Callable[[int, int], None],
+        waiting: Callable[[], bool],
     ) -> OuterState:
-        """The state of the member at this address. Raises StateError, and TimeoutError after `timeout_s`."""
+        """The state of the member at this address. Raises StateError, also once nobody is `waiting` for it, and
+        TimeoutError after `timeout_s`."""
         terms = self.terms
         task = download(self.link, [source], local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
         future = asyncio.run_coroutine_threadsafe(task, self._loop)
-        try:
-            state, _ = future.result(timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise
+        deadline_s = monotonic_s() + timeout_s
+        while not future.done():
+            if monotonic_s() > deadline_s:
+                future.cancel()
+                raise TimeoutError
+            if not waiting():
+                future.cancel()
+                raise StateError("asked to leave while the state was copied", "join again")
+            wait_for([future], 0.2)
+        state, _ = future.result()
         return state
 
     # ------------------------------------------------------------ the loop's thread from here on
@@ -312,7 +331,22 @@ class Swapping(Background):
                 self._lose(overdue.partner.peer)
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
             self._refresh()
+            self._seek(monotonic_s())
             await asyncio.sleep(stall_s / TICKS_PER_STALL)
+
+    def _seek(self, now_s: float) -> None:
+        """Greet one of those that fell silent, now and then. After a cut that both sides noticed neither would ask the
+        other again, and each would train on for itself."""
+        member = self.acquaintances.silent(now_s) if now_s - self._sought_s >= SEEK_S else None
+        if member is not None:
+            self._sought_s = now_s
+            self.acquaintances.lost(member.peer, now_s)  # it is another's turn next time
+            self._spawn(self._look_for(member))
+
+    async def _look_for(self, member: Member) -> None:
+        greeting = m.Greeting(self.acquaintances.tell(monotonic_s()), False)
+        with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
+            await self.link.deliver(member.address, self._envelope(greeting))
 
     def _publish(self, news: News) -> None:
         self._news.append(news)
@@ -341,9 +375,10 @@ class Swapping(Background):
         self.others_tokens = self.acquaintances.tokens()
 
     def _patience_s(self, peer: str) -> float:
-        """How long it may take until that peer is between two inner steps, and then some."""
+        """How long it may take until that peer is between two inner steps, and then some. As long as it has not told
+        its pace, it is taken to be ours."""
         word = self.acquaintances.get(peer)
-        pace = word.progress.pace if word is not None else 0.0
+        pace = (word.progress.pace if word is not None else 0.0) or self.acquaintances.progress.pace
         step_s = self.terms.tokens_per_step / pace if pace > 0 else 0.0
         return self.terms.timing.stall_s + 2 * min(step_s, LONGEST_STEP_S)
 
@@ -502,9 +537,10 @@ class Swapping(Background):
         self._hear(header.known)
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.version):
             return self._answer_again(header)
-        swap = self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)
+        place = header.sender, header.version, header.kind is Kind.ANSWER
+        swap = self._swaps.awaited(*place)
         if swap is None:
-            return m.Reply.STALE
+            return m.Reply.OK if self._swaps.has_whole(*place) else m.Reply.STALE
         try:
             return await self._take_all(swap, parts)
         except PayloadError as error:

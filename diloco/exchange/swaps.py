@@ -55,6 +55,8 @@ class Swaps:
         self.current: Swap | None = None
         self._me = me
         self._led = 0
+        self._answered = 0
+        """The last swap that we led whose answer was whole."""
         self._served: dict[str, tuple[int, int]] = {}
         """By leader: incarnation and number of the swap that was served last."""
 
@@ -109,7 +111,16 @@ class Swaps:
         if self.current is not swap or swap.stage is Stage.WHOLE:
             return False
         swap.stage, swap.deadline_s = Stage.WHOLE, math.inf
+        self._answered = swap.number if swap.leads else self._answered
         return True
+
+    def has_whole(self, sender: Member, number: int, answer: bool) -> bool:
+        """Whether these weights, or this answer, are here already: another stream of the same brought the last of them,
+        or they are sent once more, as the line broke before we could say so."""
+        swap, leader = self.current, (sender.peer, sender.incarnation, number)
+        if answer:
+            return number == self._answered
+        return swap is not None and swap.stage is Stage.WHOLE and swap.leader == leader
 
     def served(self, swap: Swap) -> None:
         """We have applied, as the follower, what will not be applied again."""
