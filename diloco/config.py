@@ -389,7 +389,7 @@ class GossipSection(Section):
 
 class EvalSection(Section):
     every_versions: Annotated[int, Field(ge=0)] = 5
-    """Held-out loss every so many versions, by the first member of the view; 0: only at the end. Under `gossip` a
+    """Held-out loss every so many versions, by the first trainer of the view; 0: only at the end. Under `gossip` a
     peer's swaps are its versions, and the first by name of those it knows evaluates."""
     sequences: PositiveInt = 128
     """Held-out sequences per evaluation."""

@@ -167,10 +167,10 @@ class Trainer:
         return not waits and bool(self._losses) and self.peer.exchange.awaited()
 
     def _position(self) -> int:
-        """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
+        """Tokens of the whole run at the end of this step, if all trainers go at our pace: sets the learning rate."""
         line = self.peer.line
         ours = line.trained.tokens + self.contract.tokens_per_step
-        return (line.commit.tokens + ours * max(len(line.commit.view), 1)) if line.commit else ours
+        return line.commit.tokens + ours * max(line.trainers, 1) if line.commit else ours
 
     def _report(self) -> None:
         peer, now = self.peer, monotonic_s()
@@ -189,6 +189,11 @@ class Trainer:
 
     # ------------------------------------------------------------ versions
 
+    def _evaluates(self, commit: Commit) -> bool:
+        """Whether we are the first member that trains."""
+        first = next((member.peer for member in commit.view if not member.witness), None)
+        return first == self.peer.name
+
     def _on_closed(
         self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]
     ) -> None:
@@ -201,7 +206,7 @@ class Trainer:
         self._emit_version(commit, before, mine, seconds)
         self.events.emit("usage", version=commit.version, **self.bench.used())
         every = self.contract.eval.every_versions
-        if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
+        if every and commit.version % every == 0 and self._evaluates(commit):
             val_loss = self.bench.evaluate(self.peer.line)
             self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=val_loss)
         every = self.site.storage.checkpoint_every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from diloco.exchange.statesync import IDLE_S
 from diloco.island import Island
 from diloco.telemetry import Events
 from diloco.trainer import Trainer
+from diloco.types import Member
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
@@ -242,3 +244,21 @@ def test_what_a_restart_discards_does_not_move_the_learning_rate(world: Trainers
     started = line.commit.tokens
     world.rounds(world.peers)
     assert back.positions[0] == started + 3 * world.contract.tokens_per_step
+
+
+@pytest.mark.parametrize("world", [{"eval": {"every_versions": 1, "sequences": 1}}], indirect=True)
+def test_a_witness_is_no_trainer(world: Trainers) -> None:
+    """It moves no learning rate, and where it comes first in the view the first trainer evaluates."""
+    world.rounds(world.peers)
+    world.settle(world.peers)
+    first, second, _ = world.peers
+    line, position = first.peer.line, first.trainer._position()
+    assert line.commit is not None
+    witnessed = replace(line.commit, view=(Member("w", 1, "w:1", witness=True), *line.commit.view))
+    line.commit = witnessed
+    assert first.trainer._position() == position
+    before = replace(witnessed, version=witnessed.version - 1)
+    for peer in (first, second):
+        peer.told.clear()
+        peer.trainer._on_closed(witnessed, before, None, {})
+    assert ["eval" in [event["kind"] for event in peer.told] for peer in (first, second)] == [True, False]
