@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,22 @@ def test_no_tokenizer_there(root: Path, tmp_path: Path) -> None:
         open_tokenizer("in", root)
     with pytest.raises(ConfigError, match="leads out of"):
         open_tokenizer("/etc", tmp_path)
+def test_a_tokenizer_that_leaves_numbers_out(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "tokenizer", tmp_path / "gaps")
+    file = tmp_path / "gaps" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["the"] = max(vocabulary.values()) + 700
+    file.write_text(json.dumps(tree))
+    tokenizer = open_tokenizer("gaps", tmp_path)
+    assert max(tokenizer.encode("the")) == vocabulary["the"] < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "null", '{"added_tokens": []}'])
+def test_a_damaged_tokenizer_is_named(root: Path, tmp_path: Path, damaged: str) -> None:
+    shutil.copytree(root / "tokenizer", tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(damaged)
+    with pytest.raises(DataError, match="tokenizer holds no tokenizer"):
+        open_tokenizer("tokenizer", tmp_path)
+
+

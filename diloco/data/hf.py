@@ -63,14 +63,14 @@ class HFTokenizer:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # of a damaged file the builders raise anything, `Exception` itself as well
             raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer in {folder} has no eos_token to end a document", "set its eos_token")
-        self.vocab_size: int = len(self._tokenizer)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1  # more than `len` where numbers were left out
         self.separator: int = self._tokenizer.eos_token_id
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        self.fingerprint = fingerprint("hf", vocabulary, self.separator)
+        self.fingerprint = fingerprint("hf", json.dumps(vocabulary, sort_keys=True), self.separator)
 
     def encode(self, text: str) -> TokenArray:
         tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
