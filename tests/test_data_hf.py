@@ -104,6 +104,27 @@ def test_a_stream_resumes_where_it_was(root: Path, last: int) -> None:
     assert torch.equal(resumed.read([2]), dataset.read([2]))
 
 
+@pytest.mark.parametrize("last", [0, 700, 5000, 30_000])
+def test_what_is_kept_of_a_stream_is_small_amid_a_long_document(root: Path, tmp_path: Path, last: int) -> None:
+    texts = [" ".join(map(str, range(start, start + 10_000))) for start in range(0, 80_000, 10_000)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    dataset = open_dataset(section("long.jsonl", holdout=0.5), tmp_path)
+    dataset.read([last])
+    state = json.dumps(dataset.state_dict())
+    assert len(state) < 1000
+    resumed = open_dataset(section("long.jsonl", holdout=0.5), tmp_path)
+    resumed.load_state_dict(json.loads(state))
+    assert torch.equal(resumed.read(range(last, last + 500)), dataset.read(range(last, last + 500)))
+
+
+@pytest.mark.parametrize("length", [256, 10**9])
+def test_a_stream_without_one_block_is_refused(root: Path, tmp_path: Path, length: int) -> None:
+    """It begins again at its end, so that a block would repeat a text, or fill the memory."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:9]))
+    with pytest.raises(DataError, match=rf"a\.jsonl in .*: \d+ tokens do not make one training block of {length}"):
+        open_dataset(section("a.jsonl", sequence_length=length, holdout=0.5), tmp_path)
+
+
 def test_resuming_does_not_run_through_what_was_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(section("in"), root)
     dataset.read([300])
@@ -198,13 +219,6 @@ def test_a_tokenizer_works_with_every_source(root: Path, tmp_path: Path) -> None
     (root / "packed.bin").unlink()
 
 
-def test_no_tokenizer_there(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokenizer folder at"):
-        open_tokenizer("gpt2", tmp_path)
-    with pytest.raises(DataError, match="in holds no tokenizer"):
-        open_tokenizer("in", root)
-    with pytest.raises(ConfigError, match="leads out of"):
-        open_tokenizer("/etc", tmp_path)
 def test_a_tokenizer_that_leaves_numbers_out(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "tokenizer", tmp_path / "gaps")
     file = tmp_path / "gaps" / "tokenizer.json"
@@ -224,3 +238,10 @@ def test_a_damaged_tokenizer_is_named(root: Path, tmp_path: Path, damaged: str) 
         open_tokenizer("tokenizer", tmp_path)
 
 
+def test_no_tokenizer_there(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer folder at"):
+        open_tokenizer("gpt2", tmp_path)
+    with pytest.raises(DataError, match="in holds no tokenizer"):
+        open_tokenizer("in", root)
+    with pytest.raises(ConfigError, match="leads out of"):
+        open_tokenizer("/etc", tmp_path)
