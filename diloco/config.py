@@ -836,7 +836,7 @@ def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}", fix) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", fix) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists too deep
         fix = 'mend that line: [section], then key = 1 or key = "text" or key = true'
         raise ConfigError(f"{path} is not valid TOML: {error}", fix) from error
 
@@ -850,7 +850,7 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
         )
     try:
         return section, key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return section, key, value
 
 

@@ -185,6 +185,16 @@ def test_a_mistake_in_a_contract_is_explained(tmp_path: Path, text: str, cause: 
     assert raised.value.exit_code == 10
 
 
+@pytest.mark.parametrize("value", ["[" * 10_000, "9" * 5000], ids=["deep", "long"])
+def test_a_value_that_python_does_not_read_is_explained(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="is not valid TOML") as raised:
+        contract(tmp_path, f"{RUN}\n[inner]\nsteps = {value}")
+    explained(raised)
+    with pytest.raises(ConfigError, match=r"--set: inner\.steps: Input should be a valid integer") as raised:
+        contract(tmp_path, RUN, f"inner.steps={value}")
+    explained(raised)
+
+
 @pytest.mark.parametrize(
     ("text", "cause", "fix"),
     [

@@ -308,7 +308,7 @@ def test_damaged_exports(text_root: Path, tmp_path: Path) -> None:
         (output / "diloco.json").write_text(json.dumps(about | changes))
         with pytest.raises(StateError, match="lacks one of version, tokens, vocab_size"):
             evaluate_checkpoint(output, text_root)
-    for text in ("not json", "[]", json.dumps(about | {"contract": None})):
+    for text in ("not json", "[]", "[" * 200_000, json.dumps(about | {"contract": None})):
         (output / "diloco.json").write_text(text)
         with pytest.raises(ConfigError):
             evaluate_checkpoint(output, text_root)
