@@ -38,6 +38,8 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+"""At 1 nothing new would ever be seen, and Adam would divide by zero."""
 Glob = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -206,7 +208,7 @@ class InnerSection(Section):
     accumulation: PositiveInt = 1
     """Micro-batches per inner step."""
     lr: PositiveFloat = 4e-4
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     """On matrices only; norms and biases are not decayed."""
@@ -246,7 +248,7 @@ class OuterSection(Section):
     buffer: PositiveInt = 8
     """For `delayed_nesterov` and `buffered_nesterov`: versions of a fragment from one refreshing of the momentum to the
     next. For versions of few contributions: about twice as many as close while one peer makes its own."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """For `adam`."""
     eps: PositiveFloat = 0.1
     """For `adam`: large, as DiLoCo found it must be."""

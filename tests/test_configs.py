@@ -170,6 +170,8 @@ CONTRACT_MISTAKES = [
     ("[codec]\nname = 'topk'\nrank = 2", "codec.rank is for lowrank, not for topk", "config show"),
     ("[[codec.groups]]\nmatch = ['a']\nvalues = 'fp16'", "codec.values is for topk and dct, not for int8", "in "),
     ("[inner]\nsteps = 10\n[sync]\nfragments = 5", "sync.fragments (5) must be at most model.layers (4)", "show"),
+    ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1: Input should be less than 1, got 1.0", "correct inner.betas in"),
+    ("[outer]\nbetas = [1.0, 0.9]", "outer.betas.0: Input should be less than 1, got 1.0", "correct outer.betas in"),
     ("[inner", "not valid TOML", "mend that line"),
 ]
 
