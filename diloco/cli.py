@@ -362,12 +362,13 @@ def replay(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a peer.")],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    data_root: Annotated[Path, typer.Option(help="Folder that model.hf_config is relative to.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Write the anchor as a plain model: safetensors and config.json, usable with transformers."""
     from diloco.export import export as write_export
 
-    path = write_export(_checkpoints_of(checkpoint), output)
+    path = write_export(_checkpoints_of(checkpoint), output, data_root)
     print(json.dumps({"exported": str(path)}) if as_json else f"exported to {path}")
 
 

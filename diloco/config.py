@@ -392,7 +392,7 @@ class GossipSection(Section):
 
 class EvalSection(Section):
     every_versions: Annotated[int, Field(ge=0)] = 5
-    """Held-out loss every so many versions, by the first member of the view; 0: only at the end. Under `gossip` a
+    """Held-out loss every so many versions, by the first trainer of the view; 0: only at the end. Under `gossip` a
     peer's swaps are its versions, and the first by name of those it knows evaluates."""
     sequences: PositiveInt = 128
     """Held-out sequences per evaluation."""
@@ -839,7 +839,7 @@ def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}", fix) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error.reason}", fix) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists too deep
         fix = 'mend that line: [section], then key = 1 or key = "text" or key = true'
         raise ConfigError(f"{path} is not valid TOML: {error}", fix) from error
 
@@ -853,7 +853,7 @@ def _parse_override(text: str) -> tuple[str, str, Any]:
         )
     try:
         return section, key, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return section, key, value
 
 

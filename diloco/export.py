@@ -246,7 +246,7 @@ def _fill(model: nn.Module, trained: Trained) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}", "check that it is there and is JSON") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a JSON object", "check that it is the file it should be")

@@ -211,6 +211,8 @@ class Peer:
         self._presence: Presence | None = None
         self.idle: Callable[[], bool] = lambda: True
         """Asked now and then whether we still want a state; the other ranks of an island are not to give us up."""
+        self.copied: Callable[[], None] = lambda: None
+        """Told that the line stands at a state that was copied, before anything is made of it."""
         self.saving: Callable[[], bool] = lambda: False
         """Whether a checkpoint is being written: of the outer state itself."""
 
@@ -315,6 +317,7 @@ class Peer:
         if offer.commit is not None and offer.commit != before:
             self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
+        self.copied()
         wire = self.wire()
         received = wire.received if wire else None
         self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=received)

@@ -88,7 +88,8 @@ class Trainer:
         self._keeper = Keeper(events, self._begin_save)
         self.peer.saving = lambda: self._keeper.busy
         self._commit = self.peer.line.commit
-        """Whose lease we read in: not the line's while it stands at a state that was copied since."""
+        """Whose lease we read in."""
+        self.peer.copied = self._take_over
         self._cadence = Cadence.of(contract)
         self._watch = Stopwatch()
         self._losses: list[float] = []
@@ -112,7 +113,6 @@ class Trainer:
     def _round(self) -> None:
         self._losses = []
         self._size()
-        self._take_over()
         leave_s = self.site.timeouts.leave_s
         deadline_s = self.contract.membership.round_deadline_s
         asked_s: list[float] = []
@@ -167,10 +167,10 @@ class Trainer:
         return not waits and bool(self._losses) and self.peer.exchange.awaited()
 
     def _position(self) -> int:
-        """Tokens of the whole run at the end of this step, if all members go at our pace: sets the learning rate."""
+        """Tokens of the whole run at the end of this step, if all trainers go at our pace: sets the learning rate."""
         line = self.peer.line
         ours = line.trained.tokens + self.contract.tokens_per_step
-        return (line.commit.tokens + ours * max(len(line.commit.view), 1)) if line.commit else ours
+        return line.commit.tokens + ours * max(line.trainers, 1) if line.commit else ours
 
     def _report(self) -> None:
         peer, now = self.peer, monotonic_s()
@@ -189,12 +189,16 @@ class Trainer:
 
     # ------------------------------------------------------------ versions
 
+    def _evaluates(self, commit: Commit) -> bool:
+        """Whether we are the first member that trains."""
+        first = next((member.peer for member in commit.view if not member.witness), None)
+        return first == self.peer.name
+
     def _on_closed(
         self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]
     ) -> None:
-        copied = before is not self._commit
         self._commit = commit
-        self._lease(commit, before, mine, copied)
+        self._lease(commit, before, mine)
         if before is None or commit.version == before.version:
             self._started_s = monotonic_s()
             self.bench.usage.begin()
@@ -202,41 +206,52 @@ class Trainer:
         self._emit_version(commit, before, mine, seconds)
         self.events.emit("usage", version=commit.version, **self.bench.used())
         every = self.contract.eval.every_versions
-        if every and commit.version % every == 0 and commit.view[0].peer == self.peer.name:
+        if every and commit.version % every == 0 and self._evaluates(commit):
             val_loss = self.bench.evaluate(self.peer.line)
             self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=val_loss)
         every = self.site.storage.checkpoint_every
         if every and commit.version % every == 0:
             self._keeper.due(commit.version, self._contents)
 
-    def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None, copied: bool) -> None:
-        """Read on in what we hold now. After a time outside the view, or where the state before it was `copied`, it is
-        all new, and nothing of it is used."""
-        name = self.peer.name
-        held = commit.leases.held.get(name)
+    def _lease(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
+        """Read on in what we hold now. After a time outside the view it is all new, and nothing of it is used."""
+        held = commit.leases.held.get(self.peer.name)
         if held is None:
             return
-        newly = before is None or name not in before.leases.held
-        if copied or (newly and self._resumed_version != commit.version):
+        if self._newly(before) and self._resumed_version != commit.version:
             self._lease_anew(commit)
-        else:
-            try:
-                self.reader.lease(held, mine.blocks if mine else 0)
-            except ValueError:  # it counts what we sent in an earlier life: what is held is not what it was
-                self._lease_anew(commit)
+            return
+        try:
+            self.reader.lease(held, mine.blocks if mine else 0)
+        except ValueError:  # it counts what we sent in an earlier life: what is held is not what it was
+            self._lease_again(commit)
+
+    def _newly(self, before: Commit | None) -> bool:
+        """Whether we held nothing at that version."""
+        return before is None or self.peer.name not in before.leases.held
 
     def _lease_anew(self, commit: Commit) -> None:
         self.reader = BlockReader(self.bench.dataset, self.contract.run.seed)
         self.reader.lease(commit.leases.held[self.peer.name])
         self.peer.line.trained.blocks = 0
 
+    def _lease_again(self, commit: Commit) -> None:
+        """Read on where we do not know what was counted. The blocks of progress that is kept are not read again, and go
+        out with it; where nothing is kept, what was read and not counted is."""
+        if not self.peer.line.trained.tokens:
+            self._lease_anew(commit)
+            return
+        self.reader.catch_up(commit.leases.held[self.peer.name])
+        self.peer.line.trained.blocks = self.reader.used
+
     def _take_over(self) -> None:
         """Stand at the version of a state that was copied: no version closed here, so nobody told us of its lease."""
-        commit = self.peer.line.commit
-        if commit is not None and commit is not self._commit:
-            self._commit = commit
-            if self.peer.name in commit.leases.held:
-                self._lease_anew(commit)
+        commit, before = self.peer.line.commit, self._commit
+        if commit is None or commit is before:
+            return
+        self._commit = commit
+        if self.peer.name in commit.leases.held:
+            (self._lease_anew if self._newly(before) else self._lease_again)(commit)
 
     def _emit_version(self, commit: Commit, before: Commit, mine: Counted | None, seconds: dict[str, float]) -> None:
         peer = self.peer
@@ -282,7 +297,6 @@ class Trainer:
 
     def _end(self) -> Ending:
         peer = self.peer
-        self._take_over()
         commit = self._commit
         wall_s = monotonic_s() - self._started_s
         done = peer.done

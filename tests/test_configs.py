@@ -154,8 +154,6 @@ CONTRACT_MISTAKES = [
     ("[inner]\nlr = 2024-01-01", "inner.lr: Input should be a valid number, got '2024-01-01'", "config show"),
     ("[inner]\nlr = 0.0", "inner.lr: Input should be greater than 0, got 0.0", "config show"),
     ("[inner]\nbetas = [1, 1, 1]", "inner.betas: Tuple should have at most 2 items", "config show"),
-    ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1: Input should be less than 1, got 1.0", "config show"),
-    ("[outer]\nbetas = [1.0, 0.9]", "outer.betas.0: Input should be less than 1, got 1.0", "config show"),
     ("[inner.lr]\nx = 1", "inner.lr: Input should be a valid number", "config show"),
     (
         "[codec]\nname = 'int7'",
@@ -172,6 +170,8 @@ CONTRACT_MISTAKES = [
     ("[codec]\nname = 'topk'\nrank = 2", "codec.rank is for lowrank, not for topk", "config show"),
     ("[[codec.groups]]\nmatch = ['a']\nvalues = 'fp16'", "codec.values is for topk and dct, not for int8", "in "),
     ("[inner]\nsteps = 10\n[sync]\nfragments = 5", "sync.fragments (5) must be at most model.layers (4)", "show"),
+    ("[inner]\nbetas = [0.9, 1.0]", "inner.betas.1: Input should be less than 1, got 1.0", "correct inner.betas in"),
+    ("[outer]\nbetas = [1.0, 0.9]", "outer.betas.0: Input should be less than 1, got 1.0", "correct outer.betas in"),
     ("[inner", "not valid TOML", "mend that line"),
 ]
 
@@ -185,6 +185,16 @@ def test_a_mistake_in_a_contract_is_explained(tmp_path: Path, text: str, cause: 
     assert "contract.toml" in said
     assert fix in advised
     assert raised.value.exit_code == 10
+
+
+@pytest.mark.parametrize("value", ["[" * 10_000, "9" * 5000], ids=["deep", "long"])
+def test_a_value_that_python_does_not_read_is_explained(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="is not valid TOML") as raised:
+        contract(tmp_path, f"{RUN}\n[inner]\nsteps = {value}")
+    explained(raised)
+    with pytest.raises(ConfigError, match=r"--set: inner\.steps: Input should be a valid integer") as raised:
+        contract(tmp_path, RUN, f"inner.steps={value}")
+    explained(raised)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,12 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
     assert "\n" not in caught.value.cause
 
 
+def test_a_line_of_many_brackets_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' + b"[" * 200_000)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
+        open_dataset(text_section("a.jsonl"), tmp_path)
+
+
 def test_an_empty_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=f"{tmp_path}/empty holds no data") as caught:
@@ -235,6 +241,13 @@ def test_a_contract_cannot_read_outside_the_data_folder(tmp_path: Path, path: st
     (root / "link.txt").symlink_to(tmp_path / "secret.txt")
     with pytest.raises(ConfigError, match=r"leads? out of|goes through"):
         open_dataset(text_section(path), root)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a*\0"])
+def test_a_path_that_no_file_can_have(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="holds a zero byte") as caught:
+        open_dataset(text_section(path), tmp_path)
+    assert caught.value.cause.isprintable()
 
 
 def test_a_link_out_of_a_searched_folder_is_refused_too(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,27 @@ def test_a_stream_resumes_where_it_was(root: Path, last: int) -> None:
     assert torch.equal(resumed.read([2]), dataset.read([2]))
 
 
+@pytest.mark.parametrize("last", [0, 700, 5000, 30_000])
+def test_what_is_kept_of_a_stream_is_small_amid_a_long_document(root: Path, tmp_path: Path, last: int) -> None:
+    texts = [" ".join(map(str, range(start, start + 10_000))) for start in range(0, 80_000, 10_000)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    dataset = open_dataset(section("long.jsonl", holdout=0.5), tmp_path)
+    dataset.read([last])
+    state = json.dumps(dataset.state_dict())
+    assert len(state) < 1000
+    resumed = open_dataset(section("long.jsonl", holdout=0.5), tmp_path)
+    resumed.load_state_dict(json.loads(state))
+    assert torch.equal(resumed.read(range(last, last + 500)), dataset.read(range(last, last + 500)))
+
+
+@pytest.mark.parametrize("length", [256, 10**9])
+def test_a_stream_without_one_block_is_refused(root: Path, tmp_path: Path, length: int) -> None:
+    """It begins again at its end, so that a block would repeat a text, or fill the memory."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:9]))
+    with pytest.raises(DataError, match=rf"a\.jsonl in .*: \d+ tokens do not make one training block of {length}"):
+        open_dataset(section("a.jsonl", sequence_length=length, holdout=0.5), tmp_path)
+
+
 def test_resuming_does_not_run_through_what_was_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = open_dataset(section("in"), root)
     dataset.read([300])
@@ -195,6 +217,25 @@ def test_a_tokenizer_works_with_every_source(root: Path, tmp_path: Path) -> None
     first = np.concatenate([tokenizer.encode(TEXTS[0]), [tokenizer.separator], tokenizer.encode(TEXTS[1])])
     assert shard.read([0])[0].tolist() == first[:9].tolist()
     (root / "packed.bin").unlink()
+
+
+def test_a_tokenizer_that_leaves_numbers_out(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "tokenizer", tmp_path / "gaps")
+    file = tmp_path / "gaps" / "tokenizer.json"
+    tree = json.loads(file.read_text())
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["the"] = max(vocabulary.values()) + 700
+    file.write_text(json.dumps(tree))
+    tokenizer = open_tokenizer("gaps", tmp_path)
+    assert max(tokenizer.encode("the")) == vocabulary["the"] < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "null", '{"added_tokens": []}'])
+def test_a_damaged_tokenizer_is_named(root: Path, tmp_path: Path, damaged: str) -> None:
+    shutil.copytree(root / "tokenizer", tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text(damaged)
+    with pytest.raises(DataError, match="tokenizer holds no tokenizer"):
+        open_tokenizer("tokenizer", tmp_path)
 
 
 def test_no_tokenizer_there(root: Path, tmp_path: Path) -> None:

@@ -156,6 +156,25 @@ def test_after_repeats_new_blocks_come_first() -> None:
     assert read(reader, 3) == [4, 5, 2]
 
 
+@pytest.mark.parametrize(
+    ("held", "used", "following"),
+    [
+        ([Blocks(0, 8), Blocks(9, 12)], 6, [6, 7, 9]),  # nothing was counted
+        ([Blocks(4, 8), Blocks(9, 16)], 2, [6, 7, 9]),  # four were
+        ([Blocks(7, 8), Blocks(9, 16)], 0, [7, 9, 10]),  # more than were used: by an earlier life
+        ([Blocks(20, 30)], 0, [20, 21, 22]),  # all new, after a time outside the view
+        ([Blocks(2, 4), Blocks(20, 28)], 0, [2, 3, 20]),
+    ],
+)
+def test_a_lease_some_versions_later(held: list[Blocks], used: int, following: list[int]) -> None:
+    reader = BlockReader(Numbered(), seed=0)
+    reader.lease([Blocks(0, 8), Blocks(9, 12)])
+    read(reader, 6)
+    reader.catch_up(held)
+    assert reader.used == used
+    assert read(reader, 3) == following
+
+
 def test_what_a_reader_refuses() -> None:
     reader = BlockReader(Numbered(), seed=0)
     with pytest.raises(ValueError, match="no lease"):

@@ -202,6 +202,26 @@ def test_a_truncated_npy_file_is_refused(tmp_path: Path, keep: int) -> None:
         open_dataset(section("a.npy"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        (b"}", b" "),
+        (b"(100,)", b"(10.,)"),
+        (b"(100,)", b"(9" + b"9" * 30 + b",)"),
+        (b"'<i8'", b"'<i8 "),
+        (b"{", b"\xff"),
+    ],
+)
+def test_a_npy_file_with_a_damaged_header_is_refused(tmp_path: Path, was: bytes, becomes: bytes) -> None:
+    np.save(tmp_path / "a.npy", np.arange(100))
+    whole = (tmp_path / "a.npy").read_bytes()
+    header = whole[10:128].replace(was, becomes)
+    header = header.rstrip()[:117].ljust(117) + b"\n"
+    (tmp_path / "a.npy").write_bytes(whole[:10] + header + whole[128:])
+    with pytest.raises(DataError, match=r"a\.npy is not a whole \.npy array"):
+        open_dataset(section("a.npy"), tmp_path)
+
+
 def test_an_archive_of_arrays_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", np.arange(100))
     (tmp_path / "a.npz").rename(tmp_path / "a.npy")
@@ -279,8 +299,9 @@ def test_where_a_shard_cannot_go(tmp_path: Path) -> None:
     for output in (tmp_path / "a.npy", tmp_path / "folder.bin"):
         with pytest.raises(UsageError, match="cannot pack into"):
             pack([tmp_path / "a.txt"], output, ByteTokenizer())
-    with pytest.raises(ResourceError, match="No such file or directory"):
-        pack([tmp_path / "a.txt"], tmp_path / "absent" / "a.bin", ByteTokenizer())
+    for folder, why in (("absent", "No such file or directory"), ("a.txt", "Not a directory")):
+        with pytest.raises(ResourceError, match=why):
+            pack([tmp_path / "a.txt"], tmp_path / folder / "a.bin", ByteTokenizer())
 
 
 def test_nothing_to_pack(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from diloco.checkpoint import load, save
+from diloco.cli import app
 from diloco.config import (
     Contract,
     DataSection,
@@ -216,6 +218,16 @@ def test_a_hugging_face_model_comes_back_in_fp32(tied: bool, key: str, text_root
     assert evaluate_checkpoint(output, text_root) == evaluate_checkpoint(tmp_path / "run", text_root)
 
 
+def test_the_command_line_finds_a_hugging_face_config(text_root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    terms = hf_contract(text_root)
+    make_checkpoint(tmp_path / "run", terms, build_model(terms.model, 264, seed=0, root=text_root))
+    folders = [str(tmp_path / "run"), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["export", *folders, "--data-root", str(text_root)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_a_hugging_face_config_that_is_not_there_or_another(text_root: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     terms = hf_contract(text_root)
@@ -308,7 +320,7 @@ def test_damaged_exports(text_root: Path, tmp_path: Path) -> None:
         (output / "diloco.json").write_text(json.dumps(about | changes))
         with pytest.raises(StateError, match="lacks one of version, tokens, vocab_size"):
             evaluate_checkpoint(output, text_root)
-    for text in ("not json", "[]", json.dumps(about | {"contract": None})):
+    for text in ("not json", "[]", "[" * 200_000, json.dumps(about | {"contract": None})):
         (output / "diloco.json").write_text(text)
         with pytest.raises(ConfigError):
             evaluate_checkpoint(output, text_root)

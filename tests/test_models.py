@@ -275,7 +275,8 @@ def test_hf_mistakes_are_config_errors(tmp_path: Path) -> None:
         build_model(ModelSection(kind="hf", hf_config="absent"), 64, seed=0, root=tmp_path)
     with pytest.raises(ConfigError, match="vocab_size 64 is smaller than the tokenizer's 65"):
         build_model(section, 65, seed=0, root=tmp_path)
-    for broken in ('{"model_type": "no_such_model"}', "not json", '{"model_type": "vit"}', "[]"):
+    senseless = [json.dumps(llama_config(SMALL, 64) | {key: 0}) for key in ("num_attention_heads", "dtype")]
+    for broken in ('{"model_type": "no_such_model"}', "not json", '{"model_type": "vit"}', "[]", *senseless):
         (tmp_path / "tiny" / "config.json").write_text(broken)
         with pytest.raises(ConfigError, match="does not describe a causal LM"):
             build_model(section, 64, seed=0, root=tmp_path)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from diloco.exchange.statesync import IDLE_S
 from diloco.island import Island
 from diloco.telemetry import Events
 from diloco.trainer import Trainer
+from diloco.types import Member
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
@@ -44,6 +46,16 @@ class LocalTrainer(LocalPeer):
             return step(block, position)
 
         self.trainer.bench.step = noted  # type: ignore[method-assign]
+        self.blocks: list[int] = []
+        """What was read, in order: of the first epoch."""
+        dataset = self.trainer.bench.dataset
+        read = dataset.read
+
+        def seen(blocks: Sequence[int]) -> torch.Tensor:
+            self.blocks.extend(blocks)
+            return read(blocks)
+
+        dataset.read = seen  # type: ignore[method-assign]
         self.peer.open()
 
     def round(self, leaving: bool = False) -> Any:
@@ -105,7 +117,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainers]:
 
 
 def test_whoever_copies_the_state_amid_a_round_does_not_lose_of_its_lease(world: Trainers) -> None:
-    """However often it does, it never has to read blocks again, and its learning rate stays with the run."""
+    """However often it does, nothing is read twice, and its learning rate stays with the run."""
     *others, copier = world.peers
     world.rounds(world.peers)
     step = world.contract.tokens_per_step
@@ -130,7 +142,8 @@ def test_whoever_copies_the_state_amid_a_round_does_not_lose_of_its_lease(world:
     world.rounds(world.peers)
     assert copier.reads_what_it_is_credited_for
     assert copier.positions[made:] == [started + 3 * step, started + 6 * step]
-    assert copier.trainer.reader.repeats == 0
+    read = [block for peer in world.peers for block in peer.blocks]
+    assert len(set(read)) == len(read)
 
 
 def test_progress_that_is_discarded_does_not_move_the_learning_rate(world: Trainers) -> None:
@@ -231,3 +244,21 @@ def test_what_a_restart_discards_does_not_move_the_learning_rate(world: Trainers
     started = line.commit.tokens
     world.rounds(world.peers)
     assert back.positions[0] == started + 3 * world.contract.tokens_per_step
+
+
+@pytest.mark.parametrize("world", [{"eval": {"every_versions": 1, "sequences": 1}}], indirect=True)
+def test_a_witness_is_no_trainer(world: Trainers) -> None:
+    """It moves no learning rate, and where it comes first in the view the first trainer evaluates."""
+    world.rounds(world.peers)
+    world.settle(world.peers)
+    first, second, _ = world.peers
+    line, position = first.peer.line, first.trainer._position()
+    assert line.commit is not None
+    witnessed = replace(line.commit, view=(Member("w", 1, "w:1", witness=True), *line.commit.view))
+    line.commit = witnessed
+    assert first.trainer._position() == position
+    before = replace(witnessed, version=witnessed.version - 1)
+    for peer in (first, second):
+        peer.told.clear()
+        peer.trainer._on_closed(witnessed, before, None, {})
+    assert ["eval" in [event["kind"] for event in peer.told] for peer in (first, second)] == [True, False]

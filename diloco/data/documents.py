@@ -75,7 +75,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
 def _field(line: bytes, text_field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}", "write one JSON object on each line") from error
     return text_of(record, text_field, where)
 

@@ -36,6 +36,8 @@ def find(paths: Sequence[str], root: Path, suffixes: Collection[str]) -> list[Pa
 
 def inside(path: str, root: Path) -> Path:
     """`root / path`, refused with ConfigError when it leads out of `root` or through a hidden name."""
+    if "\0" in path:
+        raise ConfigError(f"data path {path!r} holds a zero byte, which no file's name does", _FIX)
     parts = PurePosixPath(path).parts
     if any(part.startswith(".") for part in parts):
         raise ConfigError(f"data path {path!r} goes through {'..' if '..' in parts else 'a hidden name'}", _FIX)

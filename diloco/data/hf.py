@@ -63,14 +63,14 @@ class HFTokenizer:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # of a damaged file the builders raise anything, `Exception` itself as well
             raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
         if self._tokenizer.eos_token_id is None:
             raise DataError(f"the tokenizer in {folder} has no eos_token to end a document", "set its eos_token")
-        self.vocab_size: int = len(self._tokenizer)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1  # more than `len` where numbers were left out
         self.separator: int = self._tokenizer.eos_token_id
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        self.fingerprint = fingerprint("hf", vocabulary, self.separator)
+        self.fingerprint = fingerprint("hf", json.dumps(vocabulary, sort_keys=True), self.separator)
 
     def encode(self, text: str) -> TokenArray:
         tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -108,9 +108,8 @@ class StreamDataset:
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = section.sequence_length
         self.blocks_per_epoch: int | None = None
-        if next(self._documents(load(), held=False), None) is None:
-            raise DataError(f"{where}: no text to train on", "check data.paths and data.text_field")
-        self._start(None, 0, np.empty(0, token_dtype(self.vocab_size)))
+        self._check_text()
+        self._start(None, 0, 0)
         self.fingerprint = fingerprint(
             section.holdout, tokenizer.fingerprint, files_digest, self._row(0), self._collect(1)
         )
@@ -127,19 +126,36 @@ class StreamDataset:
         return torch.from_numpy(self._heldout[sequences])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"block": self._block, "pending": self._pending.tolist(), "stream": self._records.state_dict()}
+        return {"block": self._block, "stream": self._stream, "skip": self._skip}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start(state["stream"], state["block"], np.array(state["pending"], token_dtype(self.vocab_size)))
+        self._start(state["stream"], state["block"], state["skip"])
 
-    def _start(self, stream: dict[str, Any] | None, block: int, pending: TokenArray) -> None:
-        """Stand at `block`, whose tokens are `pending` and what comes after `stream`, a state of the iterable."""
+    def _check_text(self) -> None:
+        """Raises DataError unless one pass has a block to train on."""
+        tokens = 0
+        for document in self._documents(self._load(), held=False):
+            tokens += len(document)
+            if tokens > self.sequence_length:
+                return
+        if not tokens:
+            raise DataError(f"{self._where}: no text to train on", "check data.paths and data.text_field")
+        cause = f"{self._where}: {tokens} tokens do not make one training block of {self.sequence_length}"
+        raise DataError(cause, "add text or lower data.sequence_length")
+
+    def _start(self, stream: dict[str, Any] | None, block: int, skip: int) -> None:
+        """Stand at `block`, which begins `skip` tokens after `stream`, a state of the iterable."""
         self._records = self._load()
         if stream is not None:
             self._records.load_state_dict(stream)
-        self._block = block
-        self._pending = pending
         self._training = self._passes()
+        self._block = block
+        self._pending: TokenArray = np.empty(0, token_dtype(self.vocab_size))
+        # To come back here nothing is kept but where a document began: one may be as large as a file.
+        self._stream, self._skip = self._records.state_dict(), 0
+        self._later: tuple[dict[str, Any], int] | None = None
+        """The beginning of a later document, and tokens up to there."""
+        self._advance(skip)
 
     def _passes(self) -> Iterator[TokenArray]:
         while True:
@@ -150,16 +166,26 @@ class StreamDataset:
     def _row(self, block: int) -> TokenArray:
         """The L + 1 tokens of `block`; the stream then stands at it."""
         if block < self._block:
-            self._start(None, 0, self._pending[:0])
-        self._fill()
+            self._start(None, 0, 0)
         while self._block < block:
-            self._pending = self._pending[self.sequence_length :]
+            self._advance(self.sequence_length)
             self._block += 1
-            self._fill()
+        self._fill(self.sequence_length + 1)
         return self._pending[: self.sequence_length + 1]
 
-    def _fill(self) -> None:
-        while len(self._pending) <= self.sequence_length:
+    def _advance(self, tokens: int) -> None:
+        self._fill(tokens)
+        self._pending = self._pending[tokens:]
+        self._skip += tokens
+        if self._later is not None and self._later[1] <= self._skip:
+            self._stream, passed = self._later
+            self._skip -= passed
+            self._later = None
+
+    def _fill(self, tokens: int) -> None:
+        while len(self._pending) < tokens:
+            if self._later is None:
+                self._later = self._records.state_dict(), self._skip + len(self._pending)
             self._pending = np.concatenate([self._pending, next(self._training)])
 
     def _collect(self, sequences: int) -> TokenArray:

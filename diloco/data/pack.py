@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def pack(
     except OSError as error:
         raise ResourceError(f"cannot write {output}: {error.strerror}", "free disk space or pack elsewhere") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # it may not be there, and its folder may be none
+            partial.unlink()
     return result
 
 

@@ -63,6 +63,15 @@ class BlockReader:
         self._used = used
         self._again = max(0, self._again - counted)
 
+    def catch_up(self, held: Sequence[Blocks]) -> None:
+        """A version that was reached without those before it: what `held` lacks of the former lease's front they have
+        counted, and what was used since stays used. What does not go on from the former lease is all unread."""
+        held = joined(held)
+        try:
+            self.lease(held, self._before(held[0].start) if held else 0)
+        except ValueError:
+            self._held, self._used, self._again = held, 0, 0
+
     def next_positions(self, n: int) -> list[int]:
         """The positions that `next(n)` will read, counted over all epochs. Raises ValueError without a lease."""
         total = count(self._held)
@@ -110,6 +119,15 @@ class BlockReader:
     def _position(self, index: int) -> int:
         """The position `index` blocks into the lease."""
         return without_front(self._held, index)[0].start
+
+    def _before(self, position: int) -> int:
+        """Blocks of the lease before the one at `position`; all of them where it has no such block."""
+        passed = 0
+        for run in self._held:
+            if run.start <= position < run.stop:
+                return passed + position - run.start
+            passed += len(run)
+        return passed
 
     def _repeat(self, n: int) -> None:
         if n and not self._repeats:

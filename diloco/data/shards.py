@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -120,7 +121,7 @@ def _open_npy(path: Path) -> _Shard:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, TypeError, OverflowError, TokenError) as error:  # what numpy makes of a bad header
         raise DataError(f"{path} is not a whole .npy array: {error}", "write it again with numpy.save") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, expected a 1-D array of whole numbers")
