@@ -27,7 +27,10 @@ from diloco.fragments import Layout
 from diloco.ledger import LEDGER, Record, Scan, Totals, read_ledger
 from diloco.outer import OuterState, open_outer
 from diloco.telemetry import readable_text
-from diloco.types import Commit
+from diloco.types import Commit, Counted
+
+LIVES_OF_A_PROCESS = 1000
+"""A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
     """What the ledgers say, wherever they are from; `chain` is theirs."""
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
     result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(books)]
-    result.violations += [*_missing(chain), *_lineage_findings(books, chain)]
+    result.violations += [*_kept_and_counted(books, chain), *_missing(chain), *_lineage_findings(books, chain)]
     result.notes += [*_beginnings(chain), *_notes(books)]
     result.forks = list(_forks(books, chain))
     result.peers = [_row(book, chain) for book in books]
@@ -282,6 +285,53 @@ def _balances(books: Iterable[Book]) -> Iterator[Finding]:
             if credited != life.totals.committed and not life.of("gap"):
                 text = f"{life.totals.committed} tokens are booked as committed, the commits count {credited}"
                 yield Finding("I2", book.peer, version, life.lines[-1][0], text)
+            reported = sum(_discarded(record) for _, record in life.lines)
+            if reported != life.totals.discarded and not life.of("gap"):
+                text = f"{life.totals.discarded} tokens are booked as discarded, the records tell of {reported}"
+                yield Finding("I2", book.peer, version, life.lines[-1][0], text)
+
+
+def _discarded(record: Record) -> int:
+    """Tokens that a record says were given up."""
+    return int(record.fields.get("discarded", 0))
+
+
+def _kept_and_counted(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
+    """I2: progress that a version counts, and that its maker, who went past that version, neither took for counted nor
+    gave up, is trained upon, and counted once more."""
+    for book in books:
+        for life in book.lives:
+            stood, given_up = "", 0
+            for line, record in life.lines:
+                given_up += _discarded(record)
+                stands = "" if record.kind == "gap" else record.fields.get("digest", stood)
+                if stands == stood:
+                    continue
+                passed = _first_after(stood, record, chain)
+                entry = _contribution(life, stood, passed, chain) if passed else None
+                if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
+                    text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
+                    yield Finding("I2", book.peer, passed.version, line, text)
+                stood, given_up = stands, 0
+
+
+def _first_after(stood: str, record: Record, chain: Chain) -> Commit | None:
+    """The version after the one that a peer stood at, when a record brings it further. None: it leads elsewhere."""
+    if stood not in chain.commits:
+        return None
+    commit = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None
+    while commit is not None and commit.previous != stood:
+        commit = chain.commits.get(commit.previous) if record.kind == "adopt" else None
+    return commit
+
+
+def _contribution(life: Life, stood: str, passed: Commit, chain: Chain) -> Counted | None:
+    """What a version counts of this very life, which the view before it knows."""
+    member = chain.commits[stood].member(life.peer)
+    since = member.incarnation - life.opening["incarnation"] if member is not None else -1
+    if not 0 <= since < LIVES_OF_A_PROCESS:
+        return None
+    return next((entry for entry in passed.counted if entry.peer == life.peer), None)
 
 
 def _credit(peer: str, record: Record) -> int:

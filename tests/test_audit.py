@@ -13,6 +13,7 @@ import pytest
 from diloco.audit import Audit, audit, audit_text
 from diloco.errors import StateError, UsageError
 from diloco.ledger import LEDGER, Record, encode, read_ledger
+from diloco.round import withdraw
 from diloco.types import Blocks, Commit, Omitted
 from tests.paper import TOKENS, PaperRun
 from tests.peers import run_cli
@@ -148,6 +149,33 @@ def test_credit_for_what_an_earlier_life_trained_is_i2(run: PaperRun) -> None:
     again.journal.committed(run.commits[-1], None)
     result = audit([run.root])
     assert any("-32 uncommitted" in finding.text for finding in result.violations)
+
+
+def test_tokens_that_vanish_without_a_reason_are_i2(run: PaperRun) -> None:
+    rewrite(run.root / "c", lambda fields: fields["tokens"].update(committed=128, discarded=32))
+    found = {finding.text for finding in audit([run.root]).violations}
+    assert "32 tokens are booked as discarded, the records tell of 0" in found
+
+
+def test_progress_that_is_counted_and_kept_is_i2(run: PaperRun) -> None:
+    """b takes a contribution that others hold for withdrawn: it is in the version, and in b's weights."""
+    peers = run.offer()
+    closed = run.close(peers[0], peers)
+    withdraw(run.peers["b"].line)
+    run.apply(closed, peers)
+    (finding,) = audit([run.root]).violations
+    assert (finding.rule, finding.peer, finding.version) == ("I2", "b", 6)
+    assert finding.text == "it counts 32 tokens of this life, which says that it gave up 0"
+
+
+def test_progress_that_is_counted_and_kept_over_a_copied_state_is_i2(run: PaperRun) -> None:
+    a, b, c = run.offer()
+    run.apply(run.close(a, [a, b, c]), [a, c])
+    withdraw(b.line)
+    run.round([a, c])
+    run.copy(a, b)
+    (finding,) = audit([run.root]).violations
+    assert (finding.rule, finding.peer, finding.version) == ("I2", "b", 6)
 
 
 def test_a_missing_version_is_i5(run: PaperRun) -> None:
