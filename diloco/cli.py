@@ -89,11 +89,15 @@ def peer(
     done is counted if a version closes soon, or handed back. The second ends at once.
     """
     from diloco.config import split_overrides
-    from diloco.launch import PeerOptions, run_peer, start_ranks
+    from diloco.options import PeerOptions, checked
 
     profiled = [f"device.profile_steps={profile}"] if profile else []
     site_overrides, contract_overrides = split_overrides([*profiled, *(overrides or [])])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
+    checked(options)  # before torch is imported, which takes seconds
+
+    from diloco.launch import run_peer, start_ranks
+
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
         raise typer.Exit(code)
@@ -121,10 +125,13 @@ def witness(
 
     Takes a few kilobytes per round, no accelerator and no copy of the model. Put it where both peers can reach it.
     """
-    from diloco.launch import PeerOptions
-    from diloco.witness import run_witness
+    from diloco.options import PeerOptions, checked
 
     options = PeerOptions(None, join, site, None, (), overrides or [], insecure, name, directory)
+    checked(options)
+
+    from diloco.witness import run_witness
+
     ending = run_witness(options, _signals(), _print_json_event if json_lines else _PeerLines())
     if not json_lines:
         print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco.cli import _PeerLines
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -190,3 +193,30 @@ def test_help_has_text_and_an_example(command: list[str]) -> None:
     assert "Usage" in done.stdout
     if command and command != ["data"]:
         assert "diloco " + " ".join(command) in done.stdout
+
+
+# ---------------------------------------------------------------- what a peer prints
+
+
+def run_python(program: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, check=False, **streams)
+
+
+SAYING = """
+import sys
+import diloco.cli
+diloco.cli.LAST_LINES_S = 0.1
+with diloco.cli._saying() as say:
+    for number in range(20_000):
+        say("x" * 100)
+sys.stderr.write("trained on")
+"""
+
+
+def test_a_mistake_is_told_before_torch_is_imported() -> None:
+    for arguments in (["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "a:1", "--name", "-"]):
+        program = f"import sys, atexit; sys.argv = ['diloco', 'peer', *{arguments}]; "
+        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.cli import main; main()"
+        done = run_python(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert done.returncode in (2, 10), done.stderr
+        assert done.stdout == "False\n", arguments

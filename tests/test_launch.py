@@ -13,8 +13,9 @@ import torch
 
 from diloco.checkpoint import save
 from diloco.config import Contract, Site, load_contract
-from diloco.launch import PeerOptions, come_back
+from diloco.launch import come_back
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
+from diloco.options import PeerOptions
 from diloco.slices import whole_slices
 from diloco.types import Commit, Leases, Member
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
