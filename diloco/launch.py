@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -24,6 +25,8 @@ from diloco.peer import Gate, lanes_of
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
 from diloco.types import Commit, Member
+
+logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 """Where peers write that were told no folder, as RUN/PEER."""
@@ -232,7 +235,10 @@ def event_card(directory: Path) -> Callable[[Event], None]:
         if event["kind"] == "listening":
             card = {"pid": os.getpid(), "address": event["address"], "ticket": event["ticket"]}
             beside = directory / f".peer.json.{os.getpid()}"
-            beside.write_text(json.dumps(card))
-            beside.replace(directory / "peer.json")
+            try:
+                beside.write_text(json.dumps(card))
+                beside.replace(directory / "peer.json")
+            except OSError as error:  # a full disk ends no training
+                logger.warning("no %s: %s", directory / "peer.json", error.strerror)
 
     return listen

@@ -210,6 +210,11 @@ def readable_text(text: object, width: int = 32) -> str:
     return plain if len(plain) <= width and len(str(text)) <= width else plain[: width - 1] + "…"
 
 
+def printable(text: str) -> str:
+    """The same, in full: only what moves a terminal's cursor, or turns the direction of text, is spelled out."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def _scaled(count: float, units: Sequence[str]) -> str:
     scale = 0
     while abs(count) >= 999.5 and scale < len(units) - 1:

@@ -213,6 +213,52 @@ sys.stderr.write("trained on")
 """
 
 
+def test_a_full_disk_or_a_reader_that_is_gone_or_asleep_ends_no_peer() -> None:
+    with Path("/dev/full").open("wb") as full:
+        said = run_python(SAYING, stdout=full, stderr=subprocess.PIPE)
+    assert (said.returncode, "trained on" in said.stderr) == (0, True)
+    assert "nothing more is printed: No space left on device" in said.stderr
+    for gone in (True, False):
+        reading, writing = os.pipe()
+        if gone:
+            os.close(reading)
+        said = run_python(SAYING, stdout=writing, stderr=subprocess.PIPE)
+        assert (said.returncode, "trained on" in said.stderr) == (0, True)
+        for end in (writing,) if gone else (reading, writing):
+            os.close(end)
+
+
+def test_what_is_said_comes_out_whole_and_in_order() -> None:
+    said = run_python(SAYING.replace('"x" * 100', "str(number)").replace("20_000", "5000"), stdout=subprocess.PIPE)
+    assert said.stdout.split() == [str(number) for number in range(5000)]
+
+
+def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
+    program = "import os, signal; from diloco.cli import _signals; stop = _signals(); "
+    program += "os.kill(os.getpid(), signal.SIGHUP); print(stop())"
+    with Path("/dev/full").open("wb") as gone:
+        done = run_python(program, stdout=subprocess.PIPE, stderr=gone)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
+    lines: list[str] = []
+    show = _PeerLines(lines.append)
+    hostile = "\x1b]0;owned\x07\u202eevil\r\njoin with:  diloco peer --join 6.6.6.6:66"
+    stamp = {"t": 0.0, "time": 0.0, "peer": "a", "version": 3, "tokens": 9}
+    version = {"kind": "version", "loss": None, "own": True, "counted": [hostile, "zoë"], "tokens_per_s": 1.0}
+    for event in (
+        version,
+        {"kind": "view", "joined": [hostile], "left": [{"peer": hostile, "reason": "lost"}]},
+        {"kind": "skip", "reason": f"{hostile} sent nonsense"},
+        {"kind": "reason", "text": hostile, "routine": False},
+    ):
+        show(stamp | event)
+    assert len(lines) == 4
+    assert all(line.isprintable() and "\\x1b]0;owned\\x07\\u202eevil\\r\\njoin" in line for line in lines)
+    assert "zoë" in lines[0]
+
+
 def test_a_mistake_is_told_before_torch_is_imported() -> None:
     for arguments in (["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "a:1", "--name", "-"]):
         program = f"import sys, atexit; sys.argv = ['diloco', 'peer', *{arguments}]; "
