@@ -254,6 +254,8 @@ def _simulate_virtual(
     from diloco.sim.virtual import search
 
     choice.check()
+    if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
+        raise UsageError(f"--virtual does not read {file}", "leave it out; --json FILE writes a file")
     if planted:
         table = list(search.catch_planted(PLANTED_SEEDS))
         lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
@@ -282,10 +284,10 @@ def _print_tally(done: int, total: int, violations: int) -> None:
 
 
 def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
-    """Text for people, JSON for programs, or both: JSON in the file."""
-    if as_json and file is not None:
-        file.write_text(json.dumps(tree, indent=2) + "\n")
+    """Text for people, JSON for programs, or both: JSON in the file. Raises UsageError, when the text is told."""
     print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
+    if as_json and file is not None:
+        cli_plan.write_json(file, tree)
 
 
 # ---------------------------------------------------------------- looking

@@ -266,3 +266,18 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
         done = run_python(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert done.returncode in (2, 10), done.stderr
         assert done.stdout == "False\n", arguments
+
+
+def test_a_simulation_in_virtual_time_takes_no_contract(tmp_path: Path) -> None:
+    contract = tiny_contract(tmp_path)
+    before = contract.read_text()
+    fails(2, "--virtual does not read", "simulate", "--virtual", "--seed", "1", "--json", str(contract))
+    assert contract.read_text() == before
+
+
+def test_what_was_found_is_told_though_it_cannot_be_written() -> None:
+    done = run_cli("simulate", "--virtual", "--seed", "1", "--json", "/no/such/folder/x.json")
+    assert done.returncode == 2
+    assert "COMMIT" in done.stdout.upper()
+    assert "cannot write /no/such/folder/x.json" in done.stderr
+    assert "Traceback" not in done.stderr
