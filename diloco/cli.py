@@ -317,8 +317,11 @@ def evict(
     """
     from diloco.operate import evict_peer
 
-    told = evict_peer(address, peer_name)
+    told, silent = evict_peer(address, peer_name)
     print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told))}")
+    if silent:
+        names = ", ".join(map(printable, silent))
+        print(f"{names} did not answer: once more if they are still there, or evict them as well")
 
 
 @app.command(epilog="Examples:  diloco report runs/demo  ·  diloco report runs/async --table async.json")

@@ -281,3 +281,18 @@ def test_what_was_found_is_told_though_it_cannot_be_written() -> None:
     assert "COMMIT" in done.stdout.upper()
     assert "cannot write /no/such/folder/x.json" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=4)), "--set", "timeouts.suspect_s=60")
+        peers.append(a)
+        peers += [PeerProcess(name, tmp_path, "--join", a.ticket()) for name in "bcd"]
+        a.reaches(1, list("abcd"))
+        for peer in peers[1:3]:
+            peer.process.send_signal(signal.SIGSTOP)
+        told = run_cli("evict", a.ticket(), "b")
+        assert told.returncode == 0, told.stderr
+        assert "b is declared dead; told a, d" in told.stdout
+        assert "c did not answer" in told.stdout
