@@ -238,7 +238,7 @@ def _simulate_real(
 
     by_peer = read_speeds(speeds, peers)
     count = peers or len(by_peer) or 4
-    names = [part for text in compare for part in text.split(",") if part]
+    names = dict.fromkeys(part for text in compare for part in text.split(",") if part)
     site_overrides, contract_overrides = split_overrides(overrides)
     options = SimulateOptions(contract, count, tuple(names), out, site, contract_overrides, site_overrides, by_peer)
     live = sys.stdout.isatty() and not as_json
