@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -17,6 +20,7 @@ import typer
 
 from diloco import cli_bench, cli_plan
 from diloco.errors import DilocoError, UsageError
+from diloco.telemetry import printable
 
 if TYPE_CHECKING:
     from diloco.sim.virtual.search import Choice
@@ -28,6 +32,11 @@ VIRTUAL_ONLY = ("seed", "seeds", "plan", "policy", "without_majority", "planted"
 
 PLANTED_SEEDS = 1000
 """Seeds that a planted bug may stay hidden in."""
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+MOST_LINES = 10_000
+"""Of a peer, kept for whoever does not read them."""
+LAST_LINES_S = 5.0
+"""How long the end of a peer waits for them to be read."""
 
 app = typer.Typer(
     help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
@@ -89,22 +98,27 @@ def peer(
     done is counted if a version closes soon, or handed back. The second ends at once.
     """
     from diloco.config import split_overrides
-    from diloco.launch import PeerOptions, run_peer, start_ranks
+    from diloco.options import PeerOptions, checked
 
     profiled = [f"device.profile_steps={profile}"] if profile else []
     site_overrides, contract_overrides = split_overrides([*profiled, *(overrides or [])])
     options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
+    checked(options)  # before torch is imported, which takes seconds
+
+    from diloco.launch import run_peer, start_ranks
+
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
         raise typer.Exit(code)
-    ending = run_peer(options, _signals(), _print_json_event if json_lines else _PeerLines())
-    if ending is not None and not json_lines:
-        loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
-        lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
-        print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")
-        if ending.spread is not None:
-            print(f"averaged in pairs; those that met last were at most {100 * ending.spread:.2g} % apart")
-        print(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16] or 'none'}")
+    with _saying() as say:
+        ending = run_peer(options, _signals(), _listener(say, json_lines))
+        if ending is not None and not json_lines:
+            loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
+            lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
+            say(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")
+            if ending.spread is not None:
+                say(f"averaged in pairs; those that met last were at most {100 * ending.spread:.2g} % apart")
+            say(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16] or 'none'}")
 
 
 @app.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
@@ -121,13 +135,17 @@ def witness(
 
     Takes a few kilobytes per round, no accelerator and no copy of the model. Put it where both peers can reach it.
     """
-    from diloco.launch import PeerOptions
-    from diloco.witness import run_witness
+    from diloco.options import PeerOptions, checked
 
     options = PeerOptions(None, join, site, None, (), overrides or [], insecure, name, directory)
-    ending = run_witness(options, _signals(), _print_json_event if json_lines else _PeerLines())
-    if not json_lines:
-        print(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens")
+    checked(options)
+
+    from diloco.witness import run_witness
+
+    with _saying() as say:
+        ending = run_witness(options, _signals(), _listener(say, json_lines))
+        if not json_lines:
+            say(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens")
 
 
 @app.command(
@@ -220,7 +238,7 @@ def _simulate_real(
 
     by_peer = read_speeds(speeds, peers)
     count = peers or len(by_peer) or 4
-    names = [part for text in compare for part in text.split(",") if part]
+    names = dict.fromkeys(part for text in compare for part in text.split(",") if part)
     site_overrides, contract_overrides = split_overrides(overrides)
     options = SimulateOptions(contract, count, tuple(names), out, site, contract_overrides, site_overrides, by_peer)
     live = sys.stdout.isatty() and not as_json
@@ -236,6 +254,8 @@ def _simulate_virtual(
     from diloco.sim.virtual import search
 
     choice.check()
+    if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
+        raise UsageError(f"--virtual does not read {file}", "leave it out; --json FILE writes a file")
     if planted:
         table = list(search.catch_planted(PLANTED_SEEDS))
         lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
@@ -264,10 +284,10 @@ def _print_tally(done: int, total: int, violations: int) -> None:
 
 
 def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
-    """Text for people, JSON for programs, or both: JSON in the file."""
-    if as_json and file is not None:
-        file.write_text(json.dumps(tree, indent=2) + "\n")
+    """Text for people, JSON for programs, or both: JSON in the file. Raises UsageError, when the text is told."""
     print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
+    if as_json and file is not None:
+        cli_plan.write_json(file, tree)
 
 
 # ---------------------------------------------------------------- looking
@@ -297,8 +317,11 @@ def evict(
     """
     from diloco.operate import evict_peer
 
-    told = evict_peer(address, peer_name)
-    print(f"{peer_name} is declared dead; told {', '.join(told)}")
+    told, silent = evict_peer(address, peer_name)
+    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told))}")
+    if silent:
+        names = ", ".join(map(printable, silent))
+        print(f"{names} did not answer: once more if they are still there, or evict them as well")
 
 
 @app.command(epilog="Examples:  diloco report runs/demo  ·  diloco report runs/async --table async.json")
@@ -477,15 +500,45 @@ def _signals() -> Callable[[], bool]:
         if asked:
             os._exit(128 + number)
         asked.append(number)
-        sys.stderr.write("leaving in good order; once more to end at once\n")
+        with suppress(OSError):  # a hangup comes where the terminal is gone
+            os.write(2, b"leaving in good order; once more to end at once\n")
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
     return lambda: bool(asked)
 
 
-def _print_json_event(event: Event) -> None:
-    print(json.dumps(event), flush=True)
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """A way to print lines that nothing waits for, and that cannot fail: a peer's life does not hang on a full disk, a
+    closed pipe, or a terminal that is gone or held (Ctrl-S). What is not taken is not kept for ever."""
+    waiting: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+
+    def write() -> None:
+        try:
+            for line in iter(waiting.get, None):
+                data = f"{line}\n".encode(sys.stdout.encoding or "utf-8", "backslashreplace")
+                while data:
+                    data = data[os.write(1, data) :]
+        except OSError as error:
+            logging.warning("nothing more is printed: %s", error.strerror)
+
+    def say(line: str) -> None:
+        with suppress(queue.Full):
+            waiting.put_nowait(line)
+
+    thread = threading.Thread(target=write, name="lines", daemon=True)
+    thread.start()
+    try:
+        yield say
+    finally:
+        with suppress(queue.Full):
+            waiting.put_nowait(None)
+            thread.join(LAST_LINES_S)
+
+
+def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Event], None]:
+    return (lambda event: say(json.dumps(event))) if json_lines else _PeerLines(say)
 
 
 def _print_progress(done: int, total: int) -> None:
@@ -503,13 +556,14 @@ def _print_versions(done: int, total: int) -> None:
 class _PeerLines:
     """One line for each event that a person wants to see."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._total_tokens = 0
 
     def __call__(self, event: Event) -> None:
-        line = self._line(event)
+        line = self._line(_printable(event))
         if line:
-            print(line, flush=True)
+            self._say(line)
 
     def _line(self, event: Event) -> str:
         kind = event["kind"]
@@ -554,6 +608,15 @@ class _PeerLines:
         return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
 
 
+def _printable(value: Any) -> Any:
+    """Names and reasons come from other machines."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _printable(entry) for key, entry in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
+
+
 def _profile_line(event: Event) -> str:
     each = f", and beside it one for each of {event['ranks']} ranks" if event["ranks"] > 1 else ""
     return f"trace of the inner steps: {event['path']}{each}; open it in ui.perfetto.dev or chrome://tracing"
@@ -568,7 +631,12 @@ def _changes(event: Event) -> str:
 
 def main() -> NoReturn:
     """Entry point: errors for people go to standard error in two lines, with the exit code of their class."""
-    logging.basicConfig(level=os.environ.get("DILOCO_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("%(levelname)s %(name)s: %(message)s"))
+    level = os.environ.get("DILOCO_LOG", "WARNING").upper()
+    if level not in logging.getLevelNamesMapping():
+        _fail(UsageError(f"DILOCO_LOG is {level!r}", f"use one of {', '.join(LOG_LEVELS)}, or unset it"))
+    logging.basicConfig(level=level, handlers=[handler])
     logging.getLogger("grpc").setLevel(logging.CRITICAL)  # it logs what the network damaged; we report what follows
     try:
         app(standalone_mode=True)
@@ -579,10 +647,18 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+class _OneLine(logging.Formatter):
+    """What is logged may name what another machine sent."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
 def _fail(error: DilocoError) -> NoReturn:
-    sys.stderr.write(f"error: {error.cause}\n")
+    sys.stderr.write(f"error: {printable(error.cause)}\n")
     if error.fix:
-        sys.stderr.write(f"  fix: {error.fix}\n")
+        sys.stderr.write(f"  fix: {printable(error.fix)}\n")
     if isinstance(error, UsageError):
         sys.stderr.write("  see: diloco --help\n")
     sys.exit(error.exit_code)

@@ -1,8 +1,9 @@
-"""From the options of `diloco peer` to a running trainer: files read and checked before anything starts."""
+"""From the options of `diloco peer` to a running trainer: everything wrong is found before it starts."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.checkpoint import Checkpoint, latest, load
-from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
+from diloco.config import Contract, Site, contract_from_json
 from diloco.errors import ConfigError, ResourceError, StateError, UsageError
 from diloco.follower import follow
 from diloco.gossip_trainer import GossipTrainer
@@ -19,28 +20,16 @@ from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
 from diloco.ledger import LEDGER, left_off, read_ledger
+from diloco.options import PeerOptions, checked
 from diloco.peer import Gate, lanes_of
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
 from diloco.types import Commit, Member
 
+logger = logging.getLogger(__name__)
+
 RUNS = Path("runs")
 """Where peers write that were told no folder, as RUN/PEER."""
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """What the command line says."""
-
-    contract: Path | None
-    join: str | None
-    site: Path | None
-    resume: Path | None
-    contract_overrides: Sequence[str] = ()
-    site_overrides: Sequence[str] = ()
-    insecure: bool = False
-    name: str | None = None
-    directory: Path | None = None
 
 
 def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> Ending | None:
@@ -49,9 +38,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     Raises DilocoError; everything that can be wrong beforehand is found beforehand.
     """
     end_with_launcher()
-    _check(options)
-    site = open_site(options)
-    given = _given(options)
+    site, given = checked(options)
     island = Island.here(device_of(site), site.timeouts.collective_s)
     with island.watched():
         if island.leads:
@@ -78,6 +65,9 @@ def _lead(
         agreed = knock(options.join, gate, listener, stop) if options.join else given
         contract = _contract(agreed, checkpoint)
         name = peer_name(site, checkpoint)
+        if options.name and options.name != name:
+            fix = "leave --name out: a peer that comes back keeps its name"
+            raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
         directory = open_directory(options, site, contract, name, checkpoint)
         island.share(contract.to_json())
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
@@ -93,22 +83,15 @@ def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
     None: there is nothing to start, this process is the peer or a rank of one. Raises DilocoError for what can be
     wrong beforehand.
     """
-    _check(options)
-    site = open_site(options)
+    site, given = checked(options)
     ranks = site.device.ranks
     if ranks == 1 or given_ranks() is not None:
         return None
     sizes = sizes_of(site.mesh, ranks)
-    given = _given(options)
     if given is not None:
         check(sizes, site, given, ranks)
     named = () if options.resume else ("--name", peer_name(site, None))  # the same whenever they are started again
     return run_ranks(ranks, [*arguments, *named], site.timeouts.leave_s)
-
-
-def _given(options: PeerOptions) -> Contract | None:
-    """The contract to found a run with."""
-    return load_contract(options.contract, options.contract_overrides).value if options.contract else None
 
 
 def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
@@ -203,28 +186,6 @@ def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[P
     return [RUNS / contract.run.name / name] if contract is not None else sorted(RUNS.glob(f"*/{name}"))
 
 
-def _check(options: PeerOptions) -> None:
-    if options.contract and options.join:
-        raise UsageError("a contract and --join do not go together", "the contract travels: leave it out to join")
-    if not (options.contract or options.join or options.resume):
-        raise UsageError("nothing to do", "give a contract to found a run, or --join HOST:PORT, or --resume FOLDER")
-    if options.contract_overrides and not options.contract:
-        fix = "a joiner takes the contract as it is" if options.join else "the checkpoint holds its contract"
-        raise UsageError("--set changes a contract only when founding", fix)
-    if options.contract and options.resume:
-        raise UsageError("a contract and --resume do not go together", "the checkpoint holds its contract")
-
-
-def open_site(options: PeerOptions) -> Site:
-    """The site file with what the command line says on top."""
-    overrides = list(options.site_overrides)
-    if options.insecure:
-        overrides.append("network.insecure=true")
-    if options.name:
-        overrides.append(f"peer.name={json.dumps(options.name)}")
-    return load_site(options.site, overrides).value
-
-
 def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
@@ -290,7 +251,10 @@ def event_card(directory: Path) -> Callable[[Event], None]:
         if event["kind"] == "listening":
             card = {"pid": os.getpid(), "address": event["address"], "ticket": event["ticket"]}
             beside = directory / f".peer.json.{os.getpid()}"
-            beside.write_text(json.dumps(card))
-            beside.replace(directory / "peer.json")
+            try:
+                beside.write_text(json.dumps(card))
+                beside.replace(directory / "peer.json")
+            except OSError as error:  # a full disk ends no training
+                logger.warning("no %s: %s", directory / "peer.json", error.strerror)
 
     return listen

@@ -6,7 +6,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from diloco.errors import UsageError
+from diloco.errors import UnreachableError, UsageError
 from diloco.exchange import messages as m
 from diloco.exchange.address import split_address
 from diloco.exchange.link import LinkDown, LinkRefused, LinkSlow
@@ -29,8 +29,10 @@ def ask_status(address: str) -> dict[str, Any]:
         runtime.close()
 
 
-def evict_peer(address: str, peer: str) -> list[str]:
-    """Tell every live member that `peer` is dead for good. Returns who was told. Raises UsageError for a stranger."""
+def evict_peer(address: str, peer: str) -> tuple[list[str], list[str]]:
+    """Tell every live member that `peer` is dead for good. Returns who was told, and who did not answer.
+
+    Raises UsageError for a stranger, and UnreachableError where nobody answered."""
     host_port = _address(address)
     runtime = Runtime(ANSWER_S)
     try:
@@ -41,10 +43,18 @@ def evict_peer(address: str, peer: str) -> list[str]:
         operator = Member("operator", 0, "")
         run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
         envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer))
-        others = [entry for entry in known.values() if entry["alive"] and entry["peer"] != peer]
-        for entry in others:
-            _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
-        return [entry["peer"] for entry in others]
+        told: list[str] = []
+        silent: dict[str, UnreachableError] = {}
+        for entry in known.values():
+            if entry["alive"] and entry["peer"] != peer:
+                try:  # where one peer is dead another may be, and nobody has noticed yet
+                    _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
+                    told.append(entry["peer"])
+                except UnreachableError as error:
+                    silent[entry["peer"]] = error
+        if silent and not told:
+            raise next(iter(silent.values()))
+        return told, list(silent)
     finally:
         runtime.close()
 

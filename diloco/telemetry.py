@@ -12,13 +12,15 @@ the writing, not the training. `time` orders the files of one machine for a repo
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ Event = dict[str, Any]
 
 STEPS = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge", "other")
 """Keys of a version's `seconds`: the seven steps of the line in order, and what is left of the round."""
+TAIL_BYTES = 2**16
 FLIGHT = "flight"
 """Beside these while a version is applied, then an event's `flight_s`: since the contribution was measured that it
 counts."""
@@ -86,11 +89,33 @@ class Events:
             self._descriptor = None
 
 
-def read_events(path: Path) -> list[Event]:
-    """All whole events of a file, in order; none for a file that is not there."""
+def read_events(path: Path, thinned: str = "") -> list[Event]:
+    """All whole events of a file, in order; none for a file that is not there.
+
+    Where many of kind `thinned` follow each other, only the first and the last, which costs neither time nor memory.
+    """
     if not path.is_file():
         return []
-    return [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
+    with path.open("rb") as file:
+        lines = _thinned(file, f'"kind":"{thinned}"'.encode()) if thinned else file
+        return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
+    """Without those that have the mark, and stand between two others that have it."""
+    last, many = b"", False
+    for line in lines:
+        if mark in line:
+            if not many:
+                yield line
+            last, many = (line, True) if many else (b"", True)
+            continue
+        if last:
+            yield last
+        last, many = b"", False
+        yield line
+    if last:
+        yield last
 
 
 GOODBYES = frozenset({"left", "leaving", "goodbye", "done"})
@@ -108,15 +133,51 @@ def departures(event: Event) -> list[tuple[str, str]]:
 
 
 def _open_to_append(path: Path) -> int:
+    """Raises ResourceError, also where another process has it open: a peer's folder has one writer."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():  # after a kill -9: a line begun would swallow the next one
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ResourceError(
-            f"cannot write events to {path}: {error.strerror}", "free the disk or choose another storage.directory"
-        ) from error
+        raise _unwritable(path, error) from error
+    try:
+        _claim(descriptor)
+        if path.is_file():  # after a kill -9: a line begun would swallow the next one
+            os.ftruncate(descriptor, _whole_bytes(descriptor))
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            cause = f"another process writes to {path.parent}"
+            raise ResourceError(cause, "wait until that peer has ended, or choose another --dir") from error
+        raise _unwritable(path, error) from error
+    return descriptor
+
+
+def _unwritable(path: Path, error: OSError) -> ResourceError:
+    fix = "free the disk or choose another storage.directory"
+    return ResourceError(f"cannot write events to {path}: {error.strerror}", fix)
+
+
+def _claim(descriptor: int) -> None:
+    """For this process, until it has ended, however that happens. Raises OSError where another one has it.
+
+    Not where the file system has no locks."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise
+
+
+def _whole_bytes(descriptor: int) -> int:
+    """Where the last whole line ends."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    while end > 0:
+        start = max(end - TAIL_BYTES, 0)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def _parse(line: bytes) -> Event | None:
@@ -208,6 +269,11 @@ def readable_text(text: object, width: int = 32) -> str:
     """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
     plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])
     return plain if len(plain) <= width and len(str(text)) <= width else plain[: width - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """The same, in full: only what moves a terminal's cursor, or turns the direction of text, is spelled out."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _scaled(count: float, units: Sequence[str]) -> str:

@@ -19,7 +19,8 @@ from diloco.exchange.messages import Reply
 from diloco.exchange.presence import Presence
 from diloco.exchange.runtime import reachable
 from diloco.fragments import Layout
-from diloco.launch import PeerOptions, event_card, knock, open_directory, open_site, peer_name
+from diloco.launch import event_card, knock, open_directory, peer_name
+from diloco.options import PeerOptions, open_site
 from diloco.peer import Gate, lane_terms, rules_of, timing_of
 from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
@@ -37,10 +38,10 @@ class WitnessEnding:
 
 def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> WitnessEnding:
     """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
+    assert options.join is not None
     site = open_site(options)
     gate = Gate(site)
     try:
-        assert options.join is not None
         contract = knock(options.join, gate, listener, stop)
         if contract.membership.policy == "gossip":
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco.cli import _PeerLines
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -190,3 +193,106 @@ def test_help_has_text_and_an_example(command: list[str]) -> None:
     assert "Usage" in done.stdout
     if command and command != ["data"]:
         assert "diloco " + " ".join(command) in done.stdout
+
+
+# ---------------------------------------------------------------- what a peer prints
+
+
+def run_python(program: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, check=False, **streams)
+
+
+SAYING = """
+import sys
+import diloco.cli
+diloco.cli.LAST_LINES_S = 0.1
+with diloco.cli._saying() as say:
+    for number in range(20_000):
+        say("x" * 100)
+sys.stderr.write("trained on")
+"""
+
+
+def test_a_full_disk_or_a_reader_that_is_gone_or_asleep_ends_no_peer() -> None:
+    with Path("/dev/full").open("wb") as full:
+        said = run_python(SAYING, stdout=full, stderr=subprocess.PIPE)
+    assert (said.returncode, "trained on" in said.stderr) == (0, True)
+    assert "nothing more is printed: No space left on device" in said.stderr
+    for gone in (True, False):
+        reading, writing = os.pipe()
+        if gone:
+            os.close(reading)
+        said = run_python(SAYING, stdout=writing, stderr=subprocess.PIPE)
+        assert (said.returncode, "trained on" in said.stderr) == (0, True)
+        for end in (writing,) if gone else (reading, writing):
+            os.close(end)
+
+
+def test_what_is_said_comes_out_whole_and_in_order() -> None:
+    said = run_python(SAYING.replace('"x" * 100', "str(number)").replace("20_000", "5000"), stdout=subprocess.PIPE)
+    assert said.stdout.split() == [str(number) for number in range(5000)]
+
+
+def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
+    program = "import os, signal; from diloco.cli import _signals; stop = _signals(); "
+    program += "os.kill(os.getpid(), signal.SIGHUP); print(stop())"
+    with Path("/dev/full").open("wb") as gone:
+        done = run_python(program, stdout=subprocess.PIPE, stderr=gone)
+    assert (done.returncode, done.stdout) == (0, "True\n")
+
+
+def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
+    lines: list[str] = []
+    show = _PeerLines(lines.append)
+    hostile = "\x1b]0;owned\x07\u202eevil\r\njoin with:  diloco peer --join 6.6.6.6:66"
+    stamp = {"t": 0.0, "time": 0.0, "peer": "a", "version": 3, "tokens": 9}
+    version = {"kind": "version", "loss": None, "own": True, "counted": [hostile, "zoë"], "tokens_per_s": 1.0}
+    for event in (
+        version,
+        {"kind": "view", "joined": [hostile], "left": [{"peer": hostile, "reason": "lost"}]},
+        {"kind": "skip", "reason": f"{hostile} sent nonsense"},
+        {"kind": "reason", "text": hostile, "routine": False},
+    ):
+        show(stamp | event)
+    assert len(lines) == 4
+    assert all(line.isprintable() and "\\x1b]0;owned\\x07\\u202eevil\\r\\njoin" in line for line in lines)
+    assert "zoë" in lines[0]
+
+
+def test_a_mistake_is_told_before_torch_is_imported() -> None:
+    for arguments in (["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "a:1", "--name", "-"]):
+        program = f"import sys, atexit; sys.argv = ['diloco', 'peer', *{arguments}]; "
+        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.cli import main; main()"
+        done = run_python(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert done.returncode in (2, 10), done.stderr
+        assert done.stdout == "False\n", arguments
+
+
+def test_a_simulation_in_virtual_time_takes_no_contract(tmp_path: Path) -> None:
+    contract = tiny_contract(tmp_path)
+    before = contract.read_text()
+    fails(2, "--virtual does not read", "simulate", "--virtual", "--seed", "1", "--json", str(contract))
+    assert contract.read_text() == before
+
+
+def test_what_was_found_is_told_though_it_cannot_be_written() -> None:
+    done = run_cli("simulate", "--virtual", "--seed", "1", "--json", "/no/such/folder/x.json")
+    assert done.returncode == 2
+    assert "COMMIT" in done.stdout.upper()
+    assert "cannot write /no/such/folder/x.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=4)), "--set", "timeouts.suspect_s=60")
+        peers.append(a)
+        peers += [PeerProcess(name, tmp_path, "--join", a.ticket()) for name in "bcd"]
+        a.reaches(1, list("abcd"))
+        for peer in peers[1:3]:
+            peer.process.send_signal(signal.SIGSTOP)
+        told = run_cli("evict", a.ticket(), "b")
+        assert told.returncode == 0, told.stderr
+        assert "b is declared dead; told a, d" in told.stdout
+        assert "c did not answer" in told.stdout

@@ -15,8 +15,9 @@ from diloco.checkpoint import save
 from diloco.clock import new_incarnation
 from diloco.config import Contract, Site, load_contract
 from diloco.island.elastic import SINCE
-from diloco.launch import PeerOptions, come_back
+from diloco.launch import come_back, event_card
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
+from diloco.options import PeerOptions
 from diloco.slices import whole_slices
 from diloco.types import Commit, Leases, Member
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
@@ -289,3 +290,12 @@ def test_an_island_that_founded_a_run_does_not_fork_it(tmp_path: Path) -> None:
         until(lambda: len(a.events("start")) > 1, "a starts again", 120.0)
         a.reaches(b.version() + 1, ["a", "b"], deadline_s=120.0)
         assert len({event["lineage"] for peer in peers for event in peer.events("version")}) == 1
+
+
+# ---------------------------------------------------------------- what it leaves
+
+
+def test_a_card_that_cannot_be_written_ends_no_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "peer.json").mkdir()
+    event_card(tmp_path)({"kind": "listening", "address": "127.0.0.1:1", "ticket": "127.0.0.1:1/0123"})
+    assert "peer.json" in caplog.text

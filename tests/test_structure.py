@@ -49,7 +49,7 @@ LAYERS = {
         diloco.data.leases diloco.data.order""",
     "values": """
         diloco.types diloco.weighing diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config
-        diloco.models.presets diloco.plan diloco.columns""",
+        diloco.models.presets diloco.plan diloco.columns diloco.options""",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

@@ -1,6 +1,8 @@
 """Events survive threads, crashes and full disks; numbers read as people expect them."""
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -8,8 +10,10 @@ import pytest
 
 from diloco.errors import ResourceError
 from diloco.telemetry import (
+    TAIL_BYTES,
     Events,
     departures,
+    printable,
     read_events,
     readable_bytes,
     readable_count,
@@ -140,3 +144,41 @@ def test_departures_take_names_and_records() -> None:
 )
 def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    program = "import sys; from pathlib import Path; from diloco.telemetry import Events; "
+    program += f"Events(Path({str(path)!r}), 'a'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"\n"
+        path.write_bytes(b'{"half')
+        with pytest.raises(ResourceError, match="another process writes to"):
+            Events(path, "b")
+        assert path.read_bytes() == b'{"half'
+        other.kill()
+    Events(path, "b").emit("x")
+    assert [event["peer"] for event in read_events(path)] == ["b"]
+
+
+def test_a_restart_looks_for_the_last_line_from_the_end(tmp_path: Path) -> None:
+    for begun in (b"", b"x" * 3, b"x" * (2 * TAIL_BYTES), b"x" * TAIL_BYTES, b"x" * (TAIL_BYTES - 1)):
+        for before in (b"", b'{"kind":"a"}\n', b'{"kind":"a"}\n' * 9000):
+            (tmp_path / "e").write_bytes(before + begun)
+            Events(tmp_path / "e", "p").close()
+            assert (tmp_path / "e").read_bytes() == before
+
+
+def test_of_many_alike_the_ends_are_read(tmp_path: Path) -> None:
+    events = Events(tmp_path / "e", "p")
+    for step in range(20):
+        events.emit("version" if step in (0, 7, 8, 11, 14) else "progress", step=step)
+    steps = [event["step"] for event in read_events(tmp_path / "e", "progress")]
+    assert steps == [0, 1, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19]
+
+
+def test_what_another_machine_sent_is_spelled_out_in_full() -> None:
+    assert printable("zoë, 10 % – ok") == "zoë, 10 % – ok"
+    assert printable("a\n\x1b[31m\u202eb" + "x" * 99) == "a\\n\\x1b[31m\\u202eb" + "x" * 99

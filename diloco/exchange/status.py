@@ -18,7 +18,7 @@ from diloco.types import Member, Progress
 def status_json(
     machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], send_bps: int, now: float
 ) -> str:
-    """One object; `peers` has one entry for every member of the view and every joiner at the door.
+    """One object; `peers` has one entry for every member of the view, every joiner at the door, and who answers.
 
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """
@@ -47,7 +47,7 @@ def status_json(
 
 
 def _known(machine: Machine) -> list[Member]:
-    listed = {member.peer: member for member in machine.view} or {machine.me.peer: machine.me}
+    listed = {member.peer: member for member in (*machine.view, machine.me)}
     strangers = [entry.member for entry in machine.roster if entry.member.peer not in listed and not entry.left]
     return [*listed.values(), *strangers]
 

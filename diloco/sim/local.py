@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +28,9 @@ from diloco.telemetry import Event, read_events
 START_S = 120.0
 """How long a founder may take to listen: it imports torch and builds the model, on a machine that may be busy."""
 OURS = frozenset({"contract.json", "summary.json", "events.jsonl", "report.html", "plot.png"})
+OUR_FOLDERS = re.compile(r"p\d+|ddp|average|alone|sync")
+ENDED_BY_SIGINT = (-signal.SIGINT, 128 + signal.SIGINT)
+"""Exit codes of a peer that was asked to leave before it could."""
 POLL_S = 0.1
 
 
@@ -90,15 +95,17 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     plan = _plan(options)
     if plan.gossips and "average" in options.compare:
         raise UsageError("gossip averages in pairs as it is", "leave out --compare average")
-    _prepare(plan.directory)
-    (plan.directory / "contract.json").write_text(plan.contract.to_json())
+    _prepare(plan, options.compare)
     ends = _train_peers(plan, stop, out, live)
+    if stop() and not ends:
+        raise _stopped()
     summary = _summary(plan, ends)
     for name in options.compare:
-        if stop():
-            out.write(f"stopped: {name} was not trained\n")
+        compared = None if stop() else _compare(name, plan, stop, out, live)
+        if compared is None:
+            out.write(f"stopped: {name} was not trained{' to its end' if (plan.directory / name).exists() else ''}\n")
         else:
-            summary["comparisons"][name] = _compare(name, plan, stop, out, live)
+            summary["comparisons"][name] = compared
     if "ddp" in summary["comparisons"]:
         summary["baseline"] = {"name": "ddp", **summary["comparisons"]["ddp"]}
     _write_json(plan.directory / "summary.json", summary)
@@ -137,21 +144,40 @@ def _plan(options: SimulateOptions) -> Plan:
     )  # fmt: skip
 
 
-def _prepare(directory: Path) -> None:
-    """Make room; an earlier simulation's files are replaced, anybody else's are not touched."""
-    if directory.exists() and any(directory.iterdir()):
-        if not (directory / "contract.json").is_file():
-            cause = f"{directory} is not empty, and not from an earlier simulation"
-            raise UsageError(cause, "choose another --out")
-        for entry in directory.iterdir():
-            if entry.name in OURS:
-                entry.unlink()
-            elif (entry / "log.txt").is_file() or (entry / "contract.json").is_file():
-                shutil.rmtree(entry)
+def _stopped() -> DilocoError:
+    error = DilocoError("stopped before anything was trained")
+    error.exit_code = 128 + signal.SIGINT
+    return error
+
+
+def _prepare(plan: Plan, compare: Sequence[str]) -> None:
+    """Make room; an earlier simulation's files are replaced, anybody else's are not touched.
+
+    Raises UsageError where these would be in the way, and ResourceError."""
+    directory = plan.directory
     try:
+        if directory.exists() and any(directory.iterdir()):
+            if not (directory / "contract.json").is_file():
+                cause = f"{directory} is not empty, and not from an earlier simulation"
+                raise UsageError(cause, "choose another --out")
+            _clear(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        for name in (*(f"p{index}" for index in range(plan.peers)), *compare):
+            if (directory / name).exists():
+                raise UsageError(f"{directory / name} is not from an earlier simulation", "choose another --out")
+        (directory / "contract.json").write_text(plan.contract.to_json())
     except OSError as error:
         raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --out") from error
+
+
+def _clear(directory: Path) -> None:
+    """Delete what an earlier simulation wrote: its peers have a log, its comparisons that or a contract."""
+    for entry in directory.iterdir():
+        marked = (entry / "log.txt").is_file() or (entry / "contract.json").is_file()
+        if entry.name in OURS:
+            entry.unlink()
+        elif marked and OUR_FOLDERS.fullmatch(entry.name):
+            shutil.rmtree(entry)
 
 
 # ---------------------------------------------------------------- peers
@@ -210,7 +236,8 @@ def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable
 def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callable[[], bool]) -> None:
     """Until all have ended. A peer that fails ends the simulation; a stop asks all to leave."""
     asked = False
-    while any(child.exit_code is None for child in children):
+    while True:
+        ended = all(child.exit_code is not None for child in children)
         if stop() and not asked:
             asked = True
             for child in children:
@@ -219,14 +246,11 @@ def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callabl
             screen.feed(event)
         screen.tick()
         for child in children:
-            if child.exit_code:
+            if child.exit_code and not (asked and child.exit_code in ENDED_BY_SIGINT):
                 raise child.failure()
+        if ended:
+            return
         time.sleep(POLL_S)
-    for event in tail.read():
-        screen.feed(event)
-    for child in children:
-        if child.exit_code:
-            raise child.failure()
 
 
 @dataclass
@@ -294,8 +318,8 @@ def _summary(plan: Plan, ends: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> dict[str, Any]:
-    """Train in another way in a folder beside the peers'; returns its costs."""
+def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> dict[str, Any] | None:
+    """Train in another way in a folder beside the peers'; returns its costs. None: it was stopped."""
     directory = plan.directory / name
     directory.mkdir()
     if name == "ddp":
@@ -315,12 +339,14 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
     other = replace(other, peers=peers, speeds=plan.speeds[:peers])
     (directory / "contract.json").write_text(contract.to_json())
     ends = _train_peers(other, stop, out, live)
+    if stop() and (len(ends) < peers or any(event["reason"] != "done" for event in ends)):
+        return None
     reached = _summary(other, ends)
     return {key: reached[key] for key in ("val_loss", "tokens", "wall_s", "wire_bytes_sent_per_peer", "versions")}
 
 
-def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any]:
-    """The baseline, in as many processes as there were peers."""
+def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
+    """The baseline, in as many processes as there were peers. None: it was stopped."""
     contract = directory / "contract.json"
     contract.write_text(plan.contract.to_json())
     where = [str(directory), str(plan.data_root), str(plan.threads)]
@@ -339,7 +365,9 @@ def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextI
     files = [directory / "events.jsonl", *(directory / f"rank{rank}.jsonl" for rank in range(1, plan.peers))]
     ends = [event for file in files for event in read_events(file) if event["kind"] == "end"]
     if len(ends) < plan.peers:
-        raise DilocoError("the DDP baseline was stopped", "run it again")
+        if stop():
+            return None
+        raise DilocoError("the DDP baseline did not reach its end", f"see {logs[0]}")
     sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
     end = ends[0]
     return {
