@@ -93,7 +93,8 @@ class Gate:
         """`lanes`: so many ranks of an island share `network.send_bps`."""
         failpoints.arm_from_environment()
         listen = site.network.listen
-        if not (is_loopback(listen) or site.network.insecure or secret_from_environment()):
+        secret = secret_from_environment()
+        if not (is_loopback(listen) or site.network.insecure or secret):
             cause = f"listening on {listen} without a secret lets anybody in who can reach it"
             fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
             raise UsageError(cause, fix)
@@ -131,7 +132,7 @@ class Gate:
         bootstrap = self.welcome.directory if self.welcome is not None else ()
         try:
             self.directory.open(run, bootstrap, host, network.dht_port)
-        except UnreachableError as error:
+        except (UnreachableError, UsageError) as error:  # nobody is there; or those addresses, a member's, are none
             warn(f"{error.cause}; going on without it")
             self.directory.close()
             self.directory = Directory()

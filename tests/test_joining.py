@@ -13,8 +13,9 @@ from torch import nn
 
 import diloco
 from diloco.config import Contract, Site
-from diloco.errors import TicketError, UnreachableError
+from diloco.errors import TicketError, UnreachableError, UsageError
 from diloco.exchange import runtime
+from diloco.exchange.keys import VARIABLE
 from diloco.exchange.link import Welcome
 from diloco.exchange.runtime import Runtime, StartingError
 from diloco.launch import knock
@@ -29,6 +30,9 @@ def contract(name: str = "joining") -> Contract:
 
 class Nowhere(NoDirectory):
     """Instead of a process that takes two seconds to start."""
+
+    def open(self, *settings: Any) -> None:
+        """Nothing is opened."""
 
     def close(self) -> None:
         """Nothing was begun."""
@@ -127,3 +131,25 @@ def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
         gate.close()
         founder.close()
         other.close()
+
+
+def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are a member's to tell."""
+    monkeypatch.undo()
+    gate, warnings = Gate(Site()), list[str]()
+    try:
+        gate.welcome = Welcome(b"", "lineage", 0, True, (), ("/dnsaddr/example.org",), "layout", "data")
+        monkeypatch.setattr("diloco.peer.Directory", Nowhere)
+        gate.open_directory("run", warnings.append)
+        assert "'/dnsaddr/example.org'; going on without it" in warnings[0]
+    finally:
+        gate.close()
+
+
+def test_a_secret_that_is_too_short_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr("diloco.peer.Directory", lambda: made.append("directory"))
+    monkeypatch.setenv(VARIABLE, "short")
+    with pytest.raises(UsageError, match="5 characters"):
+        Gate(Site())
+    assert made == []

@@ -28,6 +28,7 @@ counted = st.builds(Counted, text, whole, whole, whole, whole)
 blocks = st.lists(st.builds(Blocks, whole, whole), max_size=2).map(tuple)
 leases = st.builds(Leases, whole, st.dictionaries(text, blocks, max_size=2), blocks, whole)
 several_members = st.lists(members, max_size=3).map(tuple)
+welcoming = st.lists(members, min_size=1, max_size=3).map(tuple)
 several_counted = st.lists(counted, max_size=3).map(tuple)
 several_omitted = st.lists(st.builds(Omitted, text, whole, whole), max_size=3).map(tuple)
 commits = st.builds(
@@ -90,7 +91,7 @@ def test_a_header_comes_back_the_same(sent):
     assert convert.header_from_wire(over_the_wire(convert.header_to_wire(sent))) == sent
 
 
-@given(st.builds(Welcome, st.binary(max_size=9), text, signed, st.booleans(), several_members, texts, text, text))
+@given(st.builds(Welcome, st.binary(max_size=9), text, signed, st.booleans(), welcoming, texts, text, text))
 def test_a_welcome_comes_back_the_same(sent):
     assert convert.welcome_from_wire(over_the_wire(convert.welcome_to_wire(sent))) == sent
 
@@ -208,6 +209,11 @@ def test_another_wire_version_is_refused_with_the_way_out():
     refuse(message, "wire version 2 meets 1: both sides need the same diloco release")
     with pytest.raises(ValueError, match="wire version 0"):
         convert.welcome_from_wire(peer_pb2.Welcome())
+
+
+def test_a_welcome_names_whoever_gives_it():
+    with pytest.raises(ValueError, match="without members"):
+        convert.welcome_from_wire(peer_pb2.Welcome(wire_version=convert.WIRE_VERSION))
 
 
 def test_unknown_enums_are_refused():

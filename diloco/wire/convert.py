@@ -490,6 +490,8 @@ def welcome_from_wire(message: peer.Welcome) -> Welcome:
     check_version(message.wire_version)
     if len(message.contract) > MAX_CONTRACT_BYTES:
         raise ValueError(f"contract of {len(message.contract)} bytes, at most {MAX_CONTRACT_BYTES} may be")
+    if not message.members:
+        raise ValueError("a welcome without members: whoever gives it is the first")
     return Welcome(
         contract=message.contract,
         lineage=_text(message.lineage, "lineage"),
