@@ -55,6 +55,8 @@ FINAL = (Phase.AVERAGING, Phase.DONE)
 """Phases of those that train no more."""
 PAUSE_S = 0.02
 """Between two looks at what there is to do, when nothing is trained."""
+SAVED_OTHERS = 16
+"""Addresses in a checkpoint: an island that lost a rank joins one of them when it comes back."""
 GREET_S = 0.3
 """How often a peer that waits for others asks one of them how far it is."""
 
@@ -452,7 +454,8 @@ class GossipPeer:
     def to_save(self) -> Contents:
         """What a checkpoint holds of us, beside the inner side."""
         groups, about = save_line(self.line, self.contract)
-        return groups, {**about, "own_tokens": self.tokens, "run_tokens": self.position()}
+        others = [word.member.address for word in self.exchange.alive()[:SAVED_OTHERS]]
+        return groups, {**about, "own_tokens": self.tokens, "run_tokens": self.position(), "others": others}
 
     def _terms(self, data: str) -> GossipTerms:
         contract = self.contract

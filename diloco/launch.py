@@ -24,7 +24,7 @@ from diloco.options import PeerOptions, checked
 from diloco.peer import Gate, lanes_of
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
-from diloco.types import Commit, Member
+from diloco.types import Commit
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     if not ours:
         return options
     past = max(ours, key=lambda one: one.written_s)  # a ticket need not say which run it is of
-    members = [f"{member.address}/{past.contract_digest[:12]}" for member in past.others]
+    members = [f"{address}/{past.contract_digest[:12]}" for address in past.others]
     join = ",".join([*([options.join] if options.join else []), *members]) or None
     checkpoint = _checkpoint_of(past)
     if checkpoint is not None and not join:
@@ -130,7 +130,8 @@ class _Past:
     written_s: float
     contract_digest: str
     version: int
-    others: tuple[Member, ...]
+    others: tuple[str, ...]
+    """Where they listen."""
 
 
 def _past(folder: Path) -> _Past | None:
@@ -144,16 +145,18 @@ def _past(folder: Path) -> _Past | None:
     except (StateError, ValueError):
         left = None
     if left is not None:
-        written_s = ledger.stat().st_mtime
-        return _Past(folder, left.began_us, written_s, left.contract_digest, left.version, left.others)
+        others = tuple(member.address for member in left.others)
+        return _Past(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
     if saved is None:
         return None
     checkpoint = load(saved.parent)
     name, text = checkpoint.value("peer", str), checkpoint.meta.get("commit")
     view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
-    others = tuple(member for member in view if member.peer != name)
-    digest, saved_us = _contract_in(checkpoint).digest, _saved_us(checkpoint)
-    return _Past(folder, saved_us, saved_us / 1e6, digest, checkpoint.version, others)
+    met = checkpoint.meta.get("others")  # under gossip, where there is no view
+    known = [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
+    others = (*(member.address for member in view if member.peer != name), *known)
+    saved_us = _saved_us(checkpoint)
+    return _Past(folder, saved_us, saved_us / 1e6, _contract_in(checkpoint).digest, checkpoint.version, others)
 
 
 def _saved_us(checkpoint: Checkpoint) -> int:

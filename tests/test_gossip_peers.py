@@ -513,6 +513,7 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     while not a.peer.line.trained.tokens:
         a.step()
     groups, meta = a.peer.to_save()
+    assert meta["others"] == [b.peer.address]
     groups["local"] = whole_slices({"weight": a.model.weight})
     save(tmp_path, version=a.version, groups=groups, meta=meta, keep=1)
     local, version, tokens = a.local, a.version, a.peer.tokens

@@ -95,6 +95,16 @@ def test_a_joiner_asks_first_where_it_asked_before(tmp_path: Path, contract: Con
     assert again.join == f"127.0.0.1:9,127.0.0.1:2/{contract.digest[:12]}"
 
 
+def test_under_gossip_a_founder_joins_those_it_knew(founder: PeerOptions, contract: Contract) -> None:
+    """There is no ledger, and no view: to found the run anew would be another run, which the others refuse."""
+    assert founder.directory is not None
+    meta = {"peer": "me", "contract": contract.to_json(), "commit": None, "others": [BOB.address, EVE.address]}
+    save(founder.directory / "checkpoints", 3, {"outer": whole_slices({"0/anchor": torch.zeros(1)})}, meta, keep=9)
+    again = come_back(founder, Site(), contract)
+    assert (again.contract, again.resume) == (None, founder.directory)
+    assert again.join == f"{ticket(BOB, contract)},{ticket(EVE, contract)}"
+
+
 def test_without_a_checkpoint_of_this_run_it_begins_as_before(founder: PeerOptions, contract: Contract) -> None:
     assert come_back(founder, Site(), contract) is founder
     assert founder.directory is not None
