@@ -2,6 +2,7 @@
 
     I1  every peer that applied a version has the same commit and holds the same state
     I2  a contribution and a data block are in at most one version; tokens trained = committed + discarded + uncommitted
+        and what a version counts of a life, that life took for counted or gave up
     I5  every checkpoint is a committed version, with its state; no version is missing between the first and the last
     I8  under `wait` a commit has one successor; a new lineage begins only where somebody founded it anew
 
