@@ -30,6 +30,8 @@ class Ballots:
         """By peer, incarnation and the commit that it stood on: the latest attempt."""
         self._promisers: dict[tuple[str, int], set[str]] = {}
         """By the commit that they stood on, and attempt."""
+        self._attempt: dict[str, int] = {}
+        """The latest in which a commit was proposed."""
         self._led: set[tuple[str, int]] = set()
         """Attempts in which something was proposed."""
         self._votes: dict[str, dict[Ballot, set[str]]] = {}
@@ -55,6 +57,11 @@ class Ballots:
         if tally is not None and tally.proposal is not None and machine.me.peer in tally.accepts:
             self._vote(host, tally.attempt, tally.proposal, tally.accepts[machine.me.peer])
 
+    def closed(self, commit: Commit) -> None:
+        """It had the votes of a majority, the coordinator's own with them."""
+        if commit.fragment >= 0:
+            self._chosen.setdefault(commit.previous, (self._attempt.get(commit.digest, 0), commit.digest))
+
     def _promise(self, host: Host, ready: m.Ready) -> None:
         commit, me = host.machine.commit, host.machine.me
         if commit is not None and ready.version == commit.version + 1:
@@ -66,9 +73,12 @@ class Ballots:
         commit = propose.commit
         self._proposed[commit.digest] = commit
         place = commit.previous, propose.attempt
-        if propose.attempt and place not in self._led:
+        before = host.machine.commit
+        stands = before is not None and before.digest == commit.previous  # else it decided alone, and went on
+        if propose.attempt and stands and place not in self._led:
             self._lead(host, propose)
         self._led.add(place)
+        self._attempt[commit.digest] = max(self._attempt.get(commit.digest, 0), propose.attempt)
         attempt, digest = self._chosen.get(commit.previous, (propose.attempt, commit.digest))
         if propose.attempt > attempt and commit.digest != digest and not self.world.invariants.evicted:
             what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"

@@ -116,6 +116,7 @@ class Invariants:
         if known != digest and not self._lost_with_the_dead(known):
             raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
         self._digest_of[commit.lineage, commit.version] = digest
+        self.ballots.closed(commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
         if closed.parts and digest not in self._recomputed:
