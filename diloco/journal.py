@@ -21,14 +21,22 @@ class Journal:
     """The accounts of one life of a peer. For the training thread."""
 
     def __init__(
-        self, opening: Opening, line: Line, directory: Path | None, storage: StorageSection, warn: Callable[[str], None]
+        self,
+        opening: Opening,
+        line: Line,
+        directory: Path | None,
+        storage: StorageSection,
+        warn: Callable[[str], None],
+        ledger: Ledger | None = None,
     ) -> None:
-        """Progress that a checkpoint brought counts as trained in this life. Raises ResourceError and StateError."""
+        """Progress that a checkpoint brought counts as trained in this life. `ledger`: one that is not in `directory`.
+
+        Raises ResourceError and StateError."""
         self.opening, self.line = opening, line
         self.trained_tokens = line.trained.tokens
         self.committed_tokens = 0
         self.discarded_tokens = 0
-        self._ledger: Ledger | None = None
+        self._ledger = ledger
         self.recorder: Recorder | None = None
         if directory is not None:
             self._ledger = open_ledger(directory, warn)

@@ -186,6 +186,18 @@ def test_a_missing_version_is_i5(run: PaperRun) -> None:
     assert any("version 2, on which it was made, is in no ledger; 1 is" in v.text for v in result.violations)
 
 
+def test_a_version_that_found_no_room_on_any_disk_is_a_note(run: PaperRun) -> None:
+    for name in "abc":
+        drop(run.root / name, 2)
+        path = run.root / name / LEDGER
+        records = read_ledger(path).records
+        gap = Record(len(records), "gap", {"dropped": 1, "tokens": records[-1].fields["tokens"]})
+        path.write_bytes(path.read_bytes() + encode(gap))
+    result = audit([run.root])
+    assert result.clean, result.violations
+    assert any("is in no ledger" in note.text for note in result.notes)
+
+
 def test_one_ledger_may_miss_what_another_has(run: PaperRun) -> None:
     drop(run.root / "b", 2)
     found = audit([run.root]).violations

@@ -382,6 +382,21 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     assert (machine.attempt, machine.version) == (0, 8)
 
 
+def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
+    machine = standing(7)
+    commit = machine.commit
+    assert commit is not None
+    accepted = replace(commit, version=8, previous=commit.digest)
+    goodbye = m.Goodbye(8, 1, "a", (), 0, accepted)
+    machine.receive(m.Envelope("run", "contract", "lineage", B, commit.digest, 1, goodbye), 0.1)
+    assert machine.attempt == 1
+    later = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    gather = m.Gather(8, later, "again")
+    _, effects = machine.receive(m.Envelope("run", "contract", "lineage", C, commit.digest, 1, gather), 0.2)
+    (ready,) = (e.envelope.body for e in effects if isinstance(e, m.Send) and isinstance(e.envelope.body, m.Ready))
+    assert (ready.attempt, ready.votes, ready.accepted_attempt, ready.accepted) == (later, ("b",), 0, accepted)
+
+
 @pytest.mark.parametrize(
     ("policy", "until_s"),
     [(SYNC, 14.0), (Policy(1, 0.2, 20.0, uses_slack=True), 12.0)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.sim.virtual.host import Fuse, Host
@@ -27,7 +28,7 @@ def _kill(world: World, fault: Fault) -> bool:
     if fault.kind == "power":
         world.disks[host.name].forget()
     if fault.how:
-        host.fuse = Fuse(fault.how)
+        host.fuse = Fuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")
     else:
         host.die("killed")
@@ -50,6 +51,35 @@ def _cut(world: World, fault: Fault) -> bool:
     world.network.cuts.append(cut)
     world.tell(fault.peer, f"is CUT OFF ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
+    return True
+
+
+def _link(world: World, fault: Fault) -> bool:
+    """Two cannot reach each other, or one of them the other; all else is as ever."""
+    direction, _, reset = fault.how.partition(", ")
+    first, _, second = fault.peer.partition("+")
+    cut = Cut(frozenset((first,)), direction or "both", bool(reset), frozenset((second,)))
+    world.network.cuts.append(cut)
+    world.tell(fault.peer, f"have NO LINK ({fault.how or 'both'})")
+    world.after(fault.for_s, _mend, world, cut, fault)
+    return True
+
+
+def _late(world: World, fault: Fault) -> bool:
+    world.network.late[fault.peer] = float(fault.how)
+    world.tell(fault.peer, f"sends through a network that HOLDS BACK messages, up to {fault.how} s")
+    world.after(fault.for_s, world.network.late.pop, fault.peer, None)
+    return True
+
+
+def _twin(world: World, fault: Fault) -> bool:
+    """Somebody takes the process for dead, which it is not, and starts the peer once more elsewhere."""
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    world.tell(host.name, "is STARTED TWICE")
+    world.ghosts.append(world.hosts.pop(host.name))
+    world.join(host.name, with_disk=fault.how != "blank")
     return True
 
 
@@ -120,6 +150,8 @@ def _restart(world: World, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or host.alive:
         return False
+    if fault.how == "old":
+        world.disks[fault.peer].go_back()
     world.join(fault.peer, with_disk=fault.how != "blank")
     return True
 
@@ -129,12 +161,16 @@ def _leave(world: World, fault: Fault) -> bool:
     if host is None or not host.working:
         return False
     world.tell(host.name, "is asked to LEAVE")
-    host.training.leave()
+    if fault.how:
+        host.fuse = Fuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
+        world.after(FUSE_S, host.due, host.training.leave, ())
+    else:
+        host.training.leave()
     return True
 
 
 def _blackout(world: World, fault: Fault) -> bool:
-    for host in world.hosts.values():
+    for host in (*world.hosts.values(), *world.ghosts):
         host.die("blackout")
     return True
 
@@ -154,6 +190,9 @@ _STRIKES: Mapping[str, Callable[[World, Fault], bool]] = {
     "power": _kill,
     "stop": _stop,
     "cut": _cut,
+    "link": _link,
+    "late": _late,
+    "twin": _twin,
     "slow": _slow,
     "join": _join,
     "leave": _leave,

@@ -35,7 +35,7 @@ WORK_S = 0.004
 class Host:
     """A process: it runs, is stopped, or is dead. A restart makes another Host of the same name."""
 
-    def __init__(self, world: World, name: str, life: int, lineage: str, founder: bool) -> None:
+    def __init__(self, world: World, name: str, life: int, address: str, lineage: str, founder: bool) -> None:
         setup = world.setup
         self.world = world
         self.name = name
@@ -46,7 +46,7 @@ class Host:
         self.clock_offset_s = 0.0
         self.fuse: Fuse | None = None
         self.lie = ""
-        me = Member(name, new_incarnation(world, name), f"{name}:{life}", witness=name.startswith("w"))
+        me = Member(name, new_incarnation(world, name), address, witness=name.startswith("w"))
         self.machine = Machine(me, setup.rules, setup.timing, lineage, founder, self.now)
         self.address = me.address
         self.witness = me.witness
@@ -183,16 +183,22 @@ class Host:
     def _perform_all(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
             if self.fuse is not None and self.fuse.burns(effect, "before"):
-                self.die(str(self.fuse))
+                self._burn()
             if not self.alive:
                 return
             self._perform(effect)
             if self.fuse is not None and self.fuse.burns(effect, "after"):
-                self.die(str(self.fuse))
+                self._burn()
         self.world.invariants.on_machine(self)
+
+    def _burn(self) -> None:
+        fuse, self.fuse = self.fuse, None
+        assert fuse is not None
+        fuse.happens()
 
     def _perform(self, effect: m.Effect) -> None:
         self.world.performed(self, effect)
+        self.world.invariants.ballots.on_effect(self, effect)
         match effect:
             case m.Send(to, envelope):
                 self.world.network.send(self, to, envelope)
@@ -452,6 +458,9 @@ class Host:
         """Whether this peer stands at a version, or can close it with what it has."""
         return self.machine.version >= commit.version or commit.mean_digest in self._means
 
+    def holds_mean(self, digest: str) -> bool:
+        return digest in self._means
+
     def mean(self, digest: str) -> Sequence[bytes] | None:
         return self._means.get(digest)
 
@@ -465,13 +474,11 @@ def new_incarnation(world: World, name: str) -> int:
 
 
 class Fuse:
-    """Kills a process before or after the next effect of a kind."""
+    """Something happens to a process before or after the next effect of a kind."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, happens: Callable[[], None]) -> None:
         self.when, _, self.effect = how.partition(" ")
-
-    def __str__(self) -> str:
-        return f"{self.when} {self.effect}"
+        self.happens = happens
 
     def burns(self, effect: m.Effect, when: str) -> bool:
         names = {type(effect).__name__}

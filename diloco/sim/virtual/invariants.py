@@ -10,21 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.audit import book_of, chain_of, examine
 from diloco.average import mean_digest, mean_into
 from diloco.chain import Chain
 from diloco.compress import Codec
 from diloco.fragments import Fragment, read_fragment
+from diloco.ledger import scan
+from diloco.outlier import FLOOR_RMS
 from diloco.replay import Replay, Verdict
 from diloco.round import Line, Sent
+from diloco.sim.virtual.ballots import Ballots
+from diloco.sim.virtual.disk import Page
 from diloco.sim.virtual.lies import other_mean
 from diloco.sim.virtual.remake import remake
 from diloco.sim.virtual.setup import NOISES, flat_noise, noises
+from diloco.sim.virtual.violation import Violation
 from diloco.types import Closed, Commit, Counted, Member
 
 if TYPE_CHECKING:
@@ -37,14 +44,9 @@ Masks = tuple[tuple[int, ...], ...]
 Pieces = tuple[Masks, tuple[Tensor, ...]]
 """Uncommitted pieces, and their sum for each fragment."""
 TOLERANCE = 1e-3
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
-
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant}: {what}")
-        self.invariant = invariant
+ABSURD = 1e4
+"""Times the size of others' contributions. The screens allow 100 for as many tokens, of which some have a few times
+as many as others."""
 
 
 @dataclass
@@ -81,9 +83,18 @@ class Invariants:
         self._closers: dict[str, list[Host]] = {}
         self.evicted = False
         """An operator declared somebody dead."""
-        self._stands_on: dict[str, Commit] = {}
+        self._stands_on: dict[int, Commit] = {}
+        """By life."""
+        self.ballots = Ballots(world)
+        self._pages: list[tuple[str, Page]] = []
         self._chain = Chain()
         """Every version that anybody applied, and the state after it."""
+
+    def page(self, host: Host) -> Page:
+        """Where a life writes its ledger."""
+        page = Page(self.world.disks[host.name])
+        self._pages.append((host.name, page))
+        return page
 
     # ------------------------------------------------------------ what peers report
 
@@ -99,12 +110,13 @@ class Invariants:
         """A peer closed a version."""
         commit = closed.commit
         digest = commit.digest
-        self._stands_on[host.address] = commit
+        self._stands_on[host.life] = commit
         known = self._digest_of.setdefault((commit.lineage, commit.version), digest)
         self._closers.setdefault(digest, []).append(host)
         if known != digest and not self._lost_with_the_dead(known):
             raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
         self._digest_of[commit.lineage, commit.version] = digest
+        self.ballots.closed(commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
         if closed.parts and digest not in self._recomputed:
@@ -174,6 +186,8 @@ class Invariants:
             start, stop = fragment.part_bounds(part)
             codec = setup.codecs[fragment.group_of(part)]
             parts.append(plain_mean(terms, stop - start, codec))
+            if self.world.hostile:
+                self._check_sizes(commit, part, [codec.decode(payload, stop - start) for _, payload in terms])
             if codec.gathered and closed.parts[part] == parts[-1]:
                 by_senders = setup.by_senders[fragment.group_of(part)]
                 self._check_gathered(closed, part, codec, plain_gathered(terms, stop - start, codec, by_senders))
@@ -181,6 +195,12 @@ class Invariants:
         if mean_digest(told) != commit.mean_digest:
             wrong = [part for part, payload in enumerate(told) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
+
+    def _check_sizes(self, commit: Commit, part: int, values: Sequence[Tensor]) -> None:
+        """I6: who sends what no training explains is not counted, where there is anybody to compare with."""
+        sizes = sorted(size for size in (one.square().mean().sqrt().item() for one in values) if size > 0)
+        if len(sizes) > 1 and not sizes[-1] <= ABSURD * max(sizes[(len(sizes) - 1) // 2], FLOOR_RMS):
+            raise Violation("I6", f"part {part} of version {commit.version} counts what is {sizes[-1]:.3g} large")
 
     def replayed(self) -> Replay:
         """All of it once more, by the code of `diloco replay`: the outer steps, too. A mean that an owner lied about to
@@ -224,7 +244,8 @@ class Invariants:
     def on_resync(self, host: Host, source: Member, void_tokens: int) -> None:
         """A peer left its lineage for another, and said how many committed tokens that makes void."""
         self.void_tokens += void_tokens
-        mine, other = self._stands_on.pop(host.address, None), self._stands_on.get(source.address)
+        there = self.world.at(source)
+        mine, other = self._stands_on.pop(host.life, None), self._stands_on.get(there.life) if there else None
         if mine is None or other is None:
             return
         shared = set(self._back_from(other))
@@ -232,6 +253,17 @@ class Invariants:
         lost = mine.tokens - (self.commits[parted].tokens if parted else 0)
         if lost != void_tokens:
             raise Violation("I8", f"{host.name} says that {void_tokens} tokens are void with its lineage, {lost} are")
+
+    def _audit(self) -> None:
+        """The ledgers that all lives wrote, by the code of `diloco audit`. What the dead knew alone, an operator may
+        have given up for lost."""
+        if self.evicted or not self._pages:
+            return
+        found = [(name, scan(page.read())) for name, page in self._pages]
+        books = [book_of(Path(name), told) for name, told in found if any(r.kind == "open" for r in told.records)]
+        for finding in examine(books, chain_of(books)).violations:
+            where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
+            raise Violation(finding.rule, f"audit: {where}: {finding.text}")
 
     def _back_from(self, commit: Commit) -> Iterator[str]:
         """Digests from this commit back to the first."""
@@ -244,6 +276,7 @@ class Invariants:
 
     def on_machine(self, host: Host) -> None:
         """The machine did something: nobody may wait in a round for longer than was promised."""
+        self.ballots.on_machine(host)
         since_s = host.training.waiting_since_s
         patience_s = self.world.setup.patience_s + 1.0
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
@@ -251,6 +284,7 @@ class Invariants:
 
     def at_the_end(self, hosts: Sequence[Host]) -> None:
         """All is well again: one chain, in which is all that anybody ever closed, but for lineages that ended."""
+        self._audit()
         if self.refounded or self.world.plan.without_majority == "continue":
             return
         for host in hosts:
@@ -300,7 +334,10 @@ class Books:
         self.tokens = 0
         """Trained in this life or brought from a checkpoint, and neither counted nor discarded by now."""
         self._sent_pieces: tuple[int, ...] = ()
+        self._sent_parts: Sequence[bytes] = ()
         self._sent_sum: Tensor | None = None
+        self._residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
+        """What codecs dropped of what was counted, by fragment."""
 
     def pieces(self) -> Pieces:
         """To be kept in a checkpoint."""
@@ -330,8 +367,12 @@ class Books:
         """All uncommitted pieces of a fragment went into a contribution."""
         index = sent.contribution.fragment
         self._sent_pieces = tuple(self.uncommitted[index])
+        self._sent_parts = sent.contribution.parts
         self._sent_sum = self.sums[index].clone()
         self.invariants.made(self.host, sent, self._sent_pieces)
+        if sent.target is not None and self.line.feedback is not None and self._exact:
+            target = self.line.feedback * self._residuals[index] - self.sums[index]
+            self._alike("sends", sent.target, target, self.line.layout.fragments[index])
 
     def applied(self, closed: Closed, mine: Counted | None) -> None:
         """A version was applied."""
@@ -339,7 +380,9 @@ class Books:
         if mine is not None:
             self.tokens -= mine.tokens
             fragment = self.line.layout.fragments[commit.fragment]
-            self._take_out(fragment, [part for part in range(fragment.parts) if commit.counts(mine.peer, part)])
+            counted = [part for part in range(fragment.parts) if commit.counts(mine.peer, part)]
+            self._leave_over(fragment, counted)
+            self._take_out(fragment, counted)
         self._check(f"version {commit.version}")
 
     def _take_out(self, fragment: Fragment, parts: Sequence[int]) -> None:
@@ -352,6 +395,18 @@ class Books:
             masks[part] &= ~self._sent_pieces[part]
             total[start:stop] -= self._sent_sum[start:stop]
 
+    def _leave_over(self, fragment: Fragment, counted: Sequence[int]) -> None:
+        """Of these parts of what was sent, what the codec dropped is to be sent later."""
+        feedback, codecs = self.line.feedback, self.line.codecs
+        if feedback is None or self._sent_sum is None or not self._exact:
+            return
+        residual = self._residuals[fragment.index]
+        for part in counted:
+            start, stop = fragment.part_bounds(part)
+            target = feedback * residual[start:stop] - self._sent_sum[start:stop]
+            decoded = codecs[fragment.group_of(part)].decode(self._sent_parts[part], stop - start)
+            residual[start:stop] = target - decoded
+
     def adopted(self, sent: Sent | None, discarded_tokens: int, before: Commit | None) -> None:
         """The state was copied. What was sent may be counted in it, and was given up, unless it stays sent."""
         if sent is not None and self.line.sent is None:
@@ -363,6 +418,9 @@ class Books:
         old, new = self.invariants.committed(before), self.invariants.committed(self.line.commit)
         for index, (was, now) in enumerate(zip(old, new, strict=True)):
             self._discard(index, [a & ~b for a, b in zip(was, now, strict=True)])  # of a lineage that ended
+        if before is None or self.line.commit != before:
+            for residual in self._residuals:
+                residual.zero_()  # it was measured on another anchor
         self._check(f"the copied version {self.line.state.version}")
 
     def dropped(self, discarded_tokens: int) -> None:
@@ -392,8 +450,13 @@ class Books:
                     raise Violation("I2", f"{name} after {after}: keeps progress in part {part} that is committed")
                 if self.mine & ~(ours | theirs | gone):
                     raise Violation("I4", f"{name} after {after}: progress in part {part} is nowhere")
-        if not self.host.world.hostile and line.merge != "mix":  # which keeps a share of what is committed
+        if self._exact:
             self._check_values(after)
+
+    @property
+    def _exact(self) -> bool:
+        """Whether weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
+        return not self.host.world.hostile and self.line.merge != "mix"
 
     def _check_values(self, after: str) -> None:
         for fragment, total in zip(self.line.layout.fragments, self.sums, strict=True):
@@ -405,3 +468,14 @@ class Books:
             if not error <= TOLERANCE:
                 what = f"{self.host.name} after {after}: the weights are off by {error:.2g} from anchor plus progress"
                 raise Violation("I4", what)
+            if self.line.feedback is not None:
+                kept = self.line.residuals.get(fragment.index)
+                dropped = torch.zeros(fragment.elements) if kept is None else kept
+                self._alike(f"keeps after {after}", dropped, self._residuals[fragment.index], fragment)
+
+    def _alike(self, does: str, found: Tensor, true: Tensor, fragment: Fragment) -> None:
+        """Nothing of what a codec drops is lost, or sent twice."""
+        error = (found - true).abs_().max().item()
+        if not error <= TOLERANCE * (1 + true.abs().max().item()):
+            what = f"{self.host.name} {does} what is off by {error:.2g} from progress and residual"
+            raise Violation("I4", f"{what} of fragment {fragment.index}")

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 RETRANSMIT_S = 0.4
 """A stream over a path that is cut tries again this often, as TCP does, until its deadline."""
+LATE_SHARE = 0.3
+"""Of the messages of a peer some of whose messages come late."""
 REMEMBERED = 64
 """Envelopes that an attacker may replay."""
 
@@ -32,12 +34,15 @@ class Cut:
     """both, in (nothing reaches the group) or out."""
     reset: bool
     """Senders are told at once that there is no way, instead of hearing nothing."""
+    others: frozenset[str] = frozenset()
+    """Only these are cut off from the group, and everybody else reaches both; empty: all the rest are."""
 
     def blocks(self, source: str, target: str) -> bool:
-        leaves, enters = source in self.group, target in self.group
-        if leaves == enters:
-            return False
-        return self.direction == "both" or (leaves if self.direction == "out" else enters)
+        leaves, enters = self._leads_out(source, target), self._leads_out(target, source)
+        return (leaves and self.direction != "in") or (enters and self.direction != "out")
+
+    def _leads_out(self, source: str, target: str) -> bool:
+        return source in self.group and (target in self.others if self.others else target not in self.group)
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Network:
         self.cuts: list[Cut] = []
         self.slow: dict[str, float] = {}
         """Peers whose links are so many times slower."""
+        self.late: dict[str, float] = {}
+        """Peers of whose messages some come so much later (s), when everything else has moved on."""
         self.damaging: set[str] = set()
         """Peers whose streams are damaged on the way."""
         self.seen: list[tuple[Envelope, Member]] = []
@@ -106,7 +113,11 @@ class Network:
                 self._arrive(sender, to, envelope)
 
     def _arrive(self, sender: Host, to: Member, envelope: Envelope) -> None:
-        self.world.after(self.latency(sender.name, to.peer), self._deliver, sender, to, envelope)
+        delay_s = self.latency(sender.name, to.peer)
+        if sender.name in self.late and self.dice.random() < LATE_SHARE:
+            self.world.count("late messages")
+            delay_s += self.dice.uniform(0, self.late[sender.name])
+        self.world.after(delay_s, self._deliver, sender, to, envelope)
 
     def _deliver(self, sender: Host, to: Member, envelope: Envelope) -> None:
         receiver = self.world.at(to)

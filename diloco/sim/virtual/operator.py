@@ -72,7 +72,7 @@ class Operator:
     def resume(self) -> None:
         """`diloco peer --resume`: the peer with the latest checkpoint founds the run anew, the others join it."""
         world = self.world
-        for host in world.hosts.values():
+        for host in (*world.hosts.values(), *world.ghosts):
             host.die("the operator begins again")
         world.liars.clear()
         kept = self._checkpoints()
@@ -107,6 +107,7 @@ class Operator:
         return bool(honest) and any(host.holds(commit) for host in hosts)
 
     def _lives(self, member: Member) -> bool:
-        """Whether this very life of the peer goes on, and is no liar."""
+        """Whether this very life of the peer goes on."""
         host = self.world.hosts.get(member.peer)
-        return host is not None and host.alive and host.machine.me.incarnation == member.incarnation
+        lives = [host, *self.world.ghosts] if host is not None else self.world.ghosts
+        return any(one.alive and one.machine.me == member for one in lives)

@@ -21,7 +21,8 @@ from diloco.errors import UsageError
 
 FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 FUSE_S = 2.0
-"""A death that waits for its moment does not wait longer."""
+"""A death, or a goodbye, that waits for its moment does not wait longer."""
+FUSED = ("kill", "power", "leave")
 QUIET_AFTER_S = 10.0
 """Faults are over by then."""
 
@@ -39,7 +40,9 @@ class Fault:
     @property
     def over_s(self) -> float:
         """When it has happened, and is over."""
-        return self.at_s + (FUSE_S if self.kind in ("kill", "power") and self.how else self.for_s)
+        if self.kind == "late":
+            return self.at_s + self.for_s + float(self.how)
+        return self.at_s + (FUSE_S if self.kind in FUSED and self.how else self.for_s)
 
     def __str__(self) -> str:
         duration = f" for {self.for_s:g}" if self.for_s else ""
@@ -84,6 +87,10 @@ class Plan:
     """How fast p0, p1, ... do inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
     sized_by: str = "contract"
     """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
+    most_peers: int = 0
+    """Contributors of a version, who take turns; 0: all that are ready."""
+    fixed_addresses: bool = False
+    """A process listens where the one before it did, and hears what was meant for that one."""
     calm_s: float = 0.0
     """Time that the run has after the last fault, before it is looked at whether all is well."""
     faults: tuple[Fault, ...] = ()
@@ -169,15 +176,26 @@ UPLINKS_SHARE = 0.5
 """Rates that peers claim, and how many of the plans have some."""
 DELAYED_SHARE = 0.5
 """How many of the `async` plans have an outer optimizer for versions of few contributions."""
+RARE_SHARE = 0.4
+OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dct-all", "lowrank+zstd/sign")
+OTHER_CODECS_SHARE = 0.4
+LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 ASYNC_SPEEDS = (0.1, 1.0)
 """Slowest and fastest peer where none waits for another."""
 
 
-def draw(seed: int, policy: str = "", without_majority: str = "", speeds: tuple[float, float] | None = None) -> Plan:
+def draw(
+    seed: int,
+    policy: str = "",
+    without_majority: str = "",
+    speeds: tuple[float, float] | None = None,
+    rare: bool = True,
+) -> Plan:
     """The plan of a seed, with a policy and a rule for lost majorities if they are given.
 
-    `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`.
+    `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
+    what `_rarely` adds to a share of the plans.
     """
     dice = Random(seed)
     peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
@@ -198,6 +216,7 @@ def draw(seed: int, policy: str = "", without_majority: str = "", speeds: tuple[
     )
     faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
     plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
+    plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
@@ -210,6 +229,22 @@ def _schedule(dice: Random, plan: Plan) -> Plan:
     plan = replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
     uplinks = dice.choices(UPLINKS_MBIT, k=plan.peers) if dice.random() < UPLINKS_SHARE else []
     return replace(plan, uplinks="+".join(map(str, uplinks)))
+
+
+def _rarely(dice: Random, plan: Plan) -> Plan:
+    """What is seldom so, or goes wrong seldom. Dice of its own, and not for all: most seeds are what they were."""
+    if dice.random() >= RARE_SHARE:
+        return plan
+    names = [f"p{index}" for index in range(plan.peers)]
+    faults = list(plan.faults)
+    for _ in range(dice.choices((1, 2), (70, 30))[0]):
+        kind = dice.choice(list(RARE))
+        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        faults += RARE[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(faults))
+    codec = dice.choice(OTHER_CODECS) if dice.random() < OTHER_CODECS_SHARE else plan.codec
+    most = dice.choice((0, 0, max(1, plan.peers - 1)))
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return replace(plan, faults=ordered, codec=codec, most_peers=most, fixed_addresses=dice.random() < 0.5)
 
 
 def _at_own_pace(dice: Random, plan: Plan, speeds: tuple[float, float]) -> Plan:
@@ -280,6 +315,48 @@ def _simple(dice: Random, fault: Fault, names: Sequence[str], number: int) -> It
     yield fault
 
 
+def _link(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    how = dice.choice(("both", "both", "both, reset", "out"))
+    yield from _for_a_while(dice, replace(fault, peer="+".join(dice.sample(names, 2)), how=how), names, number)
+
+
+def _late(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=str(dice.choice(LATE_S))), names, number)
+
+
+def _twin(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """A peer that is silent for a while is started once more meanwhile; or one that is not silent at all."""
+    silence = Fault(fault.at_s, dice.choice(("stop", "cut")), fault.peer)
+    if dice.random() < 0.8:
+        yield from _for_a_while(dice, silence, names, number)
+    at_s = round(fault.at_s + dice.uniform(0.1, 4.0), 2)
+    yield replace(fault, at_s=at_s, how=dice.choice(("disk", "blank")))
+
+
+def _hasty_leave(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, how=f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}")
+
+
+def _old_disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, kind="kill")
+    yield Fault(round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2), "restart", fault.peer, 0.0, "old")
+
+
+def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """An operator is quick, and everything else still goes on."""
+    yield replace(fault, kind="kill", how=f"after {dice.choice(MOMENTS)}")
+    yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
+
+
+RARE: Mapping[str, Draw] = {
+    "link": _link,
+    "late": _late,
+    "twin": _twin,
+    "leave": _hasty_leave,
+    "restart": _old_disk,
+    "evict": _early_evict,
+}
+"""Kinds of what goes wrong seldom."""
 KINDS: Mapping[str, tuple[int, Draw]] = {
     "kill": (26, _death),
     "power": (6, _death),
@@ -297,5 +374,8 @@ KINDS: Mapping[str, tuple[int, Draw]] = {
     "restart": (0, _simple),
     "resume": (0, _simple),
     "evict": (0, _simple),
+    "link": (0, _simple),
+    "late": (0, _simple),
+    "twin": (0, _simple),
 }
 """Kinds of faults: how often, and how the rest of one is drawn."""

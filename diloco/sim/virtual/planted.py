@@ -1,4 +1,4 @@
-"""Five bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
+"""Ten bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from torch import Tensor
 from diloco import round as line_of
 from diloco.average import unpack
 from diloco.compress import Codec
+from diloco.data import leases
 from diloco.exchange import electorate
+from diloco.exchange import messages as m
+from diloco.exchange.machine import Machine
+from diloco.exchange.tally import Tally
 from diloco.exchange.work import Work
+from diloco.feedback import left_over
 from diloco.fragments import Fragment, write_fragment
 from diloco.round import Line, Sent, Trained, measure, step_outer
 from diloco.sim.virtual import host, training
 from diloco.sim.virtual.world import World
-from diloco.types import Closed, Counted
+from diloco.types import Closed, Counted, Leases, Member
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ def _early_divisor() -> Iterator[None]:
 
 
 def _early_progress() -> Iterator[None]:
-    def measure_and_finish(line: Line, seconds: dict[str, float]) -> Sent:
+    def measure_and_finish(line: Line, seconds: dict[str, float], *, overlaps: bool) -> Sent:
         """What was sent is taken for committed."""
-        sent = measure(line, seconds)
+        sent = measure(line, seconds, overlaps=overlaps)
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor
         write_fragment(line.parameters, fragment, anchor)
@@ -129,10 +134,88 @@ def _stale_life() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _hearing(before: Callable[[Machine, m.Propose], Callable[[], None]]) -> Iterator[None]:
+    """Each time that a commit is proposed something else happens first, which says how to undo it."""
+    listen = Machine._messages[m.Propose]
+
+    def otherwise(machine: Machine, sender: Member, body: m.Propose) -> None:
+        undo = before(machine, body)
+        listen(machine, sender, body)
+        undo()
+
+    with _replaced(Machine, "_messages", {**Machine._messages, m.Propose: otherwise}):
+        yield
+
+
+def _broken_promise() -> Iterator[None]:
+    def forget(machine: Machine, body: m.Propose) -> Callable[[], None]:
+        promised, version = machine.attempt, machine.version
+        machine.attempt = min(promised, body.attempt)
+
+        def remember() -> None:
+            if machine.version == version:
+                machine.attempt = max(promised, machine.attempt)
+
+        return remember
+
+    with _hearing(forget):
+        yield
+
+
+def _unseen_vote() -> Iterator[None]:
+    def pretend(machine: Machine, body: m.Propose) -> Callable[[], None]:
+        held = machine._held
+        machine._held = [*held, body.commit.mean_digest]
+
+        def admit() -> None:
+            machine._held = held
+
+        return admit
+
+    with _hearing(pretend):
+        yield
+
+
+def _deaf_coordinator() -> Iterator[None]:
+    with _replaced(Tally, "accepted", lambda tally: None):
+        yield
+
+
+def _lost_residual() -> Iterator[None]:
+    def nothing(
+        target: Tensor,
+        parts: Sequence[bytes],
+        fragment: Fragment,
+        codecs: Sequence[Codec],
+        counted: Callable[[int], bool],
+        before: Tensor | None,
+    ) -> Tensor:
+        return left_over(target, parts, fragment, codecs, counted, before).zero_()
+
+    with _replaced(line_of, "left_over", nothing):
+        yield
+
+
+def _shared_lease() -> Iterator[None]:
+    advance = leases.advance
+
+    def again(before: Leases, *arguments: Any) -> Leases:
+        return advance(replace(before, cursor=max(before.cursor - 1, 0)), *arguments)
+
+    with _replaced(leases, "advance", again):
+        yield
+
+
 BUGS: Mapping[str, Bug] = {
     "no-majority": Bug("commit with one vote instead of a majority", _no_majority),
     "early-divisor": Bug("divide by the weights of all who began, not of those who count in the part", _early_divisor),
     "early-progress": Bug("take progress for committed when it is sent", _early_progress),
     "private-mean": Bug("an owner applies its own mean instead of the bytes it sent", _private_mean),
     "stale-life": Bug("take the word of an earlier life of a peer for that of the present one", _stale_life),
+    "broken-promise": Bug("accept what is proposed in an earlier attempt than was promised", _broken_promise),
+    "unseen-vote": Bug("accept a mean that one does not hold", _unseen_vote),
+    "deaf-coordinator": Bug("propose anew, whatever was accepted before", _deaf_coordinator),
+    "lost-residual": Bug("forget what the codec dropped", _lost_residual),
+    "shared-lease": Bug("give a block of data to two peers", _shared_lease),
 }

@@ -42,11 +42,13 @@ class Choice:
     """A planted bug, see `diloco.sim.virtual.planted`."""
     speeds: str = ""
     """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
+    rare: bool = True
+    """With what `diloco.sim.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> Plan:
         """The plan of a seed."""
         speeds = speed_range(self.speeds) if self.speeds else None
-        return draw(seed, self.policy, self.without_majority, speeds)
+        return draw(seed, self.policy, self.without_majority, speeds, self.rare)
 
     def check(self) -> None:
         """Raises UsageError."""

@@ -33,6 +33,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "topk": {"density": 0.5},
     "dct": {"density": 0.5, "values": "int8"},
     "lowrank": {"rank": 1, "columns": 2},
+    "sign": {"block": 8},
 }
 """What other codecs than those with blocks need where a part is 4 numbers."""
 
@@ -66,6 +67,8 @@ class Setup:
             continue_after_s=2.5 if plan.without_majority == "continue" else None,
             offences_allowed=3,
         )
+        self.contract = {"membership": {"without_majority": plan.without_majority}}
+        """As much of it as `diloco audit` reads."""
         self.timing = Timing(heartbeat_s=0.5, suspect_s=2.0, stall_s=2.0)
         anchor = [read_fragment(self.parameters(), fragment) for fragment in self.layout.fragments]
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
@@ -86,7 +89,8 @@ def policy_of(plan: Plan) -> Policy:
     """`async` begins after two versions of `sync`."""
     quorum = {"sync": None, "quorum": max(1, plan.peers // 2), "async": 1}[plan.policy]
     is_async = plan.policy == "async"
-    return Policy(quorum, 0.05 if is_async else 0.3, 3.0, uses_slack=is_async, sync_versions=2 * is_async)
+    grace_s = 0.05 if is_async else 0.3
+    return Policy(quorum, grace_s, 3.0, plan.most_peers or None, uses_slack=is_async, sync_versions=2 * is_async)
 
 
 def open_small(text: str) -> Codec:

@@ -17,8 +17,8 @@ import torch
 
 from diloco.exchange import messages as m
 from diloco.sim.virtual.host import Host
-from diloco.sim.virtual.invariants import Violation
 from diloco.sim.virtual.plan import Fault, Plan, draw_speeds
+from diloco.sim.virtual.violation import Violation
 from diloco.sim.virtual.world import World
 from diloco.types import Commit
 from diloco.wire.convert import seal
@@ -124,6 +124,9 @@ class Mark:
 
 class Swarm(World):
     """The world of a plan, with a meter in it."""
+
+    keeps_ledgers = False
+    """They hold every commit, of O(n) bytes, n times."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options.plan())

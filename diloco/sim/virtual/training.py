@@ -11,9 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.compress import PayloadError
+from diloco.config import StorageSection
 from diloco.data import leases
 from diloco.exchange import messages as m
 from diloco.fragments import Weights
+from diloco.journal import Journal
+from diloco.ledger import Ledger, Opening, Standing
 from diloco.outer import OuterState
 from diloco.round import (
     Diverged,
@@ -70,6 +73,7 @@ class Training:
         self._early: Sequence[Closed] | Skip | None = None
         """What the round came to while the overlapped steps still went on."""
         self.books = Books(host, self.line)
+        self.journal: Journal | None = None
         self.leaving = False
         self.entered = False
         self.waiting_since_s: float | None = None
@@ -84,14 +88,35 @@ class Training:
 
     # ------------------------------------------------------------ entering
 
+    def _open(self) -> None:
+        """This life's ledger begins, with what a checkpoint brought."""
+        host, rules, line = self.host, self.host.world.setup.rules, self.line
+        me, founds = host.machine.me, host.machine.founder
+        opening = Opening(host.name, me.incarnation, rules.run, rules.contract, host.machine.lineage, founds, False)
+        ledger = Ledger(host.world.invariants.page(host), lambda text: None) if host.world.keeps_ledgers else None
+        self.journal = Journal(opening, line, None, StorageSection(), lambda text: None, ledger)
+        if ledger is not None:
+            stands = Standing(line.state.version, line.commit.digest if line.commit else "", line.state.digest)
+            ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
+
+    def _drop(self, reason: str) -> None:
+        """Give up all progress."""
+        discarded = drop_progress(self.line)
+        self.books.dropped(discarded)
+        if self.journal is not None:
+            self.journal.discarded(discarded, reason)
+
     def found(self) -> None:
         """Begin a run, or go on with one from a checkpoint."""
+        if self.journal is None:
+            self._open()
         self.host.hold(self.line.state, self.line.commit, copied=True)
         self._enter()
 
     def join(self, members: Sequence[Member]) -> None:
         """Copy the state from these members, unless the run goes on from ours."""
-        self.books.dropped(drop_progress(self.line))  # the run may have counted it before the restart
+        self._open()
+        self._drop("the run may have counted it before the restart")
         commit = self.line.commit
         if commit is not None and commit.lineage == self.host.machine.lineage:
             self.found()
@@ -161,7 +186,8 @@ class Training:
         keep_local(line)
         for name, noise in self.books.train(steps).items():
             line.parameters[name].add_(noise)
-        line.trained.add(steps, self._fresh_blocks())
+        assert self.journal is not None
+        self.journal.trained(steps, self._fresh_blocks())
         self._watch.step(steps, lasted_s)
         then()
 
@@ -187,7 +213,7 @@ class Training:
             try:
                 line.sent = measure(line, {}, overlaps=self.overlapping)
             except PayloadError:
-                self.books.dropped(drop_progress(line))
+                self._drop("not finite")
                 return False
             if self.host.lie:
                 line.sent = self._falsified(line.sent)
@@ -278,7 +304,10 @@ class Training:
         line, before = self.line, self.line.commit
         if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
             return  # already in a state that was copied meanwhile
+        offered = line.sent is not None  # else an entry of our name is that of an earlier life
         mine = step_outer(line, closed, {})
+        assert self.journal is not None
+        self.journal.committed(closed.commit, mine if offered else None)
         self.books.applied(closed, mine)
         self.host.world.invariants.on_state(self.host, line)
         self.host.hold(line.state, closed.commit)
@@ -297,6 +326,11 @@ class Training:
         if not self.entered:
             self._goodbye()
 
+    def leave_now(self) -> None:
+        """Go in the middle of whatever is under way, as when nobody counted us within `leave_s`."""
+        self.leaving = True
+        self._goodbye()
+
     def _settle(self, deadline_s: float) -> None:
         """Wait until the others have the latest version too, so that it does not die with us."""
         if self.host.machine.settled() or self.host.now >= deadline_s:
@@ -308,7 +342,9 @@ class Training:
         """Give the vote away and go."""
         self.host.feed(m.LeaveWanted())
         if self.host.alive:
-            self.books.dropped(drop_progress(self.line))
+            self._drop("left")
+            if self.journal is not None:
+                self.journal.closed("left")
             self.host.die("left")
 
     # ------------------------------------------------------------ checkpoints
@@ -319,6 +355,8 @@ class Training:
         with weights_to_keep(line):
             local = {name: tensor.clone() for name, tensor in line.parameters.items()} if trained.tokens else {}
         pieces = self.books.pieces() if local else None
+        if self.host in self.host.world.ghosts:
+            return  # its disk is not the one that later lives have
         snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
         if not self.host.world.disks[self.host.name].save(snapshot):
             self.host.world.tell(self.host.name, "no checkpoint: the disk is full")
@@ -341,6 +379,8 @@ class Training:
     def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
         line, sent, before = self.line, self.line.sent, self.line.commit
         discarded = adopt_state(line, state, commit)
+        assert self.journal is not None
+        self.journal.adopted(discarded)
         self.books.adopted(sent, discarded, before)
         self.host.world.invariants.on_state(self.host, line)
         self.host.hold(state, commit, copied=True)

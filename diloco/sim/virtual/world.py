@@ -19,11 +19,12 @@ from diloco.sim.virtual import transcript
 from diloco.sim.virtual.disk import Disk
 from diloco.sim.virtual.faults import strike
 from diloco.sim.virtual.host import Host
-from diloco.sim.virtual.invariants import Invariants, Violation
+from diloco.sim.virtual.invariants import Invariants
 from diloco.sim.virtual.network import Network
 from diloco.sim.virtual.operator import Operator
 from diloco.sim.virtual.plan import Plan
 from diloco.sim.virtual.setup import Setup
+from diloco.sim.virtual.violation import Violation
 from diloco.types import Commit, Member
 
 HEAL_S = 25.0
@@ -54,6 +55,9 @@ class Outcome:
 class World:
     """One simulation. Everything that happens is a function of the plan."""
 
+    keeps_ledgers = True
+    """Every life writes one, and the code of `diloco audit` reads them in the end."""
+
     def __init__(self, plan: Plan, record: bool = False) -> None:
         self.plan = plan
         self.record = record
@@ -64,6 +68,8 @@ class World:
         self.network = Network(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = Invariants(self)
         self.hosts: dict[str, Host] = {}
+        self.ghosts: list[Host] = []
+        """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, Disk] = {}
         self.liars: set[str] = set()
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
@@ -128,6 +134,8 @@ class World:
     def _heal(self) -> None:
         """The network is whole from now on. Everybody alive must come together, and versions must close."""
         self.network.loss = 0.0
+        for ghost in self.ghosts:
+            ghost.die("the operator ends it: another one has its name")
         self.tell("", "the faults are over")
         Operator(self).help()
         goal, end_s = self._newest() + 2, self.now + self.heal_s
@@ -165,12 +173,20 @@ class World:
     def at(self, member: Member) -> Host | None:
         """The process at an address, if it lives."""
         host = self.hosts.get(member.peer)
-        return host if host is not None and host.alive and host.address == member.address else None
+        here = [host, *self.ghosts] if host is not None else self.ghosts
+        return next((one for one in here if one.alive and one.address == member.address), None)
 
     def start(self, name: str, lineage: str, founder: bool) -> Host:
         self.disks.setdefault(name, Disk())
-        host = self.hosts[name] = Host(self, name, next(self._lives), lineage, founder)
+        life = next(self._lives)
+        host = self.hosts[name] = Host(self, name, life, self._address(name, life), lineage, founder)
         return host
+
+    def _address(self, name: str, life: int) -> str:
+        """Where a process listens: at the place of the one before it, or at another."""
+        same = f"{name}:same"
+        free = not any(ghost.alive and ghost.address == same for ghost in self.ghosts)
+        return same if self.plan.fixed_addresses and free else f"{name}:{life}"
 
     def join(self, name: str, with_disk: bool) -> None:
         """A process starts and joins through any member that answers; it tries until one does."""

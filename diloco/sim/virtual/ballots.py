@@ -1,0 +1,128 @@
+"""Every vote of every peer, and the rules of the vote (I1, I5), checked when one is cast and not when it does harm.
+
+Two versions that both close are rare even where voters break their word: somebody must die, or be cut off, between two
+messages. What each of them says is seen here, also what nobody ever receives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.exchange import messages as m
+from diloco.sim.virtual.violation import Violation
+from diloco.types import Commit
+
+if TYPE_CHECKING:
+    from diloco.sim.virtual.host import Host
+    from diloco.sim.virtual.world import World
+
+Ballot = tuple[int, str]
+"""Attempt, and digest of the commit."""
+
+
+class Ballots:
+    """Promises and votes, by the commit that they follow."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._proposed: dict[str, Commit] = {}
+        self._promised: dict[tuple[str, int, str], int] = {}
+        """By peer, incarnation and the commit that it stood on: the latest attempt."""
+        self._promisers: dict[tuple[str, int], set[str]] = {}
+        """By the commit that they stood on, and attempt."""
+        self._attempt: dict[str, int] = {}
+        """The latest in which a commit was proposed."""
+        self._led: set[tuple[str, int]] = set()
+        """Attempts in which something was proposed."""
+        self._votes: dict[str, dict[Ballot, set[str]]] = {}
+        self._chosen: dict[str, Ballot] = {}
+        """The first that had the votes of a majority, whether or not anybody knew."""
+
+    def on_effect(self, host: Host, effect: m.Effect) -> None:
+        """A peer is about to say something."""
+        if not isinstance(effect, m.Send):
+            return
+        match effect.envelope.body:
+            case m.Ready() as ready:
+                self._promise(host, ready)
+            case m.Propose() as propose:
+                self._propose(host, propose)
+            case m.Accept() as accept:
+                self._accept(host, accept)
+
+    def on_machine(self, host: Host) -> None:
+        """A coordinator sends its own vote to nobody."""
+        machine = host.machine
+        tally = machine._tally
+        if tally is not None and tally.proposal is not None and machine.me.peer in tally.accepts:
+            self._vote(host, tally.attempt, tally.proposal, tally.accepts[machine.me.peer])
+
+    def closed(self, commit: Commit) -> None:
+        """It had the votes of a majority, the coordinator's own with them."""
+        if commit.fragment >= 0:
+            self._chosen.setdefault(commit.previous, (self._attempt.get(commit.digest, 0), commit.digest))
+
+    def _promise(self, host: Host, ready: m.Ready) -> None:
+        commit, me = host.machine.commit, host.machine.me
+        if commit is not None and ready.version == commit.version + 1:
+            key = me.peer, me.incarnation, commit.digest
+            self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
+            self._promisers.setdefault((commit.digest, ready.attempt), set()).update((me.peer, *ready.votes))
+
+    def _propose(self, host: Host, propose: m.Propose) -> None:
+        commit = propose.commit
+        self._proposed[commit.digest] = commit
+        place = commit.previous, propose.attempt
+        before = host.machine.commit
+        stands = before is not None and before.digest == commit.previous  # else it decided alone, and went on
+        if propose.attempt and stands and place not in self._led:
+            self._lead(host, propose)
+        self._led.add(place)
+        self._attempt[commit.digest] = max(self._attempt.get(commit.digest, 0), propose.attempt)
+        attempt, digest = self._chosen.get(commit.previous, (propose.attempt, commit.digest))
+        if propose.attempt > attempt and commit.digest != digest and not self.world.invariants.evicted:
+            what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
+            raise Violation("I1", f"{host.name} {what}")
+
+    def _lead(self, host: Host, propose: m.Propose) -> None:
+        """The first proposal of a later attempt: enough promised it, and it is what they accepted last, if anything."""
+        machine, commit, tally = host.machine, propose.commit, host.machine._tally
+        mine = {host.name, *machine.electorate.held_by(host.name)}
+        promised = self._promisers.get((commit.previous, propose.attempt), set()) | mine
+        promised &= {member.peer for member in machine.view}
+        if len(promised) < machine.electorate.needed():
+            what = f"proposes {_name(commit, propose.attempt)} with {len(promised)} promises"
+            raise Violation("I1", f"{host.name} {what}")
+        told = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
+        last = max(told, key=lambda ready: ready.accepted_attempt, default=None)
+        if last is not None and last.accepted not in (None, commit) and not self.world.invariants.evicted:
+            what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
+            raise Violation("I1", f"{host.name} {what}")
+
+    def _accept(self, host: Host, accept: m.Accept) -> None:
+        commit = self._proposed.get(accept.commit_digest)
+        if commit is None:
+            raise Violation("I1", f"{host.name} accepts what nobody proposed")
+        if not (host.witness or host.holds_mean(commit.mean_digest)):
+            raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
+        self._vote(host, accept.attempt, commit, {host.name, *accept.votes})
+
+    def _vote(self, host: Host, attempt: int, commit: Commit, voters: set[str]) -> None:
+        me, before = host.machine.me, host.machine.commit
+        if before is None or before.digest != commit.previous or me not in before.view:
+            raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")
+        promised = self._promised.get((me.peer, me.incarnation, before.digest), 0)
+        if attempt < promised:
+            raise Violation("I1", f"{host.name} accepts {_name(commit, attempt)} after it promised attempt {promised}")
+        ballot = attempt, commit.digest
+        cast = self._votes.setdefault(commit.previous, {}).setdefault(ballot, set())
+        cast |= voters
+        if 2 * len(cast & {member.peer for member in before.view}) > len(before.view):
+            _, chosen = self._chosen.setdefault(commit.previous, ballot)
+            if chosen != commit.digest and not self.world.invariants.evicted:
+                what = f"{_name(commit, attempt)} and {chosen[:8]}"
+                raise Violation("I1", f"of one version two commits have the votes of a majority: {what}")
+
+
+def _name(commit: Commit, attempt: int) -> str:
+    return f"{commit.digest[:8]} (version {commit.version}, attempt {attempt})"
