@@ -32,6 +32,14 @@ TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
 """Of an inner step, in order (`diloco.meter`), and what is left of it."""
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "version": {"version": int, "tokens": int | float},
+    "swap": {"version": int, "tokens": int | float},
+    "eval": {"tokens": int | float},
+    "step": {"tokens": int | float},
+    "usage": {"inner_s": float | int, "wall_s": float | int, "inner_tokens": int, "phases": dict, "memory": list},
+}
+"""Fields without which an event of a kind says nothing."""
 RUNNING = frozenset({"view", "progress", *TOLD})
 """Events that only a peer in the view writes."""
 
@@ -173,10 +181,10 @@ class Run:
 
 def read_run(directory: Path) -> Run:
     """Everything the report needs of a directory, with nothing where there is nothing."""
-    folders = {path.parent.name: read_events(path) for path in sorted(directory.glob("*/events.jsonl"))}
+    folders = {path.parent.name: _events(path) for path in sorted(directory.glob("*/events.jsonl"))}
     baselines = _baselines(directory, folders)
     peers = [event for name, events in folders.items() if name not in baselines for event in events]
-    events = sorted(peers or read_events(directory / "events.jsonl"), key=lambda event: event["time"])
+    events = sorted(peers or _events(directory / "events.jsonl"), key=lambda event: event["time"])
     clock = _RunClock(events)
     attendance = _Attendance(events, clock)
     versions = _versions(events, clock, attendance.marks)
@@ -189,6 +197,18 @@ def read_run(directory: Path) -> Run:
         name, versions, curves, attendance.stays, _waits(timed, clock), _flights(timed, clock), _times(timed),
         _hardware(events), attendance.marks, clock.resumed_s, contract, summary,
     )  # fmt: skip
+
+
+def _events(path: Path) -> list[Event]:
+    """Those that can be shown. Of a peer's signs of life, two in a second, in a month five million, only the ends."""
+    return [event for event in read_events(path, "progress") if _whole(event)]
+
+
+def _whole(event: Event) -> bool:
+    """Whether it has what is asked of its kind; a line that was damaged may still be JSON."""
+    stamp = {"t": int | float, "time": int | float, "peer": str, "kind": str}
+    stamped = all(isinstance(event.get(name), kind) for name, kind in stamp.items())
+    return stamped and all(isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items())
 
 
 def _baselines(directory: Path, folders: Mapping[str, Sequence[Event]]) -> list[str]:
@@ -245,16 +265,13 @@ def _versions(events: Sequence[Event], clock: _RunClock, marks: Sequence[Mark]) 
         if event["kind"] in TOLD:
             reports[event["version"]][event["peer"]] = event
         if event["kind"] in ("eval", "end") and event.get("val_loss") is not None:
-            losses.setdefault(event["version"], event["val_loss"])
+            losses.setdefault(event.get("version", -1), event["val_loss"])
     sent = _sent_bytes(reports)
+    notes: dict[int, list[str]] = defaultdict(list)
+    for mark in marks:
+        notes[mark.version].append(str(mark))
     return [
-        _version(
-            list(told.values()),
-            clock,
-            sent[version],
-            losses.get(version),
-            [str(mark) for mark in marks if mark.version == version],
-        )
+        _version(list(told.values()), clock, sent[version], losses.get(version), notes.get(version, []))
         for version, told in sorted(reports.items())
     ]
 
@@ -449,7 +466,7 @@ def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
 def _baseline(folder: Path, points: int) -> Curve:
     """A baseline's curve; its steps are averaged to about as many points as the run has versions, to be comparable."""
     name = NAMES.get(folder.name, readable_text(folder.name))
-    events = read_events(folder / "events.jsonl")
+    events = _events(folder / "events.jsonl")
     steps = [event for event in events if event["kind"] == "step" and event.get("loss") is not None]
     if not steps:
         return replace(read_run(folder).curves[0], key=folder.name, name=name)
@@ -470,7 +487,7 @@ def _contract(directory: Path) -> list[tuple[str, Any]]:
     """(dotted key, effective value) of `contract.json` or `contract.toml`; none where there is none to read."""
     as_json, as_toml = directory / "contract.json", directory / "contract.toml"
     if as_json.is_file():
-        tree = json.loads(as_json.read_text())
+        tree = {section: keys for section, keys in _tree(as_json).items() if isinstance(keys, dict)}
         return [(f"{section}.{key}", value) for section, keys in tree.items() for key, value in keys.items()]
     if as_toml.is_file():
         with suppress(DilocoError):  # written by another release: the rest of the report is worth having without it
@@ -478,12 +495,20 @@ def _contract(directory: Path) -> list[tuple[str, Any]]:
     return []
 
 
+def _tree(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one where there is none, or half of one that a full disk left."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
 def _summary(
     directory: Path, versions: Sequence[Version], curves: Sequence[Curve], contract: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
     """`summary.json`, with what the events themselves say for all that is not in it."""
-    path = directory / "summary.json"
-    written = json.loads(path.read_text()) if path.is_file() else {}
+    written = _tree(directory / "summary.json")
     settings = dict(contract)
     compared = [row for row in versions if row.told > 1 and row.digests]
     comparisons = {curve.key: _cost(curve) for curve in curves[1:]}

@@ -13,6 +13,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
-from diloco.errors import UsageError
+from diloco.errors import ResourceError, UsageError
 from diloco.history import PHASES, Curve, Point, Run, Version, outcomes, read_run
 from diloco.telemetry import (
     NOTHING,
@@ -125,14 +126,16 @@ def _texts(cells: Sequence[object]) -> tuple[str, ...]:
 
 
 def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
-    """Write `report.html` into the directory of a simulation or of one peer; its path."""
+    """Write `report.html` into the directory of a simulation or of one peer; its path. Raises ResourceError."""
     path = directory / "report.html"
-    path.write_text(_page(read_run(directory), tables), encoding="utf-8")
+    page = _page(read_run(directory), tables)
+    with _writing(path):
+        path.write_text(page, encoding="utf-8")
     return path
 
 
 def write_plot(directory: Path) -> Path:
-    """Write `plot.png`, the loss against tokens, wall time and bytes sent per peer; its path."""
+    """Write `plot.png`, the loss against tokens, wall time and bytes sent per peer; its path. Raises ResourceError."""
     run = read_run(directory)
     figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained", facecolor=LIGHT["paper"])
     for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
@@ -141,8 +144,18 @@ def write_plot(directory: Path) -> Path:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.axes[0].legend(handles[::-1], labels[::-1], frameon=False, labelcolor=LIGHT["ink"])
     path = directory / "plot.png"
-    figure.savefig(path)
+    with _writing(path):
+        figure.savefig(path)
     return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free the disk, or copy the folder to where you may write"
+        raise ResourceError(f"cannot write {path}: {error.strerror}", fix) from error
 
 
 # ---------------------------------------------------------------- drawing

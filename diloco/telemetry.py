@@ -20,7 +20,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,33 @@ class Events:
             self._descriptor = None
 
 
-def read_events(path: Path) -> list[Event]:
-    """All whole events of a file, in order; none for a file that is not there."""
+def read_events(path: Path, thinned: str = "") -> list[Event]:
+    """All whole events of a file, in order; none for a file that is not there.
+
+    Where many of kind `thinned` follow each other, only the first and the last, which costs neither time nor memory.
+    """
     if not path.is_file():
         return []
-    return [event for line in path.read_bytes().splitlines() if (event := _parse(line)) is not None]
+    with path.open("rb") as file:
+        lines = _thinned(file, f'"kind":"{thinned}"'.encode()) if thinned else file
+        return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
+    """Without those that have the mark, and stand between two others that have it."""
+    last, many = b"", False
+    for line in lines:
+        if mark in line:
+            if not many:
+                yield line
+            last, many = (line, True) if many else (b"", True)
+            continue
+        if last:
+            yield last
+        last, many = b"", False
+        yield line
+    if last:
+        yield last
 
 
 GOODBYES = frozenset({"left", "leaving", "goodbye", "done"})

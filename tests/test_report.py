@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diloco.errors import UsageError
+from diloco import history
+from diloco.errors import ResourceError, UsageError
 from diloco.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
 from diloco.report import Table, write_plot, write_report
 from tests.helpers_events import (
@@ -380,3 +381,54 @@ def test_a_contract_as_json_and_a_broken_one(tmp_path: Path) -> None:
 def test_the_plot_is_a_picture_of_three_panels(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert write_plot(tmp_path).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# ---------------------------------------------------------------- damage, and size
+
+
+def test_lines_that_are_damaged_but_json_are_passed_over(tmp_path: Path) -> None:
+    events = peer_events(6)
+    kinds = {event["kind"]: event for event in [*events, usage(1.0), {**version("a", 1, 1.0), "kind": "swap"}]}
+    pairs = [(event, lost) for event in kinds.values() for lost in event]
+    damaged = [{key: value for key, value in event.items() if key != lost} for event, lost in pairs]
+    damaged += [{**event, lost: None} for event, lost in pairs]
+    write_events(tmp_path / "events.jsonl", [*events, *damaged])
+    assert [row.version for row in read_run(tmp_path).versions] == [1, 2, 3, 4, 5, 6]
+    page_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", '{"inner": {"steps"', "[]", '{"versions": 3, "inner": 5}'])
+def test_half_a_contract_or_summary_is_as_none(tmp_path: Path, text: str) -> None:
+    write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0, loss=2.0)])
+    for name in ("contract.json", "summary.json"):
+        (tmp_path / name).write_text(text)
+    assert "DiLoCo run" in text_of(page_of(tmp_path))
+
+
+def test_a_folder_that_takes_no_page_is_an_error_for_people(tmp_path: Path) -> None:
+    write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0, loss=2.0)])
+    for name in ("report.html", "plot.png"):
+        (tmp_path / name).symlink_to("/dev/full")
+    for write in (write_report, write_plot):
+        with pytest.raises(ResourceError, match="No space left"):
+            write(tmp_path)
+
+
+def test_a_month_of_signs_of_life_is_read_by_its_ends(tmp_path: Path) -> None:
+    sign = {"kind": "progress", "peer": "a", "inner_step": 1, "tokens": 1, "loss": 2.0}
+    signs = [sign | {"t": 1.0 + n / 1e4, "time": 101.0 + n / 1e4} for n in range(10_000)]
+    path = tmp_path / "events.jsonl"
+    with path.open("w") as file:
+        for event in [version("a", 1, 1.0, loss=2.0), *signs, version("a", 2, 3.0, loss=2.0)]:
+            file.write(json.dumps(event, separators=(",", ":")) + "\n")
+    run = read_run(tmp_path)
+    assert [row.at_s for row in run.versions] == [0.0, 2.0]
+    assert [event["kind"] for event in history._events(path)] == ["version", "progress", "progress", "version"]
+
+
+def test_notes_stand_at_their_version(tmp_path: Path) -> None:
+    """And are not looked for in all versions, which takes hours for a month."""
+    skips = [{"t": 1.0, "time": 102.0, "peer": "a", "kind": "skip", "version": n, "reason": f"r{n}"} for n in (1, 1, 2)]
+    write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0), version("a", 2, 2.0), *skips])
+    rows = read_run(tmp_path).versions
+    assert [list(row.notes) for row in rows] == [["a skipped: r1", "a skipped: r1"], ["a skipped: r2"]]

@@ -171,6 +171,14 @@ def test_a_restart_looks_for_the_last_line_from_the_end(tmp_path: Path) -> None:
             assert (tmp_path / "e").read_bytes() == before
 
 
+def test_of_many_alike_the_ends_are_read(tmp_path: Path) -> None:
+    events = Events(tmp_path / "e", "p")
+    for step in range(20):
+        events.emit("version" if step in (0, 7, 8, 11, 14) else "progress", step=step)
+    steps = [event["step"] for event in read_events(tmp_path / "e", "progress")]
+    assert steps == [0, 1, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19]
+
+
 def test_what_another_machine_sent_is_spelled_out_in_full() -> None:
     assert printable("zoë, 10 % – ok") == "zoë, 10 % – ok"
     assert printable("a\n\x1b[31m\u202eb" + "x" * 99) == "a\\n\\x1b[31m\\u202eb" + "x" * 99
