@@ -373,6 +373,26 @@ def test_host_memory_is_what_the_readme_counts() -> None:
     assert sum(host.values()) == 8000 + 4000 + 2000 + 4000 + 7 * 2000
 
 
+def test_a_gathered_mean_is_the_contributions_of_all_peers() -> None:
+    contract = load_contract(CONFIGS / "sparseloco.toml").value
+    two, ten = (host_memory(contract, 1_000_000, 1.0, peers) for peers in (2, 10))
+    assert ten["encoded means that are kept"] == 5 * two["encoded means that are kept"] == 7 * 10 * 125_000
+    assert ten["a contribution under way"] - two["a contribution under way"] == 8 * 125_000
+
+
+def test_what_is_gathered_goes_by_way_of_the_parts_owner_too() -> None:
+    """A second of compute, nothing sent, 0.1 s one way."""
+    for exchange in ("reduced", "gathered", "paired"):
+        sync = Sync("", 1, 1, 0, 1e-9, exchange)
+        assert utilisation(sync, 1.0, 2, 1.0, 1e9, 0.1) == pytest.approx(1 / 1.2)
+
+
+def test_nobody_waits_for_a_swap() -> None:
+    link = {"peers": 4, "gpus_per_node": 1, "step_time": "50ms", "wan": "100Mbit/s", "latency": "50ms"}
+    own = planned(str(CONFIGS / "gossip.toml"), **link).wan[-1]
+    assert (own.sync.exchange, own.utilisation) == ("paired", pytest.approx(1.0))
+
+
 # ---------------------------------------------------------------- the published table
 
 
@@ -455,6 +475,8 @@ def test_the_table_as_rows(tmp_path: Path) -> None:
         ({"gpu": "h10"}, "unknown GPU"),
         ({"mfu": 50.0}, "--mfu is 50"),
         ({"memory_gb": -1.0}, "without memory"),
+        ({"memory_gb": math.nan}, "without memory"),
+        ({"tflops": math.inf}, "without end"),
         ({"wan": "fast"}, "as a bandwidth"),
         ({"latency": "50"}, "as a time"),
         ({"step_time": "0"}, "takes no time"),

@@ -95,7 +95,7 @@ def make_plan(question: Question) -> Plan:
         tuple(_pipeline_rows(job, question.hardware.world)),
         tuple(ranked),
         tuple(_wan_rows(question, step_s)) if question.peers > 1 else (),
-        host_memory(contract, job.model.parameters, question.syncs[-1].bits) if contract else None,
+        host_memory(contract, job.model.parameters, question.syncs[-1].bits, question.peers) if contract else None,
     )
 
 

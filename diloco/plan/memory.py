@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.config import Contract
+from diloco.config import GATHERED_CODECS, Contract
 from diloco.plan.job import Choice, Job, Precision, Recompute
 from diloco.plan.layout import Layout
 
@@ -126,8 +126,9 @@ OUTER_BUFFERS = {"sgd": 1, "nesterov": 2, "buffered_nesterov": 3, "delayed_neste
 """fp32 values per parameter that `diloco.outer` keeps: the anchor and each moment."""
 
 
-def host_memory(contract: Contract, parameters: int, bits: float) -> dict[str, float]:
-    """Bytes of host memory of one island by purpose, at most; `bits`: of an encoded value.
+def host_memory(contract: Contract, parameters: int, bits: float, peers: int = 1) -> dict[str, float]:
+    """Bytes of host memory of one island by purpose, at most; `bits`: of an encoded value. A gathered codec's mean is
+    the contributions of all `peers`.
 
     As README.md counts ("What it costs"): a fragment's buffers are there while it is under way.
     """
@@ -135,11 +136,12 @@ def host_memory(contract: Contract, parameters: int, bits: float) -> dict[str, f
     outer = 4 * OUTER_BUFFERS[contract.outer.optimizer]
     feedback = contract.codec.error_feedback is not None
     encoded = fragment * bits / 8
+    mean = encoded * (peers if contract.codec.name in GATHERED_CODECS else 1)
     return {
         "anchor and outer moments": outer * parameters,
         "the version that is made": outer * fragment,
-        "a contribution under way": (8 if feedback else 4) * fragment + 2 * encoded,
-        "encoded means that are kept": (contract.membership.backlog_versions + 3) * encoded,
+        "a contribution under way": (8 if feedback else 4) * fragment + encoded + mean,
+        "encoded means that are kept": (contract.membership.backlog_versions + 3) * mean,
         "residual of error feedback": 4.0 * parameters if feedback else 0.0,
         "what eager foresaw": 4.0 * parameters if contract.sync.merge == "eager" else 0.0,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -169,8 +170,8 @@ def _hardware_of(options: HardwareOptions) -> Hardware:
         known.flops if options.tflops is None else options.tflops * 1e12,
         known.local_bps if options.nvlink is None else parse_bps(options.nvlink),
     )
-    if gpu.memory_bytes <= 0 or gpu.flops <= 0:
-        raise UsageError("a GPU without memory or speed", "give --memory in GB and --tflops above 0")
+    if not (0 < gpu.memory_bytes < math.inf and 0 < gpu.flops < math.inf):
+        raise UsageError("a GPU without memory or speed, or without end", "give --memory in GB and --tflops above 0")
     fabric_bps = parse_bps(options.infiniband)
     return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, fabric_bps, options.mfu)
 

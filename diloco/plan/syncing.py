@@ -17,7 +17,8 @@ LAYERS_PER_FRAGMENT = 3
 """Of Streaming DiLoCo (arXiv 2501.18512)."""
 
 Exchange = Literal["reduced", "gathered", "paired"]
-"""Butterfly or ring: every part is averaged by one owner; each member gets every contribution; weights of a pair."""
+"""Butterfly: every part is averaged by one owner; each member gets every contribution, by way of the part's owner, too;
+weights of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,12 @@ def usual_fragments(layers: int, inner_steps: int) -> int:
 def sync_of(contract: Contract) -> Sync:
     """How a contract does it; parameters with a codec of their own (`codec.groups`) are counted as the others."""
     exchange: Exchange = "gathered" if contract.codec.name in GATHERED_CODECS else "reduced"
+    overlap = contract.sync.overlap
     if contract.membership.policy == "gossip":
-        exchange = "paired"
+        exchange, overlap = "paired", contract.inner.steps  # nobody waits for a swap, until the next one is due
     part = contract.sync.part_elements or 2**20
     bits = codec_bits(contract.codec, part)
-    return Sync("this contract", contract.inner.steps, contract.sync.fragments, contract.sync.overlap, bits, exchange)
+    return Sync("this contract", contract.inner.steps, contract.sync.fragments, overlap, bits, exchange)
 
 
 # ---------------------------------------------------------------- codecs

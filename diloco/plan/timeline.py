@@ -26,12 +26,12 @@ def utilisation(
 ) -> float:
     """Share of the time that goes into computing, 0 to 1: compute / (compute + waits).
 
-    `link_bps`: bits per second that a peer can send (and receive as well); `latency_s`: one way, of which a reduction
-    takes two.
+    `link_bps`: bits per second that a peer can send (and receive as well); `latency_s`: one way, of which each exchange
+    takes two: to a part's owner and back, or to the other of a pair.
     """
     steps = max(SIMULATED_STEPS, SIMULATED_SYNCS * sync.inner_steps)
     sending_s = sync.sent_bits(parameters, peers) / sync.fragments / link_bps
-    trips_s = latency_s * (2 if sync.exchange == "reduced" else 1) if peers > 1 else 0.0
+    trips_s = 2 * latency_s if peers > 1 else 0.0
     waited_s = 0.0
     free_at = 0.0
     under_way: deque[tuple[int, float]] = deque()  # (step at whose end it must be there, when it is)
