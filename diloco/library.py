@@ -126,7 +126,11 @@ class Run(ABC):
         self._made.close()
 
     def __enter__(self) -> Self:
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:  # a Ctrl-C: nobody else has this peer, which would live on as a member that never trains
+            self.close()
+            raise
         return self
 
     def __exit__(
