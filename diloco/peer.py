@@ -119,6 +119,8 @@ class Gate:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others."""
         network = self.site.network
+        if self.welcome is None and (warning := known_here_only(network)):
+            warn(warning)
         host, _ = split_address(network.listen)
         bootstrap = self.welcome.directory if self.welcome is not None else ()
         try:
@@ -133,6 +135,16 @@ class Gate:
         """End link, server and directory."""
         self.runtime.close()
         self.directory.close()
+
+
+def known_here_only(network: NetworkSection) -> str:
+    """What to say to a founder that listens for others, and does not know at which address; empty: it does."""
+    if network.advertise is not None or is_loopback(network.listen):
+        return ""
+    address = reachable(network.listen, None)
+    if not is_loopback(address):
+        return ""
+    return f"no route tells this machine's address: others are told {split_address(address)[0]}; set network.advertise"
 
 
 def listening(site: Site, tickets: str | None) -> Site:
