@@ -652,7 +652,8 @@ class MeshSection(Section):
 
 class NetworkSection(Section):
     listen: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] = "127.0.0.1:0"
-    """Host and port to listen on; port 0 takes a free one."""
+    """Host and port to listen on; port 0 takes a free one. Who joins a run on another machine, and does not say it,
+    listens on a free port of all this machine's addresses."""
     advertise: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] | None = None
     """Host and port that others reach this peer at, when it differs from `listen`."""
 

@@ -21,7 +21,7 @@ from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, 
 from diloco.island.mesh import check, sizes_of
 from diloco.ledger import LEDGER, left_off, read_ledger
 from diloco.options import PeerOptions, checked
-from diloco.peer import Gate, lanes_of
+from diloco.peer import Gate, lanes_of, listening
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
 from diloco.types import Commit
@@ -39,6 +39,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     """
     end_with_launcher()
     site, given = checked(options)
+    site = listening(site, options.join)
     island = Island.here(device_of(site), site.timeouts.collective_s)
     with island.watched():
         if island.leads:

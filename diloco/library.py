@@ -26,7 +26,7 @@ from diloco.config import Contract, Site, load_contract, load_site
 from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
 from diloco.launch import peer_name
-from diloco.peer import Gate, Peer
+from diloco.peer import Gate, Peer, listening
 from diloco.schedule import Cadence, Stopwatch
 from diloco.telemetry import Events
 from diloco.types import Closed, Commit, Counted, Phase, Skip
@@ -331,7 +331,7 @@ def join(address: str, model: nn.Module, site: str | Path | Site | None = None) 
 
     Raises UnreachableError, TicketError, IncompatibleError, StateError.
     """
-    local = site if isinstance(site, Site) else load_site(site).value
+    local = listening(site if isinstance(site, Site) else load_site(site).value, address)
     gate = Gate(local)
     try:
         contract = gate.knock(address)

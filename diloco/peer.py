@@ -32,7 +32,7 @@ from diloco.clock import monotonic_s, new_incarnation
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.build import compiled_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
-from diloco.config import Contract, Site, contract_from_json
+from diloco.config import Contract, NetworkSection, Site, contract_from_json
 from diloco.data.leases import handed_back
 from diloco.encoding import Encode, Encoder, encode_now
 from diloco.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
@@ -128,6 +128,8 @@ class Gate:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others."""
         network = self.site.network
+        if self.welcome is None and (warning := known_here_only(network)):
+            warn(warning)
         host, _ = split_address(network.listen)
         bootstrap = self.welcome.directory if self.welcome is not None else ()
         try:
@@ -144,6 +146,29 @@ class Gate:
         """End link, server and directory."""
         self.runtime.close()
         self.directory.close()
+
+
+def known_here_only(network: NetworkSection) -> str:
+    """What to say to a founder that listens for others, and does not know at which address; empty: it does."""
+    if network.advertise is not None or is_loopback(network.listen):
+        return ""
+    address = reachable(network.listen, None)
+    if not is_loopback(address):
+        return ""
+    return f"no route tells this machine's address: others are told {split_address(address)[0]}; set network.advertise"
+
+
+def listening(site: Site, tickets: str | None) -> Site:
+    """The site of who joins with these tickets. It listens on loopback by default, where members on other machines
+    would not reach it: then on a free port of all addresses instead. Raises UsageError."""
+    network = site.network
+    if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
+        return site
+    away = [address for address, _ in map(_door, tickets.split(",")) if not is_loopback(address)]
+    if not away:
+        return site
+    listen = "[::]:0" if all(address.startswith("[") for address in away) else "0.0.0.0:0"
+    return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
 
 
 def _door(ticket: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from diloco.exchange.runtime import reachable
 from diloco.fragments import Layout
 from diloco.launch import event_card, knock, open_directory, peer_name
 from diloco.options import PeerOptions, open_site
-from diloco.peer import Gate, lane_terms, rules_of, timing_of
+from diloco.peer import Gate, lane_terms, listening, rules_of, timing_of
 from diloco.schedule import Finish
 from diloco.telemetry import Event, Events
 from diloco.types import Closed, Member, Phase, Progress
@@ -39,7 +39,7 @@ class WitnessEnding:
 def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> WitnessEnding:
     """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
     assert options.join is not None
-    site = open_site(options)
+    site = listening(open_site(options), options.join)
     gate = Gate(site)
     try:
         contract = knock(options.join, gate, listener, stop)

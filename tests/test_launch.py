@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,12 @@ import torch
 
 from diloco.checkpoint import save
 from diloco.clock import new_incarnation
-from diloco.config import Contract, Site, load_contract
+from diloco.config import Contract, NetworkSection, Site, load_contract
 from diloco.island.elastic import SINCE
 from diloco.launch import come_back, event_card
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
 from diloco.options import PeerOptions
+from diloco.peer import known_here_only, listening
 from diloco.slices import whole_slices
 from diloco.types import Commit, Leases, Member
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
@@ -302,7 +305,44 @@ def test_an_island_that_founded_a_run_does_not_fork_it(tmp_path: Path) -> None:
         assert len({event["lineage"] for peer in peers for event in peer.events("version")}) == 1
 
 
-# ---------------------------------------------------------------- what it leaves
+# ---------------------------------------------------------------- where it listens
+
+
+@pytest.mark.parametrize(
+    ("tickets", "listen"),
+    [
+        (None, "127.0.0.1:0"),
+        ("127.0.0.1:4000/0123", "127.0.0.1:0"),
+        ("localhost:4000,[::1]:4000", "127.0.0.1:0"),
+        ("10.0.0.5:4000/0123", "0.0.0.0:0"),
+        ("127.0.0.1:4000,node3.example.org:4000", "0.0.0.0:0"),
+        ("[fd00::5]:4000", "[::]:0"),
+    ],
+)
+def test_who_joins_a_run_elsewhere_can_be_reached(tickets: str | None, listen: str) -> None:
+    assert listening(Site(), tickets).network.listen == listen
+    for told in ({"listen": "127.0.0.1:5000"}, {"advertise": "203.0.113.7:4000"}):
+        site = Site.model_validate({"network": told})
+        assert listening(site, tickets) is site
+
+
+def test_a_founder_without_a_route_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster without a default route members were told to find it on their own machines."""
+    monkeypatch.setattr(socket.socket, "connect", unroutable)
+    for network, told in (
+        ({"listen": "0.0.0.0:4000"}, "others are told 127.0.0.1; set network.advertise"),
+        ({"listen": "[::]:4000"}, "others are told ::1; set network.advertise"),
+        ({"listen": "10.0.0.5:4000"}, ""),
+        ({"listen": "127.0.0.1:0"}, ""),
+        ({"listen": "0.0.0.0:4000", "advertise": "10.0.0.5:4000"}, ""),
+    ):
+        said = known_here_only(NetworkSection.model_validate(network))
+        assert said.endswith(told)
+        assert bool(said) == bool(told)
+
+
+def unroutable(*_: object) -> None:
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
 
 def test_a_card_that_cannot_be_written_ends_no_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
