@@ -92,8 +92,9 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
 
 def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> None:
     """It went on announcing this peer, through a directory that was closed, once a minute for ever."""
+    before = set(threading.enumerate())  # those of other tests
     run = diloco.found(contract(), nn.Linear(4, 4), Site())
-    (presence,) = [thread for thread in threading.enumerate() if thread.name == "presence"]
+    (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
     run.close()
     presence.join(10.0)
     assert not presence.is_alive()

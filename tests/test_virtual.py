@@ -257,7 +257,7 @@ def test_choice_restricts_what_is_drawn() -> None:
 def test_a_failure_is_shrunk_to_what_matters() -> None:
     """Half against half, among other troubles, with the majority taken out: only the partition is left."""
     cut = Fault(3.0, "cut", "p0+p1", 6.0)
-    noise = (Fault(1.0, "slow", "p2", 2.0), Fault(2.0, "full", "p3", 2.0), Fault(8.0, "jump", "p1", how="3"))
+    noise = (Fault(1.0, "slow", "p2", 2.0), Fault(2.0, "full", "p3", 2.0), Fault(8.0, "slow", "p1", 2.0))
     plan = Plan(peers=4, codec="int8", loss=0.02, faults=(*noise[:2], cut, noise[2]))
     with planted.plant("no-majority"):
         short = shrink(plan)
