@@ -446,12 +446,20 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
             text = f"goes on in lineage {commit.lineage} after {before.lineage} without a founding"
             yield Finding("I8", "", commit.version, 0, text)
     founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
-    given = {book.peer for book in books}
+    given = {(book.peer, lineage) for book in books for lineage in _told(book)}
     for commit in chain.commits.values():
-        here = all(member.peer in given for member in commit.view)
+        here = all((member.peer, commit.lineage) in given for member in commit.view)
         if waits and here and commit.fragment < 0 and commit.lineage not in founded:
             text = f"lineage {commit.lineage} begins here, and nobody founded it"
             yield Finding("I8", "", commit.version, 0, text)
+
+
+def _told(book: Book) -> set[str]:
+    """Lineages that a ledger tells of; none where its disk was full: it may have founded any."""
+    if any(life.of("gap") for life in book.lives):
+        return set()
+    joined = {str(life.opening["lineage"]) for life in book.lives}
+    return joined | {record.commit.lineage for life in book.lives for _, record in life.of("commit")}
 
 
 def _forks(books: Sequence[Book], chain: Chain) -> Iterator[Fork]:

@@ -65,6 +65,23 @@ def test_one_of_two_decides_only_when_the_other_is_dead_or_left_it_the_vote() ->
     assert (electorate.needed(), electorate.held_by("a")) == (1, ())
 
 
+def test_what_was_said_of_a_member_is_not_said_of_its_next_life() -> None:
+    """Else it votes, and its heir votes for it; or an operator who declared the old one dead silences the new one."""
+    electorate, b_again = Electorate(), replace(B, incarnation=B.incarnation + 1)
+    electorate.stand([A, B])
+    electorate.bequeath(["b"], "a")
+    electorate.evict("b")
+    assert electorate.voters() == {"a"}
+    electorate.stand([A, b_again])
+    assert (electorate.voters(), electorate.held_by("a"), electorate.needed()) == ({"a", "b"}, (), 2)
+    electorate.evict("c")  # of a view that we do not know yet
+    electorate.stand([A, b_again, C])
+    assert electorate.voters() == {"a", "b"}
+    electorate.bequeath(["b"], "a")
+    electorate.stand([replace(A, incarnation=A.incarnation + 1), b_again])
+    assert electorate.held_by("a") == ()
+
+
 def test_a_witness_never_coordinates() -> None:
     seats = {coordinator("run", version, attempt, [A, WITNESS, B]) for version in range(9) for attempt in range(3)}
     assert seats == {A, B}

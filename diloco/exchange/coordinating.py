@@ -28,6 +28,7 @@ class Coordinating(Committing):
             return
         if body.attempt > self.attempt:
             self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
+        self.electorate.bequeath(body.votes, sender.peer)  # the leaver's goodbye may not have reached us
         if self._tally is None:
             self._tally = Tally(self.attempt)
         self._tally.hear(sender.peer, body, self._now)

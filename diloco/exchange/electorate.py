@@ -22,12 +22,14 @@ class Electorate:
         self._dead: set[tuple[str, int]] = set()
 
     def stand(self, view: Sequence[Member]) -> None:
-        """A new view votes from now on."""
-        self._view = tuple(view)
-        names = {member.peer for member in view}
-        self._heirs = {peer: heir for peer, heir in self._heirs.items() if peer in names}
-        self.evicted &= names
+        """A new view votes from now on. What was said of a member is not said of a later life under its name."""
+        names, before = {member.peer for member in view}, {member.peer for member in self._view}
+        lives = {(member.peer, member.incarnation) for member in self._view}
+        same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
+        self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
+        self.evicted &= same | (names - before)  # who is behind hears of it before it knows that view
         self._dead &= {(member.peer, member.incarnation) for member in view}
+        self._view = tuple(view)
 
     def died(self, member: Member) -> None:
         """This life of a peer is over for certain."""
