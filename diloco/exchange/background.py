@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
 from typing import Any, TypeVar
+
+from diloco.clock import monotonic_s
+from diloco.errors import StateError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,6 +39,21 @@ class Background:
             except TimeoutError:
                 self._raise_failure()
         raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
+
+    def _wanted(self, copying: Coroutine[Any, Any, T], timeout_s: float, waiting: Callable[[], bool]) -> T:
+        """What `copying` gives. Raises what it raises, StateError once nobody is `waiting` any more, which is asked a
+        few times a second, and TimeoutError after `timeout_s`."""
+        future = asyncio.run_coroutine_threadsafe(copying, self._loop)
+        deadline_s = monotonic_s() + timeout_s
+        while not future.done():
+            if monotonic_s() > deadline_s:
+                future.cancel()
+                raise TimeoutError
+            if not waiting():
+                future.cancel()
+                raise StateError("asked to leave while the state was copied", "join again")
+            wait([future], 0.2)
+        return future.result()
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
         def guarded() -> None:

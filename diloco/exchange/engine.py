@@ -23,7 +23,6 @@ from typing import Any
 from diloco import failpoints
 from diloco.average import digest_of, is_mean_of
 from diloco.clock import monotonic_s
-from diloco.errors import StateError
 from diloco.exchange import messages as m
 from diloco.exchange.background import Background
 from diloco.exchange.lane import Lane, LaneTerms
@@ -241,17 +240,7 @@ class Exchange(Background):
         `waiting` is asked a few times a second whether anybody still wants it. Raises StateError, and TimeoutError
         after `timeout_s`.
         """
-        future = asyncio.run_coroutine_threadsafe(self._copy(sources, local, commit, progress), self._loop)
-        deadline_s = monotonic_s() + timeout_s
-        while not future.done():
-            if monotonic_s() > deadline_s:
-                future.cancel()
-                raise TimeoutError
-            if not waiting():
-                future.cancel()
-                raise StateError("asked to leave while the state was copied", "join again")
-            wait_for([future], 0.2)
-        result = future.result()
+        result = self._wanted(self._copy(sources, local, commit, progress), timeout_s, waiting)
         self.behind = False
         self._resync_from = []
         return result

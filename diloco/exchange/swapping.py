@@ -21,7 +21,6 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -30,7 +29,6 @@ from torch import Tensor
 from diloco.average import max_part_bytes
 from diloco.clock import monotonic_s
 from diloco.compress import Codec, PayloadError
-from diloco.errors import StateError
 from diloco.exchange import messages as m
 from diloco.exchange.acquaintances import Acquaintances
 from diloco.exchange.admission import Admission
@@ -308,17 +306,7 @@ class Swapping(Background):
         TimeoutError after `timeout_s`."""
         terms = self.terms
         task = download(self.link, [source], local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
-        future = asyncio.run_coroutine_threadsafe(task, self._loop)
-        deadline_s = monotonic_s() + timeout_s
-        while not future.done():
-            if monotonic_s() > deadline_s:
-                future.cancel()
-                raise TimeoutError
-            if not waiting():
-                future.cancel()
-                raise StateError("asked to leave while the state was copied", "join again")
-            wait_for([future], 0.2)
-        state, _ = future.result()
+        state, _ = self._wanted(task, timeout_s, waiting)
         return state
 
     # ------------------------------------------------------------ the loop's thread from here on
