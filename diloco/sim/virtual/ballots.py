@@ -44,7 +44,7 @@ class Ballots:
             return
         match effect.envelope.body:
             case m.Ready() as ready:
-                self._promise(host, ready)
+                self._promise(effect.envelope, ready)
             case m.Propose() as propose:
                 self._propose(host, propose)
             case m.Accept() as accept:
@@ -62,12 +62,13 @@ class Ballots:
         if commit.fragment >= 0:
             self._chosen.setdefault(commit.previous, (self._attempt.get(commit.digest, 0), commit.digest))
 
-    def _promise(self, host: Host, ready: m.Ready) -> None:
-        commit, me = host.machine.commit, host.machine.me
-        if commit is not None and ready.version == commit.version + 1:
-            key = me.peer, me.incarnation, commit.digest
+    def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
+        """By the commit that it is said upon: its sender may have founded a lineage in the same moment."""
+        me, before = envelope.sender, envelope.view
+        if before:
+            key = me.peer, me.incarnation, before
             self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
-            self._promisers.setdefault((commit.digest, ready.attempt), set()).update((me.peer, *ready.votes))
+            self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
 
     def _propose(self, host: Host, propose: m.Propose) -> None:
         commit = propose.commit
