@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,21 +46,21 @@ def _stop(world: World, fault: Fault) -> bool:
 
 
 def _cut(world: World, fault: Fault) -> bool:
-    direction, _, reset = fault.how.partition(", ")
-    cut = Cut(frozenset(fault.peer.split("+")), direction or "both", bool(reset))
-    world.network.cuts.append(cut)
-    world.tell(fault.peer, f"is CUT OFF ({fault.how or 'both'})")
-    world.after(fault.for_s, _mend, world, cut, fault)
-    return True
+    return _sever(world, fault, "is CUT OFF", fault.peer.split("+"))
 
 
 def _link(world: World, fault: Fault) -> bool:
     """Two cannot reach each other, or one of them the other; all else is as ever."""
-    direction, _, reset = fault.how.partition(", ")
     first, _, second = fault.peer.partition("+")
-    cut = Cut(frozenset((first,)), direction or "both", bool(reset), frozenset((second,)))
+    return _sever(world, fault, "have NO LINK", [first], frozenset((second,)))
+
+
+def _sever(world: World, fault: Fault, what: str, near: Sequence[str], far: frozenset[str] = frozenset()) -> bool:
+    """Cut those that are near off from those that are far, or where none are named, from everybody else."""
+    direction, _, reset = fault.how.partition(", ")
+    cut = Cut(frozenset(near), direction or "both", bool(reset), far)
     world.network.cuts.append(cut)
-    world.tell(fault.peer, f"have NO LINK ({fault.how or 'both'})")
+    world.tell(fault.peer, f"{what} ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
     return True
 
