@@ -536,7 +536,7 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
 
 
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
-    """Else there is no address to print, and `diloco status` of a peer at the door failed. Its former life is no matter."""
+    """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
     machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
     machine.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
     peers = {one["peer"]: one for one in json.loads(status_json(machine, None, 0, (), 0, 0.0))["peers"]}
