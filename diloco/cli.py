@@ -315,10 +315,14 @@ def evict(
     Needed only when so many peers died that a majority of the view is gone. Unsafe while that peer lives elsewhere:
     then two halves of the run could go on apart.
     """
+    from diloco.exchange.messages import Reply
     from diloco.operate import evict_peer
 
-    told, silent = evict_peer(address, peer_name)
-    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told))}")
+    told, silent, refused = evict_peer(address, peer_name)
+    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told)) or 'nobody'}")
+    for name, reply in refused.items():
+        why = "knows a later life of it" if reply is Reply.STALE else f"refuses: {reply.name}"
+        print(f"{printable(name)} {why}")
     if silent:
         names = ", ".join(map(printable, silent))
         print(f"{names} did not answer: once more if they are still there, or evict them as well")

@@ -29,10 +29,11 @@ def ask_status(address: str) -> dict[str, Any]:
         runtime.close()
 
 
-def evict_peer(address: str, peer: str) -> tuple[list[str], list[str]]:
-    """Tell every live member that `peer` is dead for good. Returns who was told, and who did not answer.
+def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
+    """Tell every live member that the life of `peer` which the view of the member at `address` has is over.
 
-    Raises UsageError for a stranger, and UnreachableError where nobody answered."""
+    Returns who was told, who did not answer, and who refused. Raises UsageError for a stranger, and UnreachableError
+    where nobody answered."""
     host_port = _address(address)
     runtime = Runtime(ANSWER_S)
     try:
@@ -42,19 +43,24 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str]]:
             raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
         operator = Member("operator", 0, "")
         run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
-        envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer))
+        envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
         told: list[str] = []
         silent: dict[str, UnreachableError] = {}
+        refused: dict[str, m.Reply] = {}
         for entry in known.values():
             if entry["alive"] and entry["peer"] != peer:
                 try:  # where one peer is dead another may be, and nobody has noticed yet
-                    _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
-                    told.append(entry["peer"])
+                    reply = _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
                 except UnreachableError as error:
                     silent[entry["peer"]] = error
-        if silent and not told:
+                    continue
+                if reply is m.Reply.OK:
+                    told.append(entry["peer"])
+                else:
+                    refused[entry["peer"]] = reply
+        if silent and not (told or refused):
             raise next(iter(silent.values()))
-        return told, list(silent)
+        return told, list(silent), refused
     finally:
         runtime.close()
 

@@ -103,14 +103,20 @@ class Trainer:
         try:
             self.peer.open()
             self._emit_start()
-            self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
+            self._enter()
             while not (self.peer.done or self.stop()):
                 self._round()
             return self._end()
         finally:
             self.bench.saver.wait(self.site.timeouts.leave_s)
 
+    def _enter(self) -> bool:
+        """Wait until the view includes us. False: we are asked to leave."""
+        return self.peer.enter(lambda: self.bench.idle() and not self.stop(), self._on_closed)
+
     def _round(self) -> None:
+        if self.peer.ending.finishing and not self._enter():
+            return  # without inner steps to do, rounds that are skipped at once would follow each other at once
         self._losses = []
         self._size()
         leave_s = self.site.timeouts.leave_s

@@ -394,7 +394,7 @@ def test_what_does_not_belong_here_is_refused(stranger: Stranger) -> None:
     assert stranger.say(body=Heartbeat(1, True, False, Progress())) is Reply.MALFORMED
     assert stranger.say(body=Invite(1, stranger.word(member=Member("another", 1, "x:1")))) is Reply.MALFORMED
     assert stranger.say(body=Greeting((), False)) is Reply.MALFORMED
-    assert stranger.say(body=Evict("nobody")) is Reply.OK
+    assert stranger.say(body=Evict("nobody", 1)) is Reply.OK
     assert stranger.stream(weights(1.0)) is Reply.STALE  # nobody asked for it
     assert stranger.stream(weights(1.0), contract="0" * 64) is Reply.OTHER_CONTRACT
     assert stranger.stream(weights(1.0), kind=Kind.MEAN) is Reply.MALFORMED

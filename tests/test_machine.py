@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from diloco.exchange import messages as m
 from diloco.exchange.admission import MOST_NAMES, WINDOW, Admission
-from diloco.exchange.electorate import Electorate
+from diloco.exchange.electorate import MOST_EVICTED, Electorate
 from diloco.exchange.lineage import goes_on, parted_at
 from diloco.exchange.machine import Machine
 from diloco.exchange.reduction import Reduction, covers, well_formed
@@ -70,11 +70,14 @@ def test_what_was_said_of_a_member_is_not_said_of_its_next_life() -> None:
     electorate, b_again = Electorate(), replace(B, incarnation=B.incarnation + 1)
     electorate.stand([A, B])
     electorate.bequeath(["b"], "a")
-    electorate.evict("b")
+    electorate.evict("b", B.incarnation)
     assert electorate.voters() == {"a"}
     electorate.stand([A, b_again])
     assert (electorate.voters(), electorate.held_by("a"), electorate.needed()) == ({"a", "b"}, (), 2)
-    electorate.evict("c")  # of a view that we do not know yet
+    electorate.evict("b", B.incarnation)  # heard once more, and late
+    electorate.evict("c", C.incarnation)  # of a view that we do not know yet
+    assert (electorate.voters(), electorate.needed()) == ({"a", "b"}, 2)
+    electorate.stand([A, b_again, D])
     electorate.stand([A, b_again, C])
     assert electorate.voters() == {"a", "b"}
     electorate.bequeath(["b"], "a")
@@ -333,7 +336,7 @@ def test_a_mean_counts_only_from_the_parts_present_owner() -> None:
 
 
 def envelope(sequence: int, sender: Member = B) -> m.Envelope:
-    return m.Envelope("run", "contract", "lineage", sender, "", sequence, m.Evict("nobody"))
+    return m.Envelope("run", "contract", "lineage", sender, "", sequence, m.Evict("nobody", 1))
 
 
 def test_no_message_is_taken_twice_whatever_the_order() -> None:
@@ -439,6 +442,41 @@ def test_an_earlier_life_is_not_heard_again() -> None:
     assert roster.alive(later, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("life", "lineage", "reply", "voters"),
+    [
+        (B.incarnation, "lineage", m.Reply.OK, "ac"),
+        (B.incarnation - 1, "lineage", m.Reply.STALE, "abc"),
+        (B.incarnation + 1, "lineage", m.Reply.OK, "abc"),
+        (B.incarnation, "another", m.Reply.OTHER_LINEAGE, "abc"),
+    ],
+    ids=["of its life in the view", "of the life before", "of one that comes yet", "of another lineage"],
+)
+def test_an_eviction_is_of_one_life_of_a_peer(life: int, lineage: str, reply: m.Reply, voters: str) -> None:
+    """One that came late, when the next life was in the view, took that life's vote and called it gone."""
+    machine = standing(7)
+    told = m.Envelope("run", "contract", lineage, Member("operator", 0, ""), "", 0, m.Evict("b", life))
+    for now in (0.1, 0.2):  # it may be heard twice
+        assert machine.receive(told, now)[0] is reply
+    assert machine.electorate.voters() == set(voters)
+    assert {member.peer for member in machine.alive()} == set(voters)
+    next_life = replace(B, incarnation=B.incarnation + 1)
+    assert machine.commit is not None
+    later = replace(machine.commit, version=8, view=(A, next_life, C))
+    machine.handle(m.StateHeld(8, "state", later), 0.3)
+    assert ("b" in machine.electorate.voters()) is (life <= B.incarnation)
+
+
+def test_evictions_that_never_matter_are_forgotten_in_the_end() -> None:
+    electorate = Electorate()
+    for life in range(MOST_EVICTED + 1):
+        electorate.evict("b", B.incarnation + life)
+    electorate.stand([A, B])
+    assert electorate.voters() == {"a", "b"}
+    electorate.stand([A, replace(B, incarnation=B.incarnation + 1)])
+    assert electorate.voters() == {"a"}
+
+
 def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     roster.meet([B], 0.0)
@@ -498,9 +536,9 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
 
 
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
-    """Else there is no address to print, and `diloco status` of a peer at the door failed."""
+    """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
     machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
-    machine.commit = Commit(1, "", "lineage", 0, (A, C), (), (), "", 0, Leases(0, {}), "")
+    machine.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
     peers = {one["peer"]: one for one in json.loads(status_json(machine, None, 0, (), 0, 0.0))["peers"]}
     assert {name: one["in_view"] for name, one in peers.items()} == {"a": True, "c": True, "b": False}
     assert peers["b"]["address"] == B.address

@@ -19,6 +19,7 @@ from diloco.telemetry import Events
 from diloco.trainer import Trainer
 from diloco.types import Member
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
+from tests.peers import until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
 """Two of three go on without the third."""
@@ -183,6 +184,20 @@ def test_nothing_is_trained_that_no_version_can_count(world: Trainers) -> None:
         assert peer.peer.done
     assert late.peer.done
     assert [peer.peer.line.trained.tokens for peer in world.peers] == [0, 0, 0]
+
+
+def test_with_nothing_left_to_train_nobody_skips_rounds_at_the_door(world: Trainers) -> None:
+    """It did as fast as it could, an event for each, until the others had made a version that took it in."""
+    *others, outside = world.peers
+    world.rounds(world.peers)
+    for peer in world.peers:
+        peer.peer.ending.last_version = 999  # all tokens are there
+    world.call(outside.peer.exchange.machine._be_born_again)
+    waiting = world.pool.submit(outside.round)
+    until(lambda: world.rounds(others) and waiting.done(), "a version takes it in", 20.0)
+    waiting.result()
+    assert outside.peer.exchange.in_view
+    assert not [told for told in outside.told if told["kind"] == "skip"]
 
 
 @pytest.mark.parametrize("world", [{"run": {"total_tokens": 32}}], indirect=True)

@@ -53,7 +53,7 @@ bodies = st.one_of(
     st.builds(m.Accept, whole, whole, text, texts),
     st.builds(m.Committed, commits),
     st.builds(m.Goodbye, whole, whole, text, texts, signed, maybe_commit),
-    st.builds(m.Evict, text),
+    st.builds(m.Evict, text, whole),
     st.builds(m.Greeting, acquaintances, st.booleans()),
     st.builds(m.Invite, whole, st.builds(m.Acquaintance, members, whole, progress, number, ages)),
 )

@@ -2,6 +2,7 @@
 
 Votes belong to the members of the latest commit's view. A vote is lost when its member is dead for certain (`died`)
 or an operator says so (`evict`), and handed on when it leaves in good order (`bequeath`). Suspicion takes nothing away.
+What is said is said of one life of a peer.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco.exchange.view import votes_needed
 from diloco.types import Member
 
+MOST_EVICTED = 1024
+"""Lives that an operator declared over and that are remembered, in the view or not."""
+
 
 class Electorate:
     """The votes of one view."""
 
     def __init__(self) -> None:
-        self.evicted: set[str] = set()
         self._view: tuple[Member, ...] = ()
         self._heirs: dict[str, str] = {}
         self._dead: set[tuple[str, int]] = set()
+        self._evicted: dict[tuple[str, int], None] = {}
 
     def stand(self, view: Sequence[Member]) -> None:
         """A new view votes from now on. What was said of a member is not said of a later life under its name."""
-        names, before = {member.peer for member in view}, {member.peer for member in self._view}
         lives = {(member.peer, member.incarnation) for member in self._view}
         same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
         self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
-        self.evicted &= same | (names - before)  # who is behind hears of it before it knows that view
         self._dead &= {(member.peer, member.incarnation) for member in view}
         self._view = tuple(view)
 
@@ -35,9 +37,16 @@ class Electorate:
         """This life of a peer is over for certain."""
         self._dead.add((member.peer, member.incarnation))
 
-    def evict(self, peer: str) -> None:
-        """An operator answers for it that `peer` is dead."""
-        self.evicted.add(peer)
+    def evict(self, peer: str, incarnation: int) -> None:
+        """An operator answers for it that this life of a peer is over; who is behind may not know it yet."""
+        self._evicted[peer, incarnation] = None
+        if len(self._evicted) > MOST_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
+
+    @property
+    def evicted(self) -> set[str]:
+        """Members that an operator declared dead."""
+        return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
 
     def bequeath(self, leavers: Iterable[str], heir: str) -> None:
         """Leavers give their votes to `heir`."""

@@ -47,11 +47,9 @@ class Machine(Parting):
         sender, body = envelope.sender, envelope.body
         if isinstance(body, m.Greeting | m.Invite):
             return m.Reply.MALFORMED  # it is of another policy
-        by_operator = isinstance(body, m.Evict)
-        if by_operator:
-            reply = self._admission.same_training(envelope.run, envelope.contract)
-        else:
-            reply = self.admits(envelope.run, envelope.contract, envelope.lineage, sender, self._now)
+        if isinstance(body, m.Evict):
+            return self._evict(envelope, body)
+        reply = self.admits(envelope.run, envelope.contract, envelope.lineage, sender, self._now)
         if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
             self._meet_lineage(envelope)
             return reply
@@ -59,9 +57,9 @@ class Machine(Parting):
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not told:
             return reply
         reply = m.Reply.OK
-        if not by_operator and self._admission.replayed(envelope):
+        if self._admission.replayed(envelope):
             return m.Reply.REPLAYED
-        if not isinstance(body, m.Heartbeat | m.Committed | m.Evict):  # all others are about a version being made
+        if not isinstance(body, m.Heartbeat | m.Committed):  # all others are about a version being made
             if body.version == self.making and self.commit is not None and envelope.view != self.commit.digest:
                 return m.Reply.OTHER_VIEW
             if body.version < self.making:
@@ -223,12 +221,22 @@ class Machine(Parting):
             self._bequeath(sender, body)
         self._coordinate()
 
-    def _on_evict(self, _: Member, body: m.Evict) -> None:
-        self.electorate.evict(body.peer)
+    def _evict(self, envelope: m.Envelope, body: m.Evict) -> m.Reply:
+        """An operator, who is no member, answers for the death of a life of a peer, in one lineage."""
+        reply = self._admission.same_training(envelope.run, envelope.contract)
+        if reply is not m.Reply.OK:
+            return reply
+        if envelope.lineage != self.lineage:
+            return m.Reply.OTHER_LINEAGE
+        member = self.commit.member(body.peer) if self.commit else None
+        if member is not None and member.incarnation > body.incarnation:
+            return m.Reply.STALE
+        self.electorate.evict(body.peer, body.incarnation)
         entry = self.roster.get(body.peer)
-        if entry is not None and self._member(entry.member):  # a later life of it may be at the door
+        if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
             self.roster.left(body.peer)
         self._note(f"an operator declared {body.peer} dead")
+        return m.Reply.OK
 
     def _on_unreachable(self, event: m.Unreachable) -> None:
         self.roster.unreachable(event.member.peer)
@@ -261,5 +269,4 @@ class Machine(Parting):
         m.Accept: Coordinating._on_accept,
         m.Committed: Committing._on_committed,
         m.Goodbye: _on_goodbye,
-        m.Evict: _on_evict,
     }

@@ -189,9 +189,11 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """From an operator: this peer is dead for good, count its vote no longer. Unsafe if it is alive elsewhere."""
+    """From an operator: this life of a peer is over, count its vote no longer. Unsafe if it goes on elsewhere."""
 
     peer: str
+    incarnation: int
+    """Of the life that the view had when the operator said so: by the time that it is heard there may be the next."""
 
 
 @dataclass(frozen=True, slots=True)

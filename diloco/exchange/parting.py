@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from diloco.data import leases
 from diloco.exchange import messages as m
+from diloco.exchange.electorate import Electorate
 from diloco.exchange.lineage import fork_name, goes_on, parted_at
 from diloco.exchange.reducing import Reducing
 from diloco.types import Commit, Member
@@ -112,7 +113,7 @@ class Parting(Reducing):
         self._forget_version()  # but not that we are exposed: that lineage may go on, with what we sent counted
         self.commit = None
         self._state = m.StateHeld(-1, "")
-        self.electorate.stand(())
+        self.electorate = Electorate()  # who is dead there may live here
         self.roster.part_with(())
         self.lineage, self.forks = lineage, forks
         self._alone_since = None

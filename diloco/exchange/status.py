@@ -61,7 +61,8 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "peer": member.peer,
         "address": member.address,
         "alive": mine or machine.roster.alive(member, now),
-        "in_view": any(known.peer == member.peer for known in machine.view),
+        "incarnation": member.incarnation,
+        "in_view": member in machine.view,
         "version": machine.version if mine else beat.version if beat else -1,
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
@@ -96,6 +97,7 @@ def _acquaintance(word: Acquaintance, said_s_ago: float, alive: bool) -> dict[st
     return {
         "peer": word.member.peer,
         "address": word.member.address,
+        "incarnation": word.member.incarnation,
         "alive": alive,
         "in_view": alive,
         "spread": word.spread if word.spread >= 0 else None,

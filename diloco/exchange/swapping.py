@@ -498,7 +498,8 @@ class Swapping(Background):
         body, sender = envelope.body, envelope.sender
         if isinstance(body, m.Evict):
             reply = self._admission.same_training(envelope.run, envelope.contract)
-            if reply is m.Reply.OK:
+            word = self.acquaintances.get(body.peer)
+            if reply is m.Reply.OK and word is not None and word.member.incarnation == body.incarnation:
                 self._lose(body.peer)
             return reply
         reply = self._admits(envelope.run, envelope.contract, envelope.lineage, sender)

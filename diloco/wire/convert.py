@@ -358,11 +358,11 @@ def _goodbye_from_wire(message: control.Goodbye) -> m.Goodbye:
 
 
 def _evict_to_wire(body: m.Evict) -> control.Evict:
-    return control.Evict(peer=body.peer)
+    return control.Evict(peer=body.peer, incarnation=body.incarnation)
 
 
 def _evict_from_wire(message: control.Evict) -> m.Evict:
-    return m.Evict(_text(message.peer, "peer"))
+    return m.Evict(_text(message.peer, "peer"), _whole(message.incarnation, "incarnation"))
 
 
 def _acquaintance_to_wire(word: m.Acquaintance) -> control.Acquaintance:

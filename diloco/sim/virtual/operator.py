@@ -66,7 +66,8 @@ class Operator:
         for host in self.world.hosts.values():
             if host.alive and host.machine.in_view:
                 rules, lineage = self.world.setup.rules, host.machine.lineage
-                envelope = m.Envelope(rules.run, rules.contract, lineage, OPERATOR, "", 0, m.Evict(peer))
+                body = m.Evict(peer, member.incarnation)
+                envelope = m.Envelope(rules.run, rules.contract, lineage, OPERATOR, "", 0, body)
                 host.due(host.receive, (envelope, None))
 
     def resume(self) -> None:
