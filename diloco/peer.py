@@ -339,7 +339,10 @@ class Peer:
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
         before = self.line.commit
-        self.journal.adopted(adopt_state(self.line, state, offer.commit))
+        mine, discarded = adopt_state(self.line, state, offer.commit)
+        self.journal.adopted(mine, discarded)
+        if discarded:
+            self._warn(f"{discarded:,} tokens sent before the copy count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
             self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)

@@ -378,10 +378,10 @@ class Training:
 
     def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
         line, sent, before = self.line, self.line.sent, self.line.commit
-        discarded = adopt_state(line, state, commit)
+        mine, discarded = adopt_state(line, state, commit)
         assert self.journal is not None
-        self.journal.adopted(discarded)
-        self.books.adopted(sent, discarded, before)
+        self.journal.adopted(mine, discarded)
+        self.books.adopted(sent, mine, discarded, before)
         self.host.world.invariants.on_state(self.host, line)
         self.host.hold(state, commit, copied=True)
         then()
