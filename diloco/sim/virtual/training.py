@@ -266,20 +266,22 @@ class Training:
         except Diverged:
             self._copy_again(self._next_round)
             return
-        if again < OFFERED_AGAIN and self._missed(outcome):
+        if again < OFFERED_AGAIN and self._offers_again(outcome):
             self._offered_again = again + 1
             self._contribute()
         else:
             self._next_round()
 
-    def _missed(self, outcome: Sequence[Closed]) -> bool:
-        """Whether to offer what is trained once more at once, as `Peer.round` does under `async`."""
-        world, line = self.host.world, self.line
-        policy = world.setup.rules.policy
-        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+    def _offers_again(self, outcome: Sequence[Closed]) -> bool:
+        """Whether to offer what is trained once more at once, as `Peer.round` does when it leaves and under `async`."""
+        line, policy = self.line, self.host.world.setup.rules.policy
         counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
-        waits = not self.cadence.overlap or self.leaving
-        return at_once and waits and bool(outcome) and not counts_us and bool(line.trained.tokens)
+        if not outcome or counts_us or not line.trained.tokens:
+            return False
+        if self.leaving:
+            return self.host.machine.in_view
+        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+        return at_once and not self.cadence.overlap
 
     def _next_round(self) -> None:
         if self.leaving:
