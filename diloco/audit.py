@@ -285,6 +285,7 @@ def _balances(books: Iterable[Book]) -> Iterator[Finding]:
                 if not record.totals.balanced:
                     yield Finding("I2", book.peer, version, line, f"tokens do not add up: {_sum(record.totals)}")
             credited = sum(_credit(book.peer, record) for _, record in life.of("commit"))
+            credited += sum(_claimed(record) for _, record in life.lines)
             if credited != life.totals.committed and not life.of("gap"):
                 text = f"{life.totals.committed} tokens are booked as committed, the commits count {credited}"
                 yield Finding("I2", book.peer, version, life.lines[-1][0], text)
@@ -299,14 +300,19 @@ def _discarded(record: Record) -> int:
     return int(record.fields.get("discarded", 0))
 
 
+def _claimed(record: Record) -> int:
+    """Tokens that a version counts of this life, as the record of a copied state says."""
+    return int(record.fields.get("counted", 0))
+
+
 def _kept_and_counted(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
     """I2: progress that a version counts, and that its maker, who went past that version, neither took for counted nor
-    gave up, is trained upon, and counted once more."""
+    gave up, is trained upon, and counted once more. And what its maker took for counted over a copied state is."""
     for book in books:
         for life in book.lives:
             stood, given_up = "", 0
             for line, record in life.lines:
-                given_up += _discarded(record)
+                given_up += _discarded(record) + _claimed(record)
                 stands = "" if record.kind == "gap" else record.fields.get("digest", stood)
                 if stands == stood:
                     continue
@@ -314,6 +320,9 @@ def _kept_and_counted(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
                 entry = _contribution(life, stood, passed, chain) if passed else None
                 if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
                     text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
+                    yield Finding("I2", book.peer, passed.version, line, text)
+                if passed and _claimed(record) > (entry.tokens if entry else 0):
+                    text = f"it does not count the {_claimed(record)} tokens that this life took for counted"
                     yield Finding("I2", book.peer, passed.version, line, text)
                 stood, given_up = stands, 0
 

@@ -71,11 +71,14 @@ class Journal:
         if self._ledger is not None:
             self._ledger.committed(commit, self.line.state.digest, mine is not None, self.totals)
 
-    def adopted(self, discarded: int) -> None:
-        """The line has taken over a copied state, and given up that many tokens."""
+    def adopted(self, mine: Counted | None, discarded: int) -> None:
+        """The line has taken over a copied state, on the way to which a version counts `mine` of this life, or else
+        given up that many tokens."""
+        counted = mine.tokens if mine else 0
+        self.committed_tokens += counted
         self.discarded_tokens += discarded
         if self._ledger is not None:
-            self._ledger.adopted(self._standing(), discarded, self.totals)
+            self._ledger.adopted(self._standing(), counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
         """The line has thrown progress away."""

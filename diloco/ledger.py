@@ -4,7 +4,8 @@
 
     open     a life begins: peer, incarnation, contract, lineage, the version and state it stands on
     commit   a version was applied: the commit itself, the digest of the state *after* it, whether it counts us
-    adopt    a state was copied: version, digests, and the tokens that were given up for it
+    adopt    a state was copied: version, digests, the tokens that a version counts which was passed over for it, and
+             those that were given up
     discard  tokens that will never be counted, and why
     close    the life ended in good order
     gap      records that a full disk refused
@@ -272,9 +273,10 @@ class Ledger:
         fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
-    def adopted(self, standing: Standing, discarded: int, totals: Totals) -> None:
-        """A state was copied. `discarded`: tokens of a contribution that others may hold: a version may count it."""
-        self.write("adopt", {**asdict(standing), "discarded": discarded}, totals)
+    def adopted(self, standing: Standing, counted: int, discarded: int, totals: Totals) -> None:
+        """A state was copied. Tokens of a contribution that others hold: `counted`, as a version says that was passed
+        over; or `discarded`, and a version may count it."""
+        self.write("adopt", {**asdict(standing), "counted": counted, "discarded": discarded}, totals)
 
     def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
         """Progress on the anchor of `version` was thrown away."""

@@ -256,7 +256,7 @@ class AgreedRun(Run):
                 self.sync()
             if self._peer.line.trained.tokens and self.wait():
                 self.sync()
-        self._peer.leave("left")
+        self._peer.leave("left", _nothing)
         self.close()
 
 

@@ -5,7 +5,7 @@
     peer = Peer(name, contract, site, Weights.of(model), gate, events)
     peer.enter(patience)                    # state is here, and the view includes us
     peer.round(inner_steps, ...)            # as often as wanted: see diloco/round.py
-    peer.leave()
+    peer.leave(reason, on_closed)
 
 `diloco.trainer` puts our inner loop around it, `diloco.library` somebody else's.
 """
@@ -339,7 +339,10 @@ class Peer:
 
     def _adopt(self, state: OuterState, offer: StateOffer) -> None:
         before = self.line.commit
-        self.journal.adopted(adopt_state(self.line, state, offer.commit))
+        mine, discarded = adopt_state(self.line, state, offer.commit)
+        self.journal.adopted(mine, discarded)
+        if discarded:
+            self._warn(f"{discarded:,} tokens sent before the copy count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
             self.ending.passed(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
@@ -433,15 +436,11 @@ class Peer:
         patience: Callable[[], bool],
         leaving: Callable[[], bool] = lambda: False,
     ) -> Sequence[Closed] | Skip:
-        """Under `async` whoever offered after a version began is counted in the next one at once, not a round later.
-
-        Unless it has inner steps that hide the exchange (`sync.overlap`). Then it goes on with its next round and does
-        not wait; and versions stay apart, and count many, which they would not if somebody waited for each.
-        """
+        """Who was not counted may offer again at once, for the next version (`_offers_again`)."""
         apply = partial(self._apply, on_closed=on_closed)
-        for _ in range(OFFERED_AGAIN):
-            if isinstance(outcome, Skip) or not self._missed(outcome) or (self._hides and not leaving()):
-                break
+        times = 0
+        while not isinstance(outcome, Skip) and self._offers_again(outcome, times, patience, leaving):
+            times += 1
             self.report(phase=Phase.SYNCING)
             again = self._surviving(
                 lambda seconds: run_round(self.line, lambda: None, self._outgoing, apply, patience, leaving, seconds)
@@ -455,11 +454,23 @@ class Peer:
     def _hides(self) -> bool:
         return self.contract.sync.overlap > 0
 
-    def _missed(self, outcome: Sequence[Closed]) -> bool:
+    def _offers_again(
+        self, outcome: Sequence[Closed], times: int, patience: Callable[[], bool], leaving: Callable[[], bool]
+    ) -> bool:
+        """Who leaves does, for as long as it waits to be counted: no next round will take its progress.
+
+        Under `async` so does, a few `times`, whoever offered after a version began; unless it has inner steps that hide
+        the exchange (`sync.overlap`). Then it goes on with its next round and does not wait; and versions stay apart,
+        and count many, which they would not if somebody waited for each.
+        """
         membership, line = self.contract.membership, self.line
-        at_once = membership.policy == "async" and line.state.version >= membership.sync_versions
         counts_us = any(counted.peer == self.name for closed in outcome for counted in closed.commit.counted)
-        return at_once and bool(outcome) and not counts_us and bool(line.trained.tokens) and not self.done
+        if not outcome or counts_us or not line.trained.tokens or self.done:
+            return False
+        if leaving():
+            return self.exchange.in_view and patience()
+        at_once = membership.policy == "async" and line.state.version >= membership.sync_versions
+        return at_once and not self._hides and times < OFFERED_AGAIN
 
     def _spare(self) -> bool:
         """Whether the next outer step may be made in the buffers of the state that we stand at."""
@@ -568,15 +579,30 @@ class Peer:
 
     # ------------------------------------------------------------ leaving
 
-    def leave(self, reason: str) -> None:
-        """Say goodbye: our vote goes to another member, our unused data goes back, our progress is discarded."""
+    def leave(self, reason: str, on_closed: OnClosed) -> None:
+        """Say goodbye: our vote goes to another member, our unused data goes back, our progress is discarded.
+
+        What closed until then is applied before; but where the run is done we stay at the version that ended it.
+        """
         self.report(phase=Phase.DONE if self.done else Phase.LEAVING)
         self.exchange.settle(self.site.timeouts.suspect_s)
+        if not self.done:
+            self._apply_last(on_closed)
         self.exchange.leave(self.site.timeouts.rpc_s + 1.0)
-        self.journal.discarded(drop_progress(self.line), reason)
+        sent = self.line.sent  # offered, and no version that we know was made with it or without it
+        why = f"{reason}; a version may count {sent.contribution.tokens} of them" if sent is not None else reason
+        self.journal.discarded(drop_progress(self.line), why)
         self.journal.closed(reason)
         if self._presence is not None:
             self._presence.end()
+
+    def _apply_last(self, on_closed: OnClosed) -> None:
+        """What closed since the last round. A state that only a copy would mend stays as it is."""
+        try:
+            for closed in self.exchange.closed():
+                self._apply(closed, {}, on_closed=on_closed)
+        except Diverged as error:
+            self._warn(f"{error}; leaving with the one before")
 
     def close(self) -> None:
         """End the exchange, goodbye or not. The gate is the caller's."""

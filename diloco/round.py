@@ -69,9 +69,9 @@ class Sent:
     """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
     foreseen: FragmentState | None = None
     """What `eager` took ahead of the outer step."""
-    counted: bool = False
-    """By a version that we could not apply, for all we know: it is no progress any more, whatever comes of the rounds
-    until a state is copied."""
+    passed: Commit | None = None
+    """The first version that we could not apply and that counts it, for all we know: it is no progress any more,
+    whatever comes of the rounds until a state is copied."""
     since_s: float = field(default_factory=monotonic_s)
     """When it was measured."""
 
@@ -320,7 +320,7 @@ def _look_ahead(line: Line, sent: Sent, fragment: Fragment, gradient: Tensor, sh
 def withdraw(line: Line) -> None:
     """What was sent comes to nothing, and nobody holds it: it is progress again, unless a version counts it."""
     sent = line.sent
-    if sent is not None and sent.counted:
+    if sent is not None and sent.passed is not None:
         return
     line.ranks.announce("withdraw")
     if sent is not None and sent.foreseen is not None:
@@ -389,7 +389,7 @@ def step_outer(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted
         if mine is None and commit.version == line.state.version + 1:
             withdraw(line)  # not counted for certain: all of it is still progress
         elif line.sent is not None:  # by this version, or perhaps by one that we have not seen
-            line.sent = replace(line.sent, counted=True)
+            line.sent = replace(line.sent, passed=line.sent.passed or commit)
         line.diverged = True
         raise Diverged(commit.version)
     sent = line.sent
@@ -512,29 +512,42 @@ def _pass_over(line: Line, commit: Commit, fragment: Fragment, steps: int) -> No
     line.residuals[fragment.index] = left
 
 
-def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> int:
+def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[Counted | None, int]:
     """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
 
     A contribution that was sent may be counted in the versions that were skipped, and must not count twice: it is not
-    carried. Returns its tokens, which are discarded if it was not counted. Where none was skipped, as the state is that
-    of the version at which we stand, it stays sent: the next version may still count it, and nothing in its place.
+    carried. Returns its entry, if a version that we know counts it; else None, and its tokens, which are discarded.
+    Where none was skipped, as the state is that of the version at which we stand, it stays sent: the next version may
+    still count it, and nothing in its place.
     """
     stays = commit is not None and commit == line.commit
     if stays:
         keep_local(line)
-    discarded = line.sent.contribution.tokens if line.sent is not None and not stays else 0
+    given_up = line.sent.contribution.tokens if line.sent is not None and not stays else 0
+    mine = _counted_on_the_way_to(line, commit)
     steps = [fragment.steps for fragment in state.fragments]
     line.ranks.announce("adopt", version=state.version, steps=steps, stays=stays)
     adopted(line, state, stays)
     line.diverged = False
     line.ranks.all(True)
     if stays:
-        return 0
+        return None, 0
     line.commit = commit
-    line.trained = Trained(line.trained.tokens - discarded, 0)  # the lease is another one, too
+    line.trained = Trained(line.trained.tokens - given_up, 0)  # the lease is another one, too
     if not line.trained.tokens:
         line.since = state.version
-    return discarded
+    return mine, 0 if mine is not None else given_up
+
+
+def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
+    """What was sent, as a version counts it that leads to the state of `commit`: that version itself, or one that we
+    could not apply. None: it is not counted, or nobody told us."""
+    if line.sent is None or commit is None:
+        return None
+    sent = line.sent.contribution
+    mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
+    told = [line.sent.passed] if line.sent.passed is not None and line.sent.passed.lineage == commit.lineage else []
+    return mine if any(mine in version.counted for version in (*told, commit)) else None
 
 
 def adopted(line: Line, state: OuterState, stays: bool = False) -> None:

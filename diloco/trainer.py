@@ -303,18 +303,18 @@ class Trainer:
 
     def _end(self) -> Ending:
         peer = self.peer
-        commit = self._commit
         wall_s = monotonic_s() - self._started_s
         done = peer.done
         if done:
             peer.report(phase=Phase.DONE)
         else:
             # What was not counted in time is discarded: a checkpoint of it would train its data twice.
-            peer.leave("left")
+            peer.leave("left", self._on_closed)
             peer.close()  # or it would ask to be taken in again, while we evaluate
+        commit = self._commit
         val_loss = self.bench.evaluate(peer.line) if commit is not None else None
         if done:
-            peer.leave("done")
+            peer.leave("done", self._on_closed)
             peer.close()
         ending = Ending(
             "done" if done else "left",

@@ -128,6 +128,9 @@ class LocalPeer:
     def round(self, leaving: bool = False) -> Any:
         return self.peer.round(self.inner_steps, self.on_closed, lambda: True, lambda: leaving)
 
+    def leave(self) -> None:
+        self.peer.leave("left", self.on_closed)
+
     @property
     def version(self) -> int:
         return self.peer.line.state.version

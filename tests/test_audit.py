@@ -13,7 +13,7 @@ import pytest
 from diloco.audit import Audit, audit, audit_text
 from diloco.errors import StateError, UsageError
 from diloco.ledger import LEDGER, Record, encode, read_ledger
-from diloco.round import withdraw
+from diloco.round import Diverged, step_outer, withdraw
 from diloco.types import Blocks, Commit, Omitted
 from tests.paper import TOKENS, PaperRun
 from tests.peers import run_cli
@@ -292,15 +292,50 @@ def test_two_successors_in_one_lineage_are_i8(run: PaperRun) -> None:
 
 
 def test_given_up_and_yet_counted(run: PaperRun) -> None:
-    """b sends, is stopped, and copies a state that counts it: discarded in its own books, and yet in a version."""
+    """b sends, is stopped, and copies a state past the one that counts it: discarded in its own books, and yet in a
+    version."""
     a, b, c = run.offer()
     run.apply(run.close(a, [a, b, c]), [a, c])
+    run.round([a, c])
     run.copy(a, b)
     run.round()
     result = audit([run.root])
     assert result.clean
     row = next(row for row in result.peers if row["peer"] == "b")
     assert (row["discarded"], row["counted_elsewhere"]) == (TOKENS, TOKENS)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_counted_by_a_version_that_was_passed_over(run: PaperRun, later: int) -> None:
+    """The commit that came with the copied state says so; or one that b could not apply."""
+    a, b, c = run.offer()
+    closed = run.close(a, [a, b, c])
+    run.apply(closed, [a, c])
+    for _ in range(later):
+        run.round([a, c])
+        with pytest.raises(Diverged):
+            step_outer(b.line, replace(closed, commit=replace(closed.commit, state_digest="another")), {})
+    run.copy(a, b)
+    run.round()
+    result = audit([run.root])
+    assert result.clean
+    row = next(row for row in result.peers if row["peer"] == "b")
+    assert (row["discarded"], row["counted_elsewhere"]) == (0, 0)
+
+
+def test_credit_that_no_version_gives_is_i2(run: PaperRun) -> None:
+    """b takes what it sent for counted by a version that it passed over, and which does not count it."""
+    a, b, c = run.offer()
+    run.apply(run.close(a, [a, c]), [a, c])
+    run.copy(a, b)
+    run.round()
+
+    def claim(fields: dict[str, Any]) -> None:
+        fields.update(counted=TOKENS, discarded=0)
+
+    rewrite(run.root / "b", claim, "adopt")
+    texts = {finding.text for finding in audit([run.root]).violations}
+    assert f"it does not count the {TOKENS} tokens that this life took for counted" in texts
 
 
 # ---------------------------------------------------------------- files and command line

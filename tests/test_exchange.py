@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from diloco.clock import monotonic_s
 from diloco.compress import bundle
+from diloco.exchange import coordinating
 from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Offered, Reply
 from diloco.exchange.statesync import IDLE_S
@@ -20,6 +21,9 @@ from diloco.outer import OuterState
 from diloco.types import Member, Skip
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import until
+
+ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.0}
+"""Two of three go on without the third."""
 
 
 @pytest.fixture
@@ -305,7 +309,42 @@ def test_a_leaver_and_a_dead_peer_of_the_same_version_are_told_apart(world: Loca
     for peer in staying:
         (view,) = (event for event in peer.told if event["kind"] == "view" and event["left"])
         assert view["left"] == [{"peer": "p3", "reason": "lost"}, {"peer": "p4", "reason": "left"}]
-    leaver.peer.leave("left")
+    leaver.leave()
+
+
+@pytest.mark.parametrize(("world", "counts"), [({}, True), ({"membership": ALONE}, False)], indirect=["world"])
+def test_who_leaves_applies_what_closed_before_its_goodbye(world: LocalWorld, counts: bool) -> None:
+    """Whether it counts what was sent or not."""
+    *staying, leaver = world.peers
+    leaver.inner_steps()
+    if counts:
+        assert leaver.peer.begin(leaver.on_closed) is None
+    world.rounds(staying, 1)
+    until(lambda: leaver.peer.exchange.version == 1, "it hears of the version", 10.0)
+    leaver.leave()
+    assert (leaver.version, leaver.digest) == (1, staying[0].digest)
+    totals = leaver.peer.journal.totals
+    assert (totals.committed, totals.discarded) == ((10, 0) if counts else (0, 10))
+
+
+def test_who_leaves_and_is_not_in_the_group_is_counted_in_the_next_version(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More contributions than a version takes: they take turns."""
+    *staying, leaver = world.peers
+
+    def first_without(group: Sequence[str], most: int | None, version: int) -> tuple[str, ...]:
+        return tuple(peer for peer in group if peer != leaver.name or version > 1)
+
+    monkeypatch.setattr(coordinating, "in_turn", first_without)
+    last = world.pool.submit(leaver.round, True)
+    world.rounds(staying, 2)
+    last.result(10.0)
+    leaver.leave()
+    assert counted(leaver)[1:] == [["p0", "p1"], ["p0", "p1", "p2"]]
+    assert [member.peer for member in leaver.commits[-1].view] == ["p0", "p1"]
+    totals = leaver.peer.journal.totals
+    assert (totals.committed, totals.discarded) == (10, 0)
 
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "fp32", "zstd": False}}], indirect=True)

@@ -30,7 +30,7 @@ async def sent(flow: AsyncIterator[Part]) -> int:
 def test_a_mean_waits_for_the_contributions() -> None:
     async def scenario() -> None:
         precedence = Precedence(PATIENCE_S)
-        flow = outlets(3).flow(lambda part: part, precedence, {0, 2})
+        flow = outlets(3).flow(lambda part: part, precedence, set(), {0, 2})
         with precedence.first(1):
             with precedence.first(1):
                 waiting = asyncio.create_task(sent(flow))
@@ -47,8 +47,27 @@ def test_one_mean_after_the_other_gets_through_meanwhile() -> None:
     async def scenario() -> None:
         precedence = Precedence(0.01)
         with precedence.first(1):
-            flow = outlets(2).flow(lambda part: part, precedence, {0, 1})
+            flow = outlets(2).flow(lambda part: part, precedence, set(), {0, 1})
             assert [await asyncio.wait_for(sent(flow), PATIENCE_S) for _ in range(2)] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_what_went_out_on_a_line_that_broke_is_sent_again_at_once() -> None:
+    """Its receiver may have it, and sees nothing new while it waits."""
+
+    async def scenario() -> None:
+        precedence, made, had = Precedence(PATIENCE_S), outlets(3), set[int]()
+        broken = made.flow(lambda part: part, precedence, had, {0, 1, 2})
+        assert [await sent(broken) for _ in range(2)] == [0, 1]
+        await broken.aclose()
+        with precedence.first(1):
+            again = made.flow(lambda part: part, precedence, had, {0, 1, 2})
+            assert [await asyncio.wait_for(sent(again), PATIENCE_S / 2) for _ in range(2)] == [0, 1]
+            waiting = asyncio.create_task(sent(again))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        assert await asyncio.wait_for(waiting, PATIENCE_S) == 2
 
     asyncio.run(scenario())
 
@@ -58,7 +77,7 @@ def test_a_contribution_that_breaks_off_holds_up_nobody() -> None:
         precedence = Precedence(PATIENCE_S)
         with pytest.raises(ConnectionError), precedence.first(1):
             raise ConnectionError
-        assert await asyncio.wait_for(sent(outlets(1).flow(lambda part: part, precedence, {0})), PATIENCE_S) == 0
+        assert await asyncio.wait_for(sent(outlets(1).flow(lambda part: part, precedence, set(), {0})), PATIENCE_S) == 0
 
     asyncio.run(scenario())
 
@@ -68,7 +87,7 @@ def test_who_takes_little_holds_up_nobody_for_long() -> None:
 
     async def scenario() -> None:
         precedence = Precedence(PATIENCE_S)
-        flow = outlets(3).flow(lambda part: part, precedence, {0, 1, 2})
+        flow = outlets(3).flow(lambda part: part, precedence, set(), {0, 1, 2})
         with precedence.first(2) as slow, precedence.first(4) as fast:
             began_s = monotonic_s()
             fast()

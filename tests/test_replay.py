@@ -245,7 +245,7 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         world.rounds(world.peers[:3], 2)
         world.settle(world.peers[:3])
         for peer in world.peers[:3]:
-            peer.peer.leave("left")
+            peer.leave()
         result = audit([tmp_path])
         assert result.violations == []
         assert [row["without_goodbye"] for row in result.peers] == [0, 0, 0, 1]
@@ -273,7 +273,7 @@ def test_each_at_its_own_pace_by_shares_of_a_step(tmp_path: Path) -> None:
         assert min(shares) < 1 / 3  # somebody was late
         assert any(len(commit.counted) == 1 and commit.counted[0].weight == FINE for commit in commits)
         for peer in world.peers:
-            peer.peer.leave("left")
+            peer.leave()
         assert audit([tmp_path]).violations == []
         replayed = of_world(world, start)
         assert set(verdicts(replayed)) == {"REPRODUCED"}, replay_text(replayed)

@@ -216,6 +216,20 @@ def test_whoever_copies_the_last_state_ends_where_that_stands(world: Trainers) -
     assert copier.reads_what_it_is_credited_for
 
 
+def test_whoever_leaves_keeps_the_version_that_closed_last(world: Trainers) -> None:
+    *others, leaver = world.peers
+    world.rounds(world.peers)
+    world.rounds(others)
+    until(lambda: leaver.peer.exchange.version == 2, "it hears of the version", 10.0)
+    ending = leaver.trainer._end()
+    commit = others[0].peer.line.commit
+    assert commit is not None
+    assert (ending.version, ending.state_digest) == (2, others[0].digest)
+    assert (ending.tokens, ending.chain_digest) == (commit.tokens, commit.digest)
+    kept = load(world.folder / leaver.name / "checkpoints")
+    assert (kept.version, kept.meta["commit"]) == (2, commit.to_bytes().decode())
+
+
 @pytest.mark.parametrize("world", [{"count": 1, "membership": {}}], indirect=True)
 def test_whoever_founds_the_run_again_reads_on_where_it_was(world: Trainers, tmp_path: Path) -> None:
     """What it had not contributed yet is progress of its new life, and is credited to it."""

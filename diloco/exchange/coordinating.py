@@ -273,12 +273,11 @@ class Coordinating(Committing):
 
     def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
         assert self.commit is not None
-        leaving = tally.leaving() | (
-            {entry.member.peer for entry in self.roster if entry.left} - self.electorate.evicted
-        )
-        view = self._next_view(leaving)
         counted, omitted = reduction.counted()
         used = {entry.peer: entry.blocks for entry in counted}
+        left = {entry.member.peer for entry in self.roster if entry.left} - self.electorate.evicted
+        leaving = left | (tally.leaving() & used.keys())  # whose last contribution is not in it offers it again
+        view = self._next_view(leaving)
         names = [member.peer for member in view if not member.witness]
         return Commit(
             version=self.making,

@@ -382,7 +382,7 @@ class Lane(Background):
         header = self._headed(Kind.MEAN, work.generation)
         for member in work.begin.receivers:
             if member.peer != work.me:
-                flow = partial(outlets.flow, partial(_fitted, work, member.peer), self._precedence)
+                flow = partial(outlets.flow, partial(_fitted, work, member.peer), self._precedence, set())
                 outlets.streams.append(self._spawn(self._stream(member, header, parts, flow)))
         self._outlets.append(outlets)
 

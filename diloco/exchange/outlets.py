@@ -86,14 +86,22 @@ class Outlets:
         news.set()
 
     async def flow(
-        self, fitted: Callable[[Part], Part], precedence: Precedence, wanted: Collection[int]
+        self, fitted: Callable[[Part], Part], precedence: Precedence, sent: set[int], wanted: Collection[int]
     ) -> AsyncGenerator[Part]:
-        """Those of `wanted`, as they get ready, `fitted` to their receiver, behind what goes first."""
+        """Those of `wanted`, as they get ready, `fitted` to their receiver, behind what goes first.
+
+        `sent`: which of them had their turn, on a line that broke: their receiver may have them already, and must not
+        wait through all their pauses for what is new.
+        """
         for index in range(self._count):
             if index == self._count // 2:
                 failpoints.hit("mid-mean")
             while index >= len(self._ready):
                 await self._news.wait()
-            if self._ready[index].index in wanted:
+            part = self._ready[index]
+            if part.index not in wanted:
+                continue
+            if part.index not in sent:
                 await precedence.turn()
-                yield fitted(self._ready[index])
+                sent.add(part.index)
+            yield fitted(part)

@@ -407,13 +407,13 @@ class Books:
             decoded = codecs[fragment.group_of(part)].decode(self._sent_parts[part], stop - start)
             residual[start:stop] = target - decoded
 
-    def adopted(self, sent: Sent | None, discarded_tokens: int, before: Commit | None) -> None:
-        """The state was copied. What was sent may be counted in it, and was given up, unless it stays sent."""
+    def adopted(self, sent: Sent | None, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
+        """The state was copied. What was sent is counted in it, or was given up as it may be, unless it stays sent."""
         if sent is not None and self.line.sent is None:
             fragment = self.line.layout.fragments[sent.contribution.fragment]
             self._discard(fragment.index, self._sent_pieces)
             self._take_out(fragment, range(fragment.parts))
-        self.tokens -= discarded_tokens
+        self.tokens -= discarded_tokens + (mine.tokens if mine is not None else 0)
         self.invariants.discarded_tokens += discarded_tokens
         old, new = self.invariants.committed(before), self.invariants.committed(self.line.commit)
         for index, (was, now) in enumerate(zip(old, new, strict=True)):

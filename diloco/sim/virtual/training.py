@@ -266,20 +266,22 @@ class Training:
         except Diverged:
             self._copy_again(self._next_round)
             return
-        if again < OFFERED_AGAIN and self._missed(outcome):
+        if again < OFFERED_AGAIN and self._offers_again(outcome):
             self._offered_again = again + 1
             self._contribute()
         else:
             self._next_round()
 
-    def _missed(self, outcome: Sequence[Closed]) -> bool:
-        """Whether to offer what is trained once more at once, as `Peer.round` does under `async`."""
-        world, line = self.host.world, self.line
-        policy = world.setup.rules.policy
-        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+    def _offers_again(self, outcome: Sequence[Closed]) -> bool:
+        """Whether to offer what is trained once more at once, as `Peer.round` does when it leaves and under `async`."""
+        line, policy = self.line, self.host.world.setup.rules.policy
         counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
-        waits = not self.cadence.overlap or self.leaving
-        return at_once and waits and bool(outcome) and not counts_us and bool(line.trained.tokens)
+        if not outcome or counts_us or not line.trained.tokens:
+            return False
+        if self.leaving:
+            return self.host.machine.in_view
+        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+        return at_once and not self.cadence.overlap
 
     def _next_round(self) -> None:
         if self.leaving:
@@ -378,10 +380,10 @@ class Training:
 
     def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
         line, sent, before = self.line, self.line.sent, self.line.commit
-        discarded = adopt_state(line, state, commit)
+        mine, discarded = adopt_state(line, state, commit)
         assert self.journal is not None
-        self.journal.adopted(discarded)
-        self.books.adopted(sent, discarded, before)
+        self.journal.adopted(mine, discarded)
+        self.books.adopted(sent, mine, discarded, before)
         self.host.world.invariants.on_state(self.host, line)
         self.host.hold(state, commit, copied=True)
         then()
