@@ -196,3 +196,4 @@ class World:
                 peer.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+        self.loop.close()
