@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 
@@ -382,10 +383,16 @@ def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str,
         free = [name for name in names if numbers[name] == 0]
         fitting = [name for name in free if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not fitting:
-            cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter has such a name"
-            raise ConfigError(cause, f"names that are in no group before it: {_some(free) or 'none'}")
+            left = " that groups before it leave" if number > 1 else ""
+            cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter{left} has such a name"
+            near = _some(_nearest(free, patterns[0])) or "none"
+            raise ConfigError(cause, f"correct its `match`, or take it out; nearest names{left}: {near}")
         numbers |= dict.fromkeys(fitting, number)
     return numbers
+
+
+def _nearest(names: Sequence[str], pattern: str) -> list[str]:
+    return sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())[:6]
 
 
 def _some(names: Sequence[str]) -> str:

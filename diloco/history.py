@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import nsmallest
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -28,10 +32,14 @@ MOST_WAITS = 400
 """Drawn; of more, the longest."""
 MOST_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
+MOST_POINTS = 600
+"""Of a curve; of more, means of as many groups."""
 TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
 """Of an inner step, in order (`diloco.meter`), and what is left of it."""
+STAMP: Mapping[str, Any] = {"t": int | float, "time": int | float, "peer": str, "kind": str}
+"""Fields of every event."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "version": {"version": int, "tokens": int | float},
     "swap": {"version": int, "tokens": int | float},
@@ -40,6 +48,22 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "usage": {"inner_s": float | int, "wall_s": float | int, "inner_tokens": int, "phases": dict, "memory": list},
 }
 """Fields without which an event of a kind says nothing."""
+_TOLD_READ = (
+    "version", "tokens", "fragment", "members", "counted", "own", "attempts", "loss", "spread", "inner_tokens",
+    "tokens_per_s", "wire_bytes_sent", "seconds", "flight_s", "state_digest",
+)  # fmt: skip
+READ: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(TOLD, _TOLD_READ),
+    "start": ("version", "run", "device", "ranks", "mesh", "peak_flops_per_rank"),
+    "view": ("version", "joined", "left", "reason"),
+    "skip": ("version", "reason"),
+    "warning": ("version", "text"),
+    "eval": ("version", "tokens", "val_loss"),
+    "end": ("version", "tokens", "reason", "val_loss"),
+    "step": ("tokens", "loss", "wall", "wire_bytes_sent"),
+    "usage": ("inner_s", "wall_s", "inner_tokens", "flops", "phases", "memory"),
+}
+"""Fields that are read of an event of a kind, beside when and whose it is: all that is kept of a month of them."""
 RUNNING = frozenset({"view", "progress", *TOLD})
 """Events that only a peer in the view writes."""
 
@@ -201,14 +225,58 @@ def read_run(directory: Path) -> Run:
 
 def _events(path: Path) -> list[Event]:
     """Those that can be shown. Of a peer's signs of life, two in a second, in a month five million, only the ends."""
-    return [event for event in read_events(path, "progress") if _whole(event)]
+    return list(_used_in_all(_lean(event) for event in read_events(path, "progress") if _whole(event)))
 
 
 def _whole(event: Event) -> bool:
     """Whether it has what is asked of its kind; a line that was damaged may still be JSON."""
-    stamp = {"t": int | float, "time": int | float, "peer": str, "kind": str}
-    stamped = all(isinstance(event.get(name), kind) for name, kind in stamp.items())
+    stamped = all(isinstance(event.get(name), kind) for name, kind in STAMP.items())
     return stamped and all(isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items())
+
+
+def _lean(event: Event) -> Event:
+    """What is read of it, its `seconds` in the order of STEPS. Texts and lists of names are shared: most stay the same
+    for long, and parsing makes each anew."""
+    names = (*STAMP, *READ.get(event["kind"], ()))
+    return {name: _shared(name, event[name]) for name in names if name in event}
+
+
+def _shared(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return sys.intern(value)
+    if name == "seconds":
+        return array("d", (value.get(step) or 0.0 for step in STEPS)) if isinstance(value, dict) and value else None
+    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
+        return _one_of_equals(tuple(value))
+    return value
+
+
+@lru_cache(maxsize=64)
+def _one_of_equals(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names
+
+
+def _used_in_all(events: Iterator[Event]) -> Iterator[Event]:
+    """With the "usage" events of each life of a peer as one, the last, of all."""
+    used: dict[str, Event] = {}
+    for event in events:
+        peer = event["peer"]
+        if event["kind"] == "usage":
+            used[peer] = _added(used[peer], event) if peer in used else event
+            continue
+        if event["kind"] == "start" and peer in used:
+            yield used.pop(peer)
+        yield event
+    yield from used.values()
+
+
+def _added(before: Event, usage: Event) -> Event:
+    sums = {name: before[name] + usage[name] for name in ("inner_s", "wall_s", "inner_tokens")}
+    known = [event["flops"] for event in (before, usage) if event.get("flops") is not None]
+    phases = defaultdict(float, before["phases"])
+    for name, seconds in usage["phases"].items():
+        phases[name] += seconds
+    return {**usage, **sums, "flops": sum(known) if known else None, "phases": dict(phases)}
 
 
 def _baselines(directory: Path, folders: Mapping[str, Sequence[Event]]) -> list[str]:
@@ -293,7 +361,7 @@ def _version(
         counted=len(told) if first["kind"] == "swap" else len(first.get("counted") or ()),
         loss=fmean(losses) if losses else None,
         val_loss=val_loss,
-        seconds={step: fmean(timing.get(step, 0.0) for timing in timings) for step in STEPS} if timings else {},
+        seconds=dict(zip(STEPS, map(fmean, zip(*timings, strict=True)), strict=True)) if timings else {},
         tokens_per_s=sum(event.get("tokens_per_s") or 0.0 for event in told),
         sent_bytes=sent,
         attempts=max(event.get("attempts") or 0 for event in told),
@@ -389,7 +457,7 @@ def _times(timed: Sequence[Event]) -> list[PeerTime]:
 
 def _time(peer: str, told: Sequence[Event]) -> PeerTime:
     own = [event for event in told if event.get("own", True)]
-    spent = {step: sum(event["seconds"].get(step, 0.0) for event in told) for step in STEPS}
+    spent = {step: sum(event["seconds"][index] for event in told) for index, step in enumerate(STEPS)}
     inner_s, waited_s = spent.pop("inner"), spent.pop("exchange")
     tokens = sum(event.get("inner_tokens") or 0 for event in own)
     return PeerTime(peer, len(own), tokens, inner_s, waited_s, sum(spent.values()))
@@ -398,36 +466,30 @@ def _time(peer: str, told: Sequence[Event]) -> PeerTime:
 def _hardware(events: Sequence[Event]) -> list[Hardware]:
     """By peer, of those that told."""
     starts: dict[str, Event] = {}
-    told: dict[str, list[Event]] = defaultdict(list)
+    used: dict[str, Event] = {}
     for event in events:
         if event["kind"] == "start":
             starts[event["peer"]] = event
-            told.pop(event["peer"], None)
+            used.pop(event["peer"], None)
         elif event["kind"] == "usage" and event["peer"] in starts:
-            told[event["peer"]].append(event)
-    return [_hardware_of(starts[peer], usages) for peer, usages in sorted(told.items())]
+            used[event["peer"]] = event
+    return [_hardware_of(starts[peer], usage) for peer, usage in sorted(used.items())]
 
 
-def _hardware_of(start: Event, usages: Sequence[Event]) -> Hardware:
+def _hardware_of(start: Event, usage: Event) -> Hardware:
     def rate(amount: float | None, over: float | None) -> float | None:
         return amount / over if amount is not None and over else None
 
-    inner_s, wall_s = (sum(event[name] for event in usages) for name in ("inner_s", "wall_s"))
+    inner_s, wall_s, flops, spent = usage["inner_s"], usage["wall_s"], usage.get("flops"), usage["phases"]
     ranks, peak = start.get("ranks") or 1, start.get("peak_flops_per_rank")
     peak_of_all = None if peak is None else peak * ranks
-    known = [event["flops"] for event in usages if event.get("flops") is not None]
-    flops = sum(known) if known else None
-    spent: dict[str, float] = defaultdict(float)
-    for event in usages:
-        for name, seconds in event["phases"].items():
-            spent[name] += seconds
-    memory = [(rank["host_peak_bytes"], rank["device_peak_bytes"]) for rank in usages[-1]["memory"]]
+    memory = [(rank["host_peak_bytes"], rank["device_peak_bytes"]) for rank in usage["memory"]]
     return Hardware(
         peer=start["peer"],
         device=str(start.get("device") or ""),
         ranks=ranks,
         mesh=start.get("mesh") or {},
-        tokens_per_s=rate(sum(event["inner_tokens"] for event in usages), inner_s),
+        tokens_per_s=rate(usage["inner_tokens"], inner_s),
         flops_per_s=rate(flops, inner_s),
         mfu=rate(rate(flops, inner_s), peak_of_all),
         mfu_wall=rate(rate(flops, wall_s), peak_of_all),
@@ -438,19 +500,22 @@ def _hardware_of(start: Event, usages: Sequence[Event]) -> Hardware:
 
 def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
     """A peer tells of a version when it stands on it: it waited until average, outer step and merge began."""
-    waits = []
-    for event in timed:
-        seconds = event["seconds"]
-        stop_s = clock(event["time"]) - sum(seconds.get(step, 0.0) for step in ("average", "outer", "merge"))
-        waits.append(Stay(event["peer"], max(stop_s - seconds.get("exchange", 0.0), 0.0), max(stop_s, 0.0)))
-    longest = sorted(waits, key=lambda wait: wait.start_s - wait.stop_s)[:MOST_WAITS]
+
+    def wait(event: Event) -> Stay:
+        seconds = dict(zip(STEPS, event["seconds"], strict=True))
+        stop_s = clock(event["time"]) - sum(seconds[step] for step in ("average", "outer", "merge"))
+        return Stay(event["peer"], max(stop_s - seconds["exchange"], 0.0), max(stop_s, 0.0))
+
+    longest = nsmallest(MOST_WAITS, map(wait, timed), key=lambda wait: wait.start_s - wait.stop_s)
     return sorted(longest, key=lambda wait: wait.start_s)
 
 
 def _flights(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
-    flown = [(event["peer"], clock(event["time"]), event["flight_s"]) for event in timed if event.get("flight_s")]
-    stays = [Stay(peer, max(stop_s - flight_s, 0.0), stop_s) for peer, stop_s, flight_s in flown]
-    return stays if len(stays) <= MOST_FLIGHTS else []
+    flown = [event for event in timed if event.get("flight_s")]
+    if len(flown) > MOST_FLIGHTS:
+        return []
+    ends = [(event["peer"], clock(event["time"]), event["flight_s"]) for event in flown]
+    return [Stay(peer, max(stop_s - flight_s, 0.0), stop_s) for peer, stop_s, flight_s in ends]
 
 
 def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
@@ -460,7 +525,21 @@ def _curve(events: Sequence[Event], versions: Sequence[Version]) -> Curve:
 
     start = [event["val_loss"] for event in events if event["kind"] == "eval" and event.get("version") == 0][:1]
     before = [Point(loss, 0.0, 0.0, 0.0) for loss in start if loss is not None]
-    return Curve("diloco", "DiLoCo", points(lambda row: row.loss), before + points(lambda row: row.val_loss))
+    train, held_out = points(lambda row: row.loss), before + points(lambda row: row.val_loss)
+    some = held_out[:: -_group(held_out)][::-1]  # the last of them in any case
+    return Curve("diloco", "DiLoCo", _averaged(train), some)
+
+
+def _averaged(points: Sequence[Point]) -> list[Point]:
+    """Of many, the mean loss of each group, where its last one stood."""
+    size = _group(points)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [replace(group[-1], loss=fmean(point.loss for point in group)) for group in groups]
+
+
+def _group(points: Sequence[Point]) -> int:
+    """How many of them are one of MOST_POINTS."""
+    return -(-len(points) // MOST_POINTS) or 1
 
 
 def _baseline(folder: Path, points: int) -> Curve:

@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -77,6 +77,11 @@ NICE_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 60
 """Distances of ticks on a time axis, in seconds."""
 WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
 """Widths of figures and size of their text; one point is shown as about one CSS pixel."""
+MOST_ROWS = 400
+"""Of the table of versions. Of more, a quarter for the newest, a quarter for those with something to say, and half for
+the rest, some to a row."""
+PLACES = 300
+"""Along the time axis: of the same that happened to a peer at one of them, one is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +215,12 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
             row, color = peers.index(flight.peer) + 0.36, ink["average"]
             axes.plot((flight.start_s, flight.stop_s), (row, row), color=color, lw=1.5, solid_capstyle="butt")
             axes.plot(flight.stop_s, row, "o", ms=3.5, mew=0, color=color)
-    for mark in run.marks:
-        if mark.peer in peers and mark.kind in MARKERS:
-            color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
-            row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
-            axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
+    place_s = max((stay.stop_s for stay in run.stays), default=0.0) / PLACES or 1.0
+    marks = [mark for mark in run.marks if mark.peer in peers and mark.kind in MARKERS]
+    for mark in {(mark.peer, mark.kind, mark.at_s // place_s): mark for mark in marks}.values():
+        color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
+        row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
+        axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
     for at_s in run.resumed_s:
         axes.axvline(at_s, color=ink["muted"], lw=1, ls=(0, (3, 3)))
     axes.set_yticks(range(len(peers)), [readable_text(peer, 20) for peer in peers], parse_math=False)
@@ -364,6 +370,7 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
         cards=list(_cards(run)),
         methods=outcomes(run.summary),
         tables=tables,
+        rows=_rows(run.versions),
         steps=steps,
         phases=[name for name in PHASES if any(one.phases.get(name) for one in run.hardware)],
         attempts=any(row.attempts for row in run.versions),
@@ -375,6 +382,47 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
         view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
         step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if steps else [],
         nothing=NOTHING,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of the table of versions: one of them, or the versions from `first` on as one."""
+
+    first: int
+    of: int
+    shown: Version
+
+
+def _rows(versions: Sequence[Version]) -> list[Row]:
+    if len(versions) <= MOST_ROWS:
+        return [Row(row.version, 1, row) for row in versions]
+    older, newest = versions[: -MOST_ROWS // 4], versions[-MOST_ROWS // 4 :]
+    full = [row for row in older if row.notes or len(row.digests) > 1][-MOST_ROWS // 4 :]
+    size = -(-len(older) // (MOST_ROWS // 2))
+    groups = [older[start : start + size] for start in range(0, len(older), size)]
+    folded = [Row(group[0].version, len(group), _as_one(group)) for group in groups]
+    rows = [*folded, *(Row(row.version, 1, row) for row in (*full, *newest))]
+    return sorted(rows, key=lambda row: (row.first, -row.of))
+
+
+def _as_one(group: Sequence[Version]) -> Version:
+    """The last of them, with what the others say beside it."""
+    losses = [row.loss for row in group if row.loss is not None]
+    spreads = [row.spread for row in group if row.spread is not None]
+    fewest = min(group, key=lambda row: row.counted)
+    notes = sum(len(row.notes) for row in group)
+    return replace(
+        group[-1],
+        counted=fewest.counted,
+        members=fewest.members,
+        loss=fmean(losses) if losses else None,
+        val_loss=next((row.val_loss for row in reversed(group) if row.val_loss is not None), None),
+        tokens_per_s=fmean(row.tokens_per_s for row in group),
+        attempts=max(row.attempts for row in group),
+        digests=max((row.digests for row in reversed(group)), key=len),
+        spread=fmean(spreads) if spreads else None,
+        notes=[f"{notes} note{'' if notes == 1 else 's'}"] if notes else [],
     )
 
 

@@ -89,16 +89,16 @@ class Events:
             self._descriptor = None
 
 
-def read_events(path: Path, thinned: str = "") -> list[Event]:
-    """All whole events of a file, in order; none for a file that is not there.
+def read_events(path: Path, thinned: str = "") -> Iterator[Event]:
+    """All whole events of a file, in order, each as it is asked for; none for a file that is not there.
 
     Where many of kind `thinned` follow each other, only the first and the last, which costs neither time nor memory.
     """
     if not path.is_file():
-        return []
+        return
     with path.open("rb") as file:
         lines = _thinned(file, f'"kind":"{thinned}"'.encode()) if thinned else file
-        return [event for line in lines if (event := _parse(line)) is not None]
+        yield from (event for line in lines if (event := _parse(line)) is not None)
 
 
 def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:

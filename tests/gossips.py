@@ -129,6 +129,10 @@ class Gossiper:
     def die(self) -> None:
         """No goodbye: connections to it are refused from now on."""
         self.dead = True
+        self.close()
+
+    def close(self) -> None:
+        self.peer.close()
         self.runtime.close()
 
 
@@ -189,7 +193,7 @@ class World:
     def close(self) -> None:
         for peer in self.peers:
             if not peer.dead:
-                peer.peer.close()
-                peer.runtime.close()
+                peer.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+        self.loop.close()

@@ -201,4 +201,5 @@ class LocalWorld:
             peer.peer.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)
+        self.loop.close()
         self.pool.shutdown(wait=False)

@@ -104,6 +104,14 @@ def test_a_group_without_parameters_is_a_mistake(groups: list[list[str]], cause:
     assert (raised.value.cause + raised.value.fix).isprintable()
 
 
+def test_of_many_parameters_those_with_names_like_an_empty_groups_are_told() -> None:
+    names = [f"blocks.{layer}.{part}.weight" for layer in range(4) for part in ("attn.q", "ffn_norm", "ffn.up")]
+    with pytest.raises(ConfigError) as raised:
+        Layout.of([(name, (3,)) for name in ("embed.weight", *names)], groups=[["embed.*"], ["*.fnn_norm.*"]])
+    assert "no parameter that groups before it leave has such a name" in raised.value.cause
+    assert "leave: 'blocks.0.ffn_norm.weight', 'blocks.1.ffn_norm.weight'" in raised.value.fix
+
+
 def test_a_strangers_glob_takes_no_time() -> None:
     """What a regular expression of the same shape would not finish in a year."""
     begun_s = monotonic()

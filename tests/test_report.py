@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,6 +13,7 @@ from diloco import history
 from diloco.errors import ResourceError, UsageError
 from diloco.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
 from diloco.report import Table, write_plot, write_report
+from diloco.telemetry import STEPS
 from tests.helpers_events import (
     DYING,
     LATE,
@@ -362,6 +364,25 @@ def test_a_run_of_hundreds_of_versions_stays_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(queued=False)
+def test_older_versions_of_a_long_run_share_rows(tmp_path: Path) -> None:
+    events = [version("a", n, float(n), loss=1000.0 - n, counted=["a", "b"][: 1 + (n != 3)]) for n in range(1, 1101)]
+    skip = {"t": 7.0, "time": 107.4, "peer": "a", "kind": "skip", "version": 7, "reason": "r7"}
+    skips = [skip, {**skip, "time": 1199.4, "version": 1099, "reason": "r1099"}]
+    often = [{**skip, "time": 200.0 + n / 100, "version": 9999} for n in range(10_000)]  # of none that is shown
+    write_events(tmp_path / "events.jsonl", [*events, *skips, *often])
+    page = page_of(tmp_path)
+    rows = [[cell.text for cell in row.findall("td")] for row in page.findall(".//section/div[@tabindex]/table/tr")]
+    shown = {row[0]: row for row in rows[1:]}
+    assert list(shown)[:4] == ["1 to 5", "6 to 10", "7", "11 to 15"]
+    assert list(shown)[-101:-98] == ["996 to 1000", "1001", "1002"]
+    assert len(shown) == 200 + 100 + 1
+    assert shown["1 to 5"][1:4] == ["5,000", "1 of 2", "997.000"]
+    assert [shown[name][-1] for name in ("6 to 10", "7", "1099")] == ["1 note", "a skipped: r7", "a skipped: r1099"]
+    assert "1100 in all; the table scrolls. Of the older ones, 5 share a row" in text_of(page)
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
+@pytest.mark.slow(queued=False)
 def test_the_report_of_the_same_run_is_the_same(tmp_path: Path) -> None:
     write_run(tmp_path, versions=1)
     first = write_report(tmp_path).read_bytes()
@@ -424,6 +445,35 @@ def test_a_month_of_signs_of_life_is_read_by_its_ends(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert [row.at_s for row in run.versions] == [0.0, 2.0]
     assert [event["kind"] for event in history._events(path)] == ["version", "progress", "progress", "version"]
+
+
+def test_a_month_of_versions_fits_in_memory(tmp_path: Path) -> None:
+    digest, seconds = "0123456789abcdef" * 4, dict.fromkeys(STEPS, 0.123456)
+    more = {"lineage": digest, "blocks": [[1000, 1020]], "seconds": seconds, "lr": 1e-3, "flight_s": None}
+    versions = [version("a", n, n, **more, loss=2.5, state_digest=f"{n:064x}") for n in range(1, 1001)]
+    used = [usage(n, mfu=0.4, mfu_wall=0.3, flops_per_s=1e12, flops_per_s_wall=1e12) for n in range(1, 1001)]
+    told = [event for pair in zip(versions, used, strict=True) for event in pair]
+    write_events(tmp_path / "events.jsonl", [{**told[0], "kind": "start", "ranks": 2}, *told])
+    tracemalloc.start()
+    run = read_run(tmp_path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(run.versions) == 1000
+    assert run.hardware[0].tokens_per_s == 500
+    assert run.hardware[0].phases["forward"] == 500
+    assert peak_bytes < 4_000 * len(run.versions)  # of one peer: each row of the report is its own
+
+
+def test_a_curve_of_a_long_run_has_some_hundred_points(tmp_path: Path) -> None:
+    events = [version("a", n, float(n), loss=float(n)) for n in range(1, 2001)]
+    evals = [{**events[n - 1], "kind": "eval", "val_loss": float(n)} for n in range(1, 2001)]
+    write_events(tmp_path / "events.jsonl", [*events, *evals])
+    run = read_run(tmp_path)
+    train, held_out = run.curves[0].train, run.curves[0].held_out
+    assert [(point.loss, point.tokens) for point in train[:2]] == [(2.5, 4000), (6.5, 8000)]
+    assert (train[-1].tokens, held_out[-1].loss, held_out[-2].loss) == (2_000_000, 2000, 1996)
+    assert len(train) == len(held_out) == 500
+    assert run.summary["val_loss"] == 2000
 
 
 def test_notes_stand_at_their_version(tmp_path: Path) -> None:

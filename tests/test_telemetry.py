@@ -73,7 +73,7 @@ def test_a_restart_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
 def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / "e").write_bytes(b'{"kind":"a"}\n\x00\xff\x00\n[1]\n{"no":"kind"}\n{"kind":"b"}\n{"kind":')
     assert [event["kind"] for event in read_events(tmp_path / "e")] == ["a", "b"]
-    assert read_events(tmp_path / "missing") == []
+    assert list(read_events(tmp_path / "missing")) == []
 
 
 def test_a_full_disk_ends_the_writing_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
