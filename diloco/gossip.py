@@ -173,7 +173,7 @@ class GossipPeer:
         if welcome is not None:
             self.exchange.greet(welcome.members[0])
             self.exchange.meet(welcome.members[1:])
-        self._presence = Presence(self.gate.directory, self.exchange)
+        self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
         self._on_met([self.name])
         self.events.emit("listening", address=self.address, ticket=self.ticket)
 

@@ -126,21 +126,20 @@ class Gate:
         return contract
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others."""
+        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others,
+        and `Presence` tries again."""
         network = self.site.network
         if self.welcome is None and (warning := known_here_only(network)):
             warn(warning)
         host, _ = split_address(network.listen)
-        bootstrap = self.welcome.directory if self.welcome is not None else ()
-        try:
-            self.directory.open(run, bootstrap, host, network.dht_port)
-        except (UnreachableError, UsageError) as error:  # nobody is there; or those addresses, a member's, are none
-            warn(f"{error.cause}; going on without it")
-            self.directory.close()
-            self.directory = Directory()
-            self.directory.open(run, (), host, network.dht_port)
+        self.directory.open(run, host, network.dht_port)
         if not self.directory.addresses:
             warn("the peer directory is slow to start: going on without it until it has")
+        elif self.welcome is not None and self.welcome.directory:
+            try:
+                self.directory.join(self.welcome.directory)
+            except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
+                warn(f"{error.cause}; going on without it, and trying again later")
 
     def close(self) -> None:
         """End link, server and directory."""
@@ -277,7 +276,7 @@ class Peer:
             self._meet_members(welcome)
             self._get_state(welcome)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
-        self._presence = Presence(self.gate.directory, self.exchange)
+        self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
         self.events.emit("listening", address=self.address, ticket=self.ticket)
 
     def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:

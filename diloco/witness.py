@@ -92,7 +92,7 @@ class Witness:
         self.exchange.meet(welcome.members)
         self.exchange.report(Progress(phase=Phase.JOINING))
         self.events.emit("listening", address=address, ticket=f"{address}/{self.contract.digest[:12]}")
-        return Presence(gate.directory, self.exchange)
+        return Presence(gate.directory, self.exchange, gate.runtime.answer_of)
 
     def _vote(self, stop: Callable[[], bool]) -> str:
         refused_s = monotonic_s()

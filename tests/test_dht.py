@@ -20,12 +20,14 @@ import pytest
 
 from diloco.config import Site
 from diloco.errors import ResourceError, UnreachableError, UsageError
+from diloco.exchange import presence as presence_module
 from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, Directory, _parse_record
 from diloco.exchange.link import Welcome
 from diloco.exchange.presence import Presence
 from diloco.exchange.sockets import _socket_inodes
 from diloco.peer import Gate
 from diloco.types import Member
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 NOBODY = "12D3KooWRewQaQbxfswwda6yHi83rGL497ErE691b7UYGoAmfTj5"
 
@@ -220,10 +222,13 @@ def test_says_that_nobody_answers() -> None:
 def test_gives_up_on_a_silent_address_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody ever answers
         silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{NOBODY}"
-        started = time.monotonic()
-        with pytest.raises(UnreachableError):
-            Directory.start("run", [silent], timeout_s=2.0)
-        assert time.monotonic() - started < 6.0
+        with closing(Directory.start("run")) as directory:
+            assert directory.announce(member("a"), version=0, timeout_s=60.0)
+            started = time.monotonic()
+            with pytest.raises(UnreachableError):
+                directory.join([silent], timeout_s=2.0)
+            assert time.monotonic() - started < 4.0
+            assert set(directory.lookup(timeout_s=60.0)) == {"a"}
 
 
 # ---------------------------------------------------------------- hostile and broken surroundings
@@ -331,6 +336,7 @@ OWNER = """
 import os, signal, time
 from diloco.exchange.dht import Directory
 from diloco.types import Member
+from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 directory = Directory.start("run")
 if os.fork() == 0:  # as a data loader's worker: holds our end of the directory's pipe open
@@ -425,7 +431,7 @@ def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkey
         assert becomes(lambda: gate.directory.announce(member("a"), version=0), 60.0)
         assert gate.directory.addresses
         exchange = Exchanging()
-        presence = Presence(gate.directory, exchange)
+        presence = Presence(gate.directory, exchange, gate.runtime.answer_of)
         assert becomes(lambda: exchange.directory == gate.directory.addresses)
         presence.end()
     finally:
@@ -435,8 +441,97 @@ def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkey
 class Exchanging:
     """Who is announced, as far as that is told."""
 
-    me, version, alone = member("a"), 1, False
+    version, alone = 1, False
     directory: tuple[str, ...] = ()
+
+    def __init__(self, name: str = "a", *others: Member) -> None:
+        self.me, self.others = member(name), others
+
+
+# ---------------------------------------------------------------- what keeps it whole
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers look after their directory all the time."""
+    monkeypatch.setattr(presence_module, "LOOK_AGAIN_S", 0.2)
+    monkeypatch.setattr(presence_module, "ANNOUNCE_EVERY_S", 0.2)
+    monkeypatch.setattr(presence_module, "MOST_PAUSE_S", 1.0)
+
+
+class Kept:
+    """A peer's directory, with what looks after it. `told`: the addresses that the other one, when asked, tells of."""
+
+    def __init__(self, directory: Directory, name: str, other: str, told: Callable[[], Sequence[str]]) -> None:
+        self.directory = directory
+        self.exchange = Exchanging(name, member(other))
+        self.presence = Presence(
+            directory,
+            self.exchange,
+            lambda _: Welcome(b"", "lineage", 0, True, (member(other),), tuple(told()), "layout", "data"),
+        )
+
+    def finds(self, *names: str) -> bool:
+        return becomes(lambda: set(self.directory.lookup()) == set(names), 120.0)
+
+    def close(self) -> None:
+        self.presence.stop()
+        self.directory.close()
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.usefixtures("impatient")
+def test_who_finds_nobody_in_the_directory_joins_it_later(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"]
+    with (
+        closing(Kept(Directory.start("run"), "a", "b", lambda: ())) as a,
+        closing(Kept(Directory.start("run"), "b", "a", lambda: told)) as b,
+    ):
+        assert becomes(lambda: "/tcp/1/" in caplog.text, 60.0)
+        assert set(b.directory.lookup()) <= {"b"}
+        told[:] = a.directory.addresses
+        assert b.finds("a", "b")
+        assert a.finds("a", "b")
+        with closing(Directory.start("run", b.directory.addresses)) as late:  # who asks the joiner finds all
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 60.0)
+    said = [record for record in caplog.records if "/tcp/1/" in record.message]
+    assert len(said) == 1
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.usefixtures("impatient")
+def test_a_directory_whose_p2pd_dies_comes_back(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its node took records, and found its own, as if all were well."""
+    at: dict[str, Sequence[str]] = {"a": (), "b": ()}
+    with (
+        closing(Kept(Directory.start("run"), "a", "b", lambda: at["b"])) as a,
+        closing(Kept(Directory.start("run", a.directory.addresses), "b", "a", lambda: at["a"])) as b,
+    ):
+        at.update(a=a.directory.addresses, b=b.directory.addresses)
+        assert a.finds("a", "b")
+        node, before = leader_of(a.directory), a.directory.addresses
+        (p2pd,) = set(session(node)) - {node}
+        os.kill(p2pd, signal.SIGKILL)
+        assert becomes(lambda: leader_of(a.directory) != node, 60.0)
+        assert becomes(lambda: a.exchange.directory not in ((), before), 120.0)
+        assert not session(node)
+        at.update(a=a.exchange.directory)
+        assert a.finds("a", "b")
+        assert b.finds("a", "b")
+        with closing(Directory.start("run", a.exchange.directory)) as late:
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 60.0)
+    assert caplog.text.count("starting it again") == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_closed_directory_is_not_revived() -> None:
+    directory = Directory.start("run")
+    directory.close()
+    assert not directory.revive()
+    assert not session(leader_of(directory))
 
     def meet(self, members: Sequence[Member]) -> None:
         """Nobody looks."""
@@ -447,3 +542,31 @@ def test_a_directory_that_dies_before_it_started_is_told_of() -> None:
     os.killpg(leader_of(directory), signal.SIGKILL)
     with closing(directory), pytest.raises(ResourceError, match="did not start"):
         directory.open("run")
+
+
+def directory_of(peer: PeerProcess) -> int:
+    """The pid of a peer's directory process."""
+    pid = json.loads((peer.directory / "peer.json").read_text())["pid"]
+    children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return next(
+        int(child) for some in children for child in some if b"run_node" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+
+
+@pytest.mark.slow
+def test_peers_find_the_run_through_who_joined_while_its_directory_was_silent(tmp_path: Path) -> None:
+    settings = ("--set", "device.step_s=0.05", "--set", "storage.checkpoint_every=0")
+    with ending([]) as peers:
+        peers.append(PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)), *settings))
+        ticket = peers[0].ticket()
+        silent = directory_of(peers[0])
+        os.killpg(silent, signal.SIGSTOP)
+        try:
+            peers.append(PeerProcess("b", tmp_path, "--join", ticket, *settings))
+            door = peers[1].ticket()
+        finally:
+            os.killpg(silent, signal.SIGCONT)
+        assert any("trying again later" in event["text"] for event in peers[1].events("warning"))
+        addresses = json.loads(run_cli("status", door, "--json").stdout)["directory"]
+        with closing(Directory.start("tiny", addresses)) as late:
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 120.0)

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from diloco.checkpoint import save
 from diloco.clock import new_incarnation
 from diloco.config import Contract, NetworkSection, Site, load_contract
-from diloco.island.elastic import SINCE
+from diloco.island.elastic import SINCE, WELL_S
 from diloco.launch import come_back, event_card
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
 from diloco.options import PeerOptions
@@ -284,6 +286,66 @@ def test_who_went_back_to_an_older_checkpoint_does_not_go_on_from_what_it_left(
     kept(tmp_path / "me", contract, ME, version=11)
     written(tmp_path / "me", contract, made(11, ME), founds=False, version=3)
     assert come_back(PeerOptions(None, None, None, saved), Site(), None).resume == tmp_path / "me"
+
+
+# ---------------------------------------------------------------- launchers
+
+RANK = """
+import os
+from pathlib import Path
+from diloco.clock import new_incarnation
+from diloco.island.elastic import of_this_launch, restarted
+if not restarted():
+    os._exit(1)
+Path({told!r}).write_text(f"{{of_this_launch(new_incarnation() - 3600 * 10**6)}} {{of_this_launch(new_incarnation())}}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells when torchrun began")
+def test_under_torchrun_a_life_from_before_it_was_started_is_another(tmp_path: Path) -> None:
+    """A rank that is started again took an old folder for that of its present launch."""
+    told, script = tmp_path / "told", tmp_path / "rank.py"
+    script.write_text(RANK.format(told=str(told)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1"]
+    subprocess.run([*launcher, str(script)], check=True, timeout=240)
+    assert told.read_text() == "False True"
+
+
+LAUNCHER = """
+import logging, sys
+from pathlib import Path
+from diloco.island import elastic
+logging.basicConfig()
+elastic.RESTARTS = 1
+elastic.monotonic_s = lambda: float(Path("clock").read_text())
+run_once = elastic.run_once
+elastic.run_once = lambda ranks, module, arguments, leave_s: run_once(ranks, "dies", arguments, leave_s)
+sys.exit(elastic.run_ranks(1, [], 1.0))
+"""
+DIES = """
+import os
+from pathlib import Path
+life, clock = int(os.environ["DILOCO_LIFE"]), Path("clock")
+with Path("lives").open("a") as lives:
+    print(life, file=lives)
+clock.write_text(str(float(clock.read_text()) + {seconds}[life]))
+os._exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "lives"), [([9, 9], 2), ([9, WELL_S, 9], 3), ([9, WELL_S, WELL_S, WELL_S - 1], 4)])
+def test_a_life_of_an_hour_forgives_the_losses_before(tmp_path: Path, seconds: list[float], lives: int) -> None:
+    """It may lose one rank in quick succession, here. In a month it lost more than it was ever allowed."""
+    (tmp_path / "dies.py").write_text(DIES.format(seconds=seconds))
+    (tmp_path / "clock").write_text("0")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", LAUNCHER]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1
+    assert (tmp_path / "lives").read_text().split() == [str(life) for life in range(lives)]
+    assert "lost a rank 2 times, each within 60 minutes of the one before: it is not started again" in ended.stderr
 
 
 # ---------------------------------------------------------------- real processes

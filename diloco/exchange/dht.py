@@ -10,8 +10,8 @@ a child forked from a process with gRPC's threads hangs as soon as hivemind touc
     peer process --pipe--> directory process (hivemind.dht.DHTNode) --UNIX socket--> p2pd --TCP--> other peers' p2pd
 
 Both sit in a session of their own, so that Ctrl-C reaches only the peer, which leaves gracefully while its directory
-still works; both end when the peer does, however it ends. Only what `Directory.start` is told is listened on and
-dialled: no relay, no NAT probing, no port mapping, no multicast, no public bootstrap nodes.
+still works; both end when the peer does, however it ends, and the node when its p2pd does. Only what `open` and `join`
+are told is listened on and dialled: no relay, no NAT probing, no port mapping, no multicast, no public bootstrap nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -66,8 +66,13 @@ class Directory:
         """Start the directory's process, which imports hivemind (2 CPU-s) and then waits for `open`."""
         self.addresses: tuple[str, ...] = ()
         """Multiaddrs, `/ip4/HOST/tcp/PORT/p2p/ID`: what others give as `bootstrap`."""
-        self._pipe, inner = mp.Pipe()
         self._lock = threading.Lock()
+        self._settings: _Settings | None = None
+        self._closed = False
+        self._launch()
+
+    def _launch(self) -> None:
+        self._pipe, inner = mp.Pipe()
         self._answer_due = True  # the first says whether the node started
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(inner.fileno()), str(os.getpid())],
@@ -82,37 +87,63 @@ class Directory:
     def start(
         cls, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
     ) -> Directory:
-        """A directory that is open. Raises as `open` does."""
+        """A directory that is open, and in that of `bootstrap`, if there is any. Raises as `open` and `join` do."""
         directory = cls()
         try:
-            directory.open(run, bootstrap, host, port, timeout_s)
+            directory.open(run, host, port, timeout_s)
+            if bootstrap:
+                directory.join(bootstrap, timeout_s)
         except BaseException:
             directory.close()
             raise
         return directory
 
-    def open(
-        self, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
-    ) -> None:
+    def open(self, run: str, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> None:
         """Start the node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
 
-        Raises UsageError (a bootstrap address makes no sense), ResourceError (host or port cannot be listened on,
-        p2pd does not run) and UnreachableError (no bootstrap address answers; known within 0.5 s when refused,
-        5 s when silent, `timeout_s` at the latest). A first node that is only slow, on a machine under load, has no
-        `addresses` when this returns, and gets them with the first question that it answers.
+        Raises ResourceError (host or port cannot be listened on, p2pd does not run). A node that is only slow, on a
+        machine under load, has no `addresses` when this returns, and gets them with the first question that it answers.
+        """
+        self._settings = _Settings(run, _listen_address(host, port), timeout_s)
+        with suppress(OSError):  # it died: the answer says so
+            self._pipe.send(self._settings)
+        answer = self._receive(time.monotonic() + timeout_s)
+        if isinstance(answer, tuple):
+            self.addresses = answer
+        elif answer is not None or not self._lives():
+            cause = f"the peer directory did not start: {answer or 'no answer'}"
+            raise ResourceError(cause, "check that hivemind's p2pd runs here")
+
+    def join(self, bootstrap: Sequence[str], timeout_s: float = 10.0) -> None:
+        """Become one with the directory of which these are addresses: of one node, or of several.
+
+        Raises UsageError (an address makes no sense) and UnreachableError (none answers; known within 0.5 s when
+        refused, 5 s when silent, `timeout_s` at the latest): then all is as before.
         """
         for address in bootstrap:
             if not _ADDRESS.fullmatch(address):
                 raise UsageError(f"not a directory address: {address!r}", "write /ip4/HOST/tcp/PORT/p2p/ID")
-        settings = _Settings(run, tuple(bootstrap), _listen_address(host, port), timeout_s)
-        with suppress(OSError):  # it died: the answer says so
-            self._pipe.send(settings)
-        answer = self._receive(time.monotonic() + timeout_s)
-        if answer is None and not bootstrap and self._lives():
-            return
-        if not isinstance(answer, tuple):
-            raise _start_error(bootstrap, answer or "no answer")
-        self.addresses = answer
+        why = self._ask(("join", tuple(bootstrap)), timeout_s)
+        if why != "":
+            raise UnreachableError(
+                f"no peer directory answers at {', '.join(bootstrap)}: {why or 'no answer'}",
+                "check that a peer of the run lives there and that its directory's port is open from here",
+            )
+
+    def revive(self) -> bool:
+        """Start the node again if its process has ended, as it does when its p2pd dies. Whether it had.
+
+        The new one has other `addresses`, from when it answers the first question, and knows no other node.
+        """
+        with self._lock:
+            if self._closed or self._settings is None or self._process.poll() is None:
+                return False
+            self._end(0.0)
+            self.addresses = ()
+            self._launch()
+            with suppress(OSError):  # it died at once: so the next call finds it
+                self._pipe.send(self._settings)
+            return True
 
     def announce(self, member: Member, version: int, ttl_s: float = TTL_S, timeout_s: float = 5.0) -> bool:
         """Tell for `ttl_s` where `member` is and how far. False, and a log line, if not done within `timeout_s`."""
@@ -133,6 +164,12 @@ class Directory:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """End the node and its p2pd: gracefully, or by force after `timeout_s`."""
+        self._closed = True
+        self._process.terminate()  # whoever waits for its answer now waits no more
+        with self._lock:
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -199,22 +236,12 @@ def _listen_address(host: str, port: int) -> str:
     return f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{address[0]}/tcp/{port}"
 
 
-def _start_error(bootstrap: Sequence[str], cause: str) -> UnreachableError | ResourceError:
-    if bootstrap:
-        return UnreachableError(
-            f"no peer directory answers at {', '.join(bootstrap)}: {cause}",
-            "check that a peer of the run lives there and that its directory's port is open from here",
-        )
-    return ResourceError(f"the peer directory did not start: {cause}", "check that hivemind's p2pd runs here")
-
-
 # ---------------------------------------------------------------- the directory's process
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
     run: str
-    bootstrap: tuple[str, ...]
     listen: str
     timeout_s: float
 
@@ -243,10 +270,12 @@ async def _serve(pipe: Connection, parent: int) -> None:
     except (P2PDaemonError, RuntimeError, TimeoutError) as error:
         pipe.send(str(error) or "no answer")
         return
+    watching = asyncio.create_task(_end_without(node.p2p._child, asyncio.current_task()))
     try:
         pipe.send(tuple(str(address) for address in await node.get_visible_maddrs()))
         await _answer_questions(pipe, _Records(node, settings.run))
     finally:
+        watching.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
 
@@ -273,7 +302,7 @@ def _end_with(parent: int) -> None:
 
     def end_if_orphaned() -> None:
         if os.getppid() != parent:
-            _end_orphaned(task)
+            _end_silently(task)
 
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     # The kernel also sends it when only the thread that forked us ends: then the parent is still the parent.
@@ -283,8 +312,16 @@ def _end_with(parent: int) -> None:
     end_if_orphaned()  # it may have died before it was watched
 
 
-def _end_orphaned(task: asyncio.Task[Any]) -> None:
-    """The parent is gone. What hivemind says while it ends is for nobody: its terminal is somebody else's now."""
+async def _end_without(p2pd: Any, task: asyncio.Task[Any] | None) -> None:
+    """Without p2pd hivemind's node goes on as if all were well: it stores records nowhere, and finds its own."""
+    await p2pd.wait()
+    assert task is not None
+    _end_silently(task)
+
+
+def _end_silently(task: asyncio.Task[Any]) -> None:
+    """The parent is gone, or p2pd. What hivemind says while it ends is for nobody: the parent's terminal is somebody
+    else's now; or the parent says what happened."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -307,7 +344,6 @@ async def _start_node(settings: _Settings) -> Any:
     from hivemind.dht import DHTNode
 
     return await DHTNode.create(
-        initial_peers=list(settings.bootstrap),
         host_maddrs=[settings.listen],
         record_validator=_Bounds(settings.run),
         startup_timeout=settings.timeout_s,
@@ -317,7 +353,7 @@ async def _start_node(settings: _Settings) -> Any:
         cache_nearest=0,
         cache_on_store=False,
         cache_refresh_before_expiry=0,
-        # Nothing leaves for anywhere but the bootstrap addresses and the peers found through them.
+        # Nothing leaves for anywhere but the addresses that `join` is told and the peers found through them.
         auto_nat=False,
         nat_port_map=False,
         use_relay=False,
@@ -338,7 +374,7 @@ async def _answer_questions(pipe: Connection, records: _Records) -> None:
             questions.put_nowait(pipe.recv())
         except (EOFError, OSError):  # the parent is gone (where there is no PR_SET_PDEATHSIG)
             loop.remove_reader(pipe.fileno())
-            _end_orphaned(task)
+            _end_silently(task)
 
     loop.add_reader(pipe.fileno(), receive)
     while True:
@@ -359,7 +395,32 @@ class _Records:
         self._expires_at: dict[str, float] = {}
 
     async def answer(self, kind: str, *arguments: Any) -> Any:
-        return await (self.store(*arguments) if kind == "store" else self.lookup())
+        kinds: dict[str, Callable[..., Awaitable[Any]]] = {
+            "join": self.join,
+            "store": self.store,
+            "lookup": self.lookup,
+        }
+        return await kinds[kind](*arguments)
+
+    async def join(self, addresses: Sequence[str]) -> str:
+        """Meet the nodes at these addresses. Empty when one of them answers; else why none does."""
+        causes = await asyncio.gather(*map(self._meet, addresses))
+        if all(causes):
+            return "; ".join(causes)
+        await self._node.find_nearest_nodes([self._node.node_id])  # who is near us is to know us, too
+        return ""
+
+    async def _meet(self, address: str) -> str:
+        from hivemind.p2p import P2PDaemonError, PeerID
+        from hivemind.utils.networking import Multiaddr
+
+        try:
+            place, _, name = address.rpartition("/p2p/")
+            peer = PeerID.from_base58(name)
+            await self._node.p2p._client.connect(peer, [Multiaddr(place)])
+        except (P2PDaemonError, OSError, EOFError, ValueError) as error:
+            return " ".join(str(error).split()) or type(error).__name__
+        return "" if await self._node.protocol.call_ping(peer, validate=True, strict=False) else "no answer to a ping"
 
     async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
         # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws.

@@ -156,6 +156,11 @@ class Exchange(Background):
         return not self.in_view or self.machine.alone
 
     @property
+    def others(self) -> Sequence[Member]:
+        """Members of the view that are not suspected, without this peer."""
+        return [member for member in self.machine.alive() if member != self.machine.me]
+
+    @property
     def in_view(self) -> bool:
         """Whether this peer is a member of the run now."""
         return self.machine.in_view
@@ -668,14 +673,13 @@ class Exchange(Background):
         machine = self.machine
         if not machine.me.address:
             raise LinkRefused(m.Reply.TOO_EARLY, "still starting")  # nor have we anything to tell of
-        others = [member for member in machine.alive() if member != machine.me]
         version = self._state.version if self._state else -1
         return Welcome(
             self.terms.contract_json,
             machine.lineage,
             version,
             machine.commit is not None,
-            (machine.me, *others),
+            (machine.me, *self.others),
             self.directory,
             self.terms.layout_digest,
             self.terms.data,

@@ -253,6 +253,11 @@ class Swapping(Background):
         """Whether we know nobody that lives."""
         return not self._alive
 
+    @property
+    def others(self) -> Sequence[Member]:
+        """Whom we know and that live."""
+        return [word.member for word in self._alive]
+
     def meet(self, members: Sequence[Member]) -> None:
         """Peers to talk to, from a welcome or from the directory."""
         self._call(self._meet, tuple(members))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
 from uuid import uuid4
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.clock import new_incarnation
+from diloco.clock import monotonic_s, new_incarnation
 from diloco.errors import (
     ConfigError,
     EvictedError,
@@ -23,6 +27,8 @@ from diloco.errors import (
     UnreachableError,
     UsageError,
 )
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIFE = "DILOCO_LIFE"
@@ -34,7 +40,9 @@ SINCE = "DILOCO_SINCE"
 SET_BACK_US = 60 * 10**6
 """By so much a clock may be set back while an island lives: at the start of a machine it is."""
 RESTARTS = 10
-"""How often an island may lose a rank before it gives up."""
+"""How often in quick succession an island may lose a rank before it gives up."""
+WELL_S = 3600.0
+"""In quick succession: it lived for less than this between them. A life of an hour forgives all losses before."""
 GRACE_S = 15
 """Beyond `timeouts.leave_s`: for the last evaluation and the last checkpoint."""
 FINAL = {
@@ -46,15 +54,22 @@ FINAL = {
 def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     """Run `diloco` with these arguments in so many processes until all have ended. Returns the exit code.
 
-    When one dies the others are ended, and all are started again. A signal is passed on, and they have `leave_s` and a
-    grace to leave in good order. They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
+    When one dies the others are ended, and all are started again, up to `RESTARTS` times in quick succession. A signal
+    is passed on, and they have `leave_s` and a grace to leave in good order. They are in sessions of their own: a
+    terminal's Ctrl-C reaches them only so, once.
     """
-    code = 0
     os.environ[SINCE] = str(new_incarnation())
-    for life in range(RESTARTS + 1):
+    losses = 0
+    for life in count():
         os.environ[LIFE] = str(life)
+        began_s = monotonic_s()
         code = run_once(ranks, "diloco", arguments, int(leave_s) + GRACE_S)
         if code == 0 or code in FINAL or (life == 0 and code == UnreachableError.exit_code):
+            break
+        losses = 1 if monotonic_s() - began_s >= WELL_S else losses + 1
+        if losses > RESTARTS:
+            how = f"{losses} times, each within {WELL_S / 60:g} minutes of the one before"
+            logger.error("the island lost a rank %s: it is not started again; see what its ranks said last", how)
             break
     return code
 
@@ -93,8 +108,31 @@ def restarted() -> bool:
 
 
 def of_this_launch(began_us: int) -> bool:
-    """Whether a life that began then is one of ours, as far as this rank's launcher told; another's is for torch's."""
-    return began_us >= int(os.environ.get(SINCE, 0)) - SET_BACK_US
+    """Whether a life that began then is one of ours: since our launcher began, or torch's. Under torch's elsewhere than
+    on Linux that is not known, and any life is."""
+    return began_us >= int(os.environ.get(SINCE) or _torch_began_us()) - SET_BACK_US
+
+
+def _torch_began_us() -> int:
+    """When the launcher began whose rank we are, as `new_incarnation` counts; 0: there is none, or it cannot be told.
+
+    It is the first process above us that is no rank: a script may stand between.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return 0
+    pid = os.getpid()
+    try:
+        while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(_stat(pid)[1])
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(_stat(pid)[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # not ours to read
+        return 0
+    return new_incarnation() - int(1e6 * age_s) if age_s >= 0 else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on: the name before them may hold spaces (proc_pid_stat)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def end_with_launcher() -> None:
