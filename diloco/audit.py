@@ -6,6 +6,8 @@
     I5  every checkpoint is a committed version, with its state; no version is missing between the first and the last
     I8  under `wait` a commit has one successor; a new lineage begins only where somebody founded it anew
 
+A ledger that is damaged, or that no peer wrote so, is left out and told of as a violation (`ledger`).
+
 Under `continue` a fork is no violation: it is reported with what it discarded, and whether everybody is on one lineage
 again. A life without a goodbye runs still or was killed: what its last record calls uncommitted, and what was trained
 after it, is then lost with the crash, unless a later life took it over from a checkpoint.
@@ -25,7 +27,7 @@ from diloco.config import contract_from_json
 from diloco.data.leases import front
 from diloco.errors import StateError, UsageError
 from diloco.fragments import Layout
-from diloco.ledger import LEDGER, Record, Scan, Totals, read_ledger
+from diloco.ledger import LEDGER, Record, Scan, Totals, forged, read_ledger
 from diloco.outer import OuterState, open_outer
 from diloco.telemetry import readable_text
 from diloco.types import Commit, Counted
@@ -145,14 +147,45 @@ def read_books(directories: Sequence[Path]) -> list[Book]:
     A ledger without a life, of a peer that died before it wrote a line, says nothing. Raises UsageError for folders of
     different runs or when no life is left, and StateError for a damaged ledger.
     """
-    found = [(path, read_ledger(path / LEDGER)) for path in peer_folders(directories)]
-    books = [book_of(path, scan) for path, scan in found if any(record.kind == "open" for record in scan.records)]
+    books, damaged = _open_books(directories)
+    for error in damaged.values():
+        raise error
+    return books
+
+
+def _open_books(directories: Sequence[Path]) -> tuple[list[Book], dict[Path, StateError]]:
+    """The same, and what is wrong with the ledgers that are left out, by folder. Raises the first of these, too, where
+    no ledger is left."""
+    folders, books = peer_folders(directories), list[Book]()
+    damaged: dict[Path, StateError] = {}
+    known: set[str] = set()
+    for folder in folders:
+        try:
+            found = read_ledger(folder / LEDGER)
+            _check_commits(folder / LEDGER, found, known)
+        except StateError as error:
+            damaged[folder] = error
+            continue
+        if any(record.kind == "open" for record in found.records):
+            books.append(book_of(folder, found))
+    if not books and damaged:
+        raise next(iter(damaged.values()))
     if not books:
-        raise UsageError(f"the ledger in {found[0][0]} has no life in it", "give the folders of peers that lived")
+        raise UsageError(f"the ledger in {folders[0]} has no life in it", "give the folders of peers that lived")
     contracts = {book.lives[-1].opening["contract_digest"] for book in books}
     if len(contracts) > 1:
         raise UsageError("these ledgers belong to different runs", "give the peers of one run")
-    return books
+    return books, damaged
+
+
+def _check_commits(path: Path, found: Scan, known: set[str]) -> None:
+    """Parse those that are not `known`, which grows. Raises StateError."""
+    for line, record in enumerate(found.records, 1):
+        try:
+            if record.kind == "commit" and record.commit_digest not in known:
+                known.add(record.commit.digest)
+        except ValueError as error:
+            raise forged(path, line, error) from error
 
 
 def book_of(directory: Path, found: Scan) -> Book:
@@ -188,11 +221,13 @@ def chain_of(books: Iterable[Book]) -> Chain:
 
 
 def audit(directories: Sequence[Path]) -> Audit:
-    """Check everything. Raises UsageError and StateError when there is nothing that can be checked."""
+    """Check everything. A damaged ledger is a violation, and the others are checked without it. Raises UsageError and
+    StateError when there is nothing that can be checked."""
     kept = [path for folder in peer_folders(directories) for path in _checkpoints(folder)]
-    books = read_books(directories)  # after the checkpoints were listed: a running peer writes its ledger first
+    books, damaged = _open_books(directories)  # after the checkpoints were listed: a peer writes its ledger first
     chain = chain_of(books)
     result = examine(books, chain)
+    result.violations += [Finding("ledger", path.name, -1, 0, error.cause) for path, error in damaged.items()]
     result.checkpoints = len(kept)
     _audit_checkpoints(kept, chain, result)
     return result
@@ -416,10 +451,9 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
 
 
 def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
-    text = checkpoint.meta.get("commit")
-    if not isinstance(text, str):
+    commit = checkpoint.commit
+    if commit is None:
         return None  # saved before the run began: nothing is committed yet
-    commit = Commit.from_bytes(text.encode())
     known = chain.states.get(commit.digest)
     name, state = str(checkpoint.meta.get("peer")), saved_state(checkpoint).digest
     if known is None:

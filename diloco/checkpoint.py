@@ -46,6 +46,7 @@ from diloco.memory import floats
 from diloco.outer import FragmentState, OuterOptimizer, OuterState
 from diloco.ranks import Alone, Ranks
 from diloco.slices import Box, Pieces, Slice, Slices
+from diloco.types import Commit
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,17 @@ class Checkpoint:
             cause = f"checkpoint {self.path}: its {name} should be of type {kind.__name__}, but is {found!r}"
             raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote")
         return found
+
+    @property
+    def commit(self) -> Commit | None:
+        """The commit that made the version; None before the run was founded. Raises StateError."""
+        if self.meta.get("commit") is None:
+            return None
+        try:
+            return Commit.from_bytes(self.value("commit", str).encode())
+        except ValueError as error:
+            cause = f"checkpoint {self.path}: its commit is malformed: {error}"
+            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
 
 
 # ---------------------------------------------------------------- save

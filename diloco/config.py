@@ -37,6 +37,10 @@ LEASE_ROUNDS = 3
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST_S = 1e9
+"""Thirty years stand for never: clocks do not wait much longer, and JSON, as which contracts travel, has no inf."""
+Seconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MOST_S, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 """Of Adam: at 1 a moment takes nothing in, and what corrects its bias would be divided by zero."""
@@ -72,25 +76,25 @@ class MembershipSection(Section):
     """For `quorum` and `async`: the first so many versions close as under `sync`. From random weights it matters."""
     quorum_peers: PositiveInt = 2
     """For `quorum`."""
-    grace_s: Annotated[float, Field(ge=0)] = 5.0
+    grace_s: Seconds = 5.0
     """For `quorum` and `async`."""
     without_majority: Literal["wait", "continue"] = "wait"
     """When most of the view is gone: commits `wait` (never a fork), or go on in a lineage apart (`continue`); where
     lineages meet, the one with more committed tokens goes on and the work of the other is void."""
-    continue_after_s: PositiveFloat = 60.0
+    continue_after_s: PositiveSeconds = 60.0
     """For `continue`: how long to wait for the majority first."""
     offences_allowed: PositiveInt = 3
     """Contributions that no honest peer sends, before their sender is put out of the run."""
-    max_norm_ratio: Annotated[float, Field(ge=0)] = 100.0
+    max_norm_ratio: NonNegativeFloat = 100.0
     """A part so many times larger than that of the other contributors (root mean square, for the same tokens) is
     refused; 0: none is."""
     stragglers: Literal["wait", "cut"] = "wait"
     """`cut`: a peer for which most others wait ends its inner steps early and contributes what it has; a peer that was
     stopped for a while so keeps nobody waiting. Goes with `outer.weighting = "tokens"`."""
-    match_deadline_s: PositiveFloat = 120.0
+    match_deadline_s: PositiveSeconds = 120.0
     """How long half of the live members, when they are ready, wait for a slower one before the version closes without
     it; fewer than half wait four times as long."""
-    round_deadline_s: PositiveFloat = 300.0
+    round_deadline_s: PositiveSeconds = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
     backlog_versions: Annotated[int, Field(ge=1)] = 4
     """How many committed means each member keeps for peers that fell behind; more, up to the size of one state, while
@@ -573,7 +577,7 @@ class DeviceSection(Section):
     compile_codecs: Literal["auto", "on", "off"] = "auto"
     """Codecs and the Nesterov outer step in C, compiled once into the user's cache folder, with the same bits;
     `auto`: if there is a compiler. Of several peers in one process the first decides for all."""
-    step_s: NonNegativeFloat = 0.0
+    step_s: Seconds = 0.0
     """Shortest time of one inner step; 0: as fast as it goes. For drills: as slow as a large model, but at no cost."""
     speed: Annotated[float, Field(gt=0, le=1)] = 1.0
     """For drills: sleep after each inner step, so that all of them take 1 / `speed` times as long."""
@@ -702,19 +706,19 @@ class SiteDataSection(Section):
 class TimeoutsSection(Section):
     """Local, monotonic. The defaults suit a LAN; `peers/wan.toml` has slower ones."""
 
-    heartbeat_s: PositiveFloat = 0.5
+    heartbeat_s: PositiveSeconds = 0.5
     """How often a peer tells the others that it lives, and how far it is. One that was killed is missed by then."""
-    suspect_s: PositiveFloat = 4.0
+    suspect_s: PositiveSeconds = 4.0
     """No word from a peer for this long: it is out of the round. Eight heartbeats: a busy machine delays some."""
-    stall_s: PositiveFloat = 4.0
+    stall_s: PositiveSeconds = 4.0
     """No progress of bytes in a round for this long: the attempt is given up, without those who stalled."""
-    rpc_s: PositiveFloat = 5.0
+    rpc_s: PositiveSeconds = 5.0
     """Deadline of one control message."""
-    join_s: PositiveFloat = 120.0
+    join_s: PositiveSeconds = 120.0
     """How long joining may take in all, waiting for the run to start not counted."""
-    leave_s: PositiveFloat = 20.0
+    leave_s: PositiveSeconds = 20.0
     """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
-    collective_s: PositiveFloat = 600.0
+    collective_s: PositiveSeconds = 600.0
     """How long a rank waits for another one of its island: one that hangs is found out by then, and the island starts
     again. Longer than any inner step, evaluation or checkpoint."""
 

@@ -120,7 +120,7 @@ def _config(contract: Contract, vocab_size: int, data_root: Path) -> dict[str, A
 
 def _about(checkpoint: Checkpoint, contract: Contract, state: OuterState) -> dict[str, Any]:
     """The contents of diloco.json."""
-    commit = _commit(checkpoint)
+    commit = checkpoint.commit
     return {
         "run": contract.run.name,
         "version": checkpoint.version,
@@ -132,16 +132,6 @@ def _about(checkpoint: Checkpoint, contract: Contract, state: OuterState) -> dic
         "contract_digest": contract.digest,
         "contract": json.loads(contract.to_json()),
     }
-
-
-def _commit(checkpoint: Checkpoint) -> Commit | None:
-    """The commit that made the version; None before the run was founded."""
-    if checkpoint.meta.get("commit") is None:
-        return None
-    try:
-        return Commit.from_bytes(checkpoint.value("commit", str).encode())
-    except ValueError as error:
-        raise StateError(f"checkpoint {checkpoint.path}: {error}", "use a checkpoint that diloco wrote") from error
 
 
 def _tokens(checkpoint: Checkpoint, commit: Commit | None) -> int:
@@ -215,7 +205,7 @@ def evaluate_checkpoint(
 def _from_checkpoint(path: Path, data_root: Path) -> Trained:
     checkpoint = load(path)
     contract, layout, state = _open(checkpoint, data_root)
-    commit = _commit(checkpoint)
+    commit = checkpoint.commit
     tokens = _tokens(checkpoint, commit)
     tensors = _exported(_anchor(state, layout), contract.model)
     return Trained(contract, checkpoint.version, tokens, checkpoint.value("vocab_size", int), tensors)

@@ -38,7 +38,7 @@ TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
 """Of an inner step, in order (`diloco.meter`), and what is left of it."""
-STAMP: Mapping[str, Any] = {"t": int | float, "time": int | float, "peer": str, "kind": str}
+STAMP = ("t", "time", "peer", "kind")
 """Fields of every event."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "version": {"version": int, "tokens": int | float},
@@ -64,6 +64,8 @@ READ: Mapping[str, Sequence[str]] = {
     "usage": ("inner_s", "wall_s", "inner_tokens", "flops", "phases", "memory"),
 }
 """Fields that are read of an event of a kind, beside when and whose it is: all that is kept of a month of them."""
+DRAWN = frozenset({"start", "view", "skip", "warning", "end", *NEEDED})
+"""Kinds of events that say more than when their peer lived."""
 RUNNING = frozenset({"view", "progress", *TOLD})
 """Events that only a peer in the view writes."""
 
@@ -230,8 +232,55 @@ def _events(path: Path) -> list[Event]:
 
 def _whole(event: Event) -> bool:
     """Whether it has what is asked of its kind; a line that was damaged may still be JSON."""
-    stamped = all(isinstance(event.get(name), kind) for name, kind in STAMP.items())
-    return stamped and all(isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items())
+    stamped = isinstance(event.get("peer"), str) and isinstance(event["kind"], str)
+    if not stamped or not (_number(event.get("t")) and _number(event.get("time"))):
+        return False
+    needed = all(isinstance(event.get(name), kind) for name, kind in NEEDED.get(event["kind"], {}).items())
+    return needed and (
+        event["kind"] not in DRAWN or all(event.get(name) is None or FITS[name](event[name]) for name in FITS)
+    )
+
+
+def _number(value: object) -> bool:
+    """Also one that can be drawn: not infinite, and not beyond all that was ever counted."""
+    return isinstance(value, int | float) and -1e30 < value < 1e30
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and -(2**53) < value < 2**53
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _names(value: object) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _amounts(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_number, value.values()))
+
+
+def _memory(value: object) -> bool:
+    names = ("host_peak_bytes", "device_peak_bytes")
+    return isinstance(value, list) and all(
+        isinstance(rank, dict) and all(_number(rank.get(name)) for name in names) for rank in value
+    )
+
+
+FITS: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("tokens", "loss", "val_loss", "spread", "tokens_per_s", "flight_s", "wire_bytes_sent"), _number),
+    **dict.fromkeys(("inner_tokens", "inner_s", "wall_s", "wall", "flops", "peak_flops_per_rank"), _number),
+    **dict.fromkeys(("version", "fragment", "attempts", "ranks"), _count),
+    **dict.fromkeys(("seconds", "phases", "mesh"), _amounts),
+    "members": _names, "counted": _list, "joined": _list, "left": _list, "memory": _memory, "state_digest": _text,
+}  # fmt: skip
+"""What a field must be, where it is there: these files come from others, too."""
 
 
 def _lean(event: Event) -> Event:

@@ -24,7 +24,6 @@ from diloco.options import PeerOptions, checked
 from diloco.peer import Gate, lanes_of, listening
 from diloco.telemetry import Event, Events
 from diloco.trainer import Ending, Trainer, device_of
-from diloco.types import Commit
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +150,8 @@ def _past(folder: Path) -> _Past | None:
     if saved is None:
         return None
     checkpoint = load(saved.parent)
-    name, text = checkpoint.value("peer", str), checkpoint.meta.get("commit")
-    view = Commit.from_bytes(text.encode()).view if isinstance(text, str) else ()
+    name, commit = checkpoint.value("peer", str), checkpoint.commit
+    view = commit.view if commit is not None else ()
     met = checkpoint.meta.get("others")  # under gossip, where there is no view
     known = [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
     others = (*(member.address for member in view if member.peer != name), *known)

@@ -29,8 +29,9 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from xxhash import xxh3_64_hexdigest
 
@@ -41,6 +42,19 @@ from diloco.types import Commit, Member
 FORMAT = 1
 LEDGER = "ledger.jsonl"
 CHECKSUM_DIGITS = 16
+FIELDS: Mapping[str, Mapping[str, type]] = {
+    "open": {
+        "peer": str, "incarnation": int, "run": str, "contract_digest": str, "lineage": str, "founds": bool,
+        "resumed": bool, "version": int, "digest": str, "state": str, "contract": dict,
+    },
+    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
+    "adopt": {"version": int, "digest": str, "state": str, "discarded": int},
+    "discard": {"discarded": int, "version": int, "reason": str},
+    "close": {"reason": str},
+    "gap": {"dropped": int},
+}  # fmt: skip
+"""What a record of each kind has, beside its tokens."""
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,10 @@ class Record:
     @property
     def commit(self) -> Commit:
         """The commit of a `commit` record. Raises ValueError."""
-        return Commit.from_bytes(_canonical(self.fields["commit"]))
+        try:
+            return Commit.from_bytes(_canonical(self.fields["commit"]))
+        except RecursionError as error:
+            raise ValueError("its commit is in too many brackets") from error
 
     @property
     def commit_digest(self) -> str:
@@ -128,8 +145,11 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
     checksum, blank, data = line[:CHECKSUM_DIGITS], line[CHECKSUM_DIGITS : CHECKSUM_DIGITS + 1], line[17:]
     if blank != b" " or checksum != xxh3_64_hexdigest(data).encode():
         return None
-    tree: dict[str, Any] = json.loads(data)
-    return tree
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +182,7 @@ def scan(data: bytes) -> Scan:
         if tree is None:
             _refuse_damage(data[whole_bytes:], index + 1)
             break
-        record = Record(tree.pop("n"), tree.pop("kind"), tree)
+        record = Record(tree.pop("n", -1), tree.pop("kind", ""), tree)
         if record.number != len(records):
             raise DamagedLine(index + 1, f"holds record {record.number}, record {len(records)} was expected")
         records.append(record)
@@ -173,7 +193,7 @@ def scan(data: bytes) -> Scan:
 def _refuse_damage(rest: bytes, line: int) -> None:
     """Raises DamagedLine when a whole record follows in what should be a torn tail."""
     if any(unsealed(later) is not None for later in _lines(rest)):
-        raise DamagedLine(line, "was changed: its checksum does not fit")
+        raise DamagedLine(line, "was changed: its checksum does not fit, or it holds no record")
 
 
 def _lines(data: bytes) -> list[bytes]:
@@ -183,6 +203,31 @@ def _lines(data: bytes) -> list[bytes]:
 
 def _canonical(tree: Any) -> bytes:
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_record(record: Record) -> None:
+    """Raises ValueError unless a record has the fields of its kind, as they should be: a ledger from elsewhere may have
+    anything under the right checksum. Whether its commit is one, `Record.commit` tells, at forty times the cost."""
+    if not isinstance(record.kind, str) or record.kind not in FIELDS:
+        raise ValueError("it is of no kind that there is")
+    fields, tokens = record.fields, record.fields.get("tokens")
+    missing = FIELDS[record.kind].keys() - fields.keys()
+    if missing:
+        raise ValueError(f"{min(missing)} is missing")
+    wrong = [name for name, value in fields.items() if name in _TYPES and not _is(value, _TYPES[name])]
+    if wrong:
+        raise ValueError(f"its {wrong[0]} is malformed")
+    names = {one.name for one in dataclass_fields(Totals)}
+    if not isinstance(tokens, dict) or tokens.keys() != names or not all(_is(one, int) for one in tokens.values()):
+        raise ValueError("its tokens are malformed")
+    if record.kind == "open" and not isinstance(fields["contract"].get("membership"), dict):
+        raise ValueError("its contract is malformed")
+    if "commit" in fields and not _is(fields["commit"].get("version"), int):
+        raise ValueError("its commit is malformed")
+
+
+def _is(value: object, kind: type) -> bool:
+    return type(value) is kind and (kind is not int or -(2**63) <= cast(int, value) < 2**63)
 
 
 # ---------------------------------------------------------------- the seam
@@ -325,13 +370,25 @@ def open_ledger(directory: Path, warn: Callable[[str], None]) -> Ledger:
 
 
 def read_ledger(path: Path) -> Scan:
-    """The records of a file, which may be growing. Raises StateError."""
+    """The records of a file, which may be growing, as `check_record` wants them. Raises StateError."""
     try:
-        return scan(path.read_bytes())
+        found = scan(path.read_bytes())
     except OSError as error:
         raise StateError(f"ledger {path} cannot be read: {error.strerror}", "give the folder of a peer") from error
     except DamagedLine as error:
         raise _damaged(path, error) from error
+    for line, record in enumerate(found.records, 1):
+        try:
+            check_record(record)
+        except ValueError as error:
+            raise forged(path, line, error) from error
+    return found
+
+
+def forged(path: Path, line: int, why: ValueError) -> StateError:
+    """What to say of a line that no peer writes, though its checksum is right."""
+    cause = f"ledger {path}: line {line} is no record of a peer: {why}"
+    return StateError(cause[:400], "ask whoever sent it for the ledger as the peer wrote it, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -725,8 +725,7 @@ def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
 
     The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
     """
-    text = checkpoint.meta.get("commit")
-    line.commit = Commit.from_bytes(text.encode()) if isinstance(text, str) else None
+    line.commit = checkpoint.commit
     line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
     restored_line(line, lambda: checkpoint)
     line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))

@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from diloco.errors import StateError
 from diloco.fragments import Fragment
@@ -118,16 +119,28 @@ def _open(path: Path) -> Recording:
         header = unsealed(line.removesuffix(b"\n"))
     if header is None:
         raise _damaged(path, "its first line was changed")
-    names = ("peer", "base_version", "weight", "tokens", "blocks")
+    try:
+        return _recording(path, header, len(line))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _damaged(path, f"its first line is malformed: {error!r}"[:200]) from error
+
+
+def _recording(path: Path, header: Mapping[str, Any], offset: int) -> Recording:
+    """Raises StateError, KeyError, TypeError, ValueError and ArithmeticError."""
+    counts = ("base_version", "weight", "tokens", "blocks")
+    if any(type(header[name]) is not int for name in (*counts, "fragment", "part_elements")):
+        raise TypeError("a count is no whole number")
     parts = tuple((int(size), str(sha256)) for size, sha256 in header["parts"])
-    if path.stat().st_size != len(line) + sum(size for size, _ in parts):
+    if path.stat().st_size != offset + sum(size for size, _ in parts):
         raise _damaged(path, "it has another size than its first line says")
     groups = header.get("groups", [[0, header.get("elements")]])  # without: of a diloco before there were groups
     sizes = tuple((int(group), int(elements)) for group, elements in groups)
+    made = sum(-(-elements // header["part_elements"]) for _, elements in sizes)
+    if made != len(parts):
+        raise _damaged(path, f"{len(parts)} parts, its groups make {made}")
     fragment = Fragment(header["fragment"], (), sizes, header["part_elements"])
-    if fragment.parts != len(parts):
-        raise _damaged(path, f"{len(parts)} parts, its groups make {fragment.parts}")
-    return Recording(path, fragment, Counted(*(header[name] for name in names)), len(line), parts)
+    counted = Counted(str(header["peer"]), *(header[name] for name in counts))
+    return Recording(path, fragment, counted, offset, parts)
 
 
 def _damaged(path: Path, why: str) -> StateError:

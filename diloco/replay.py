@@ -141,6 +141,8 @@ class Workshop:
             raise Otherwise(Verdict.MEAN if mean else Verdict.MISSING, "no state to step from")
         if before.digest != commit.state_digest:
             raise Otherwise(Verdict.MISMATCH, f"made on state {commit.state_digest[:12]}, not {before.digest[:12]}")
+        if mean and not _fits(mean[0], before):
+            raise Otherwise(Verdict.MISMATCH, f"fragment {commit.fragment} is not the model's")
         after = self._step(before, *mean, commit) if mean else before
         said = self.chain.states[commit.digest]
         if after.digest not in said:
@@ -188,6 +190,12 @@ class Workshop:
         return before.replace(fragment.index, after, commit.version)
 
 
+def _fits(recorded: Fragment, state: OuterState) -> bool:
+    """Whether a fragment, as a recording tells of it, is one of the state's."""
+    held = state.fragments
+    return recorded.index < len(held) and held[recorded.index].anchor.numel() == recorded.total
+
+
 # ---------------------------------------------------------------- from folders
 
 
@@ -209,8 +217,8 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         open_codecs(contract.codec),
         open_outer(contract.outer),
         Weighing.of(contract),
-        lambda: seeded_state(contract, checkpoints, data_root),
-        {digest: _opener(checkpoint) for checkpoint in checkpoints if (digest := _commit_digest(checkpoint))},
+        lambda: seeded_state(contract, [checkpoint for checkpoint, _ in checkpoints], data_root),
+        {commit.digest: _opener(checkpoint) for checkpoint, commit in checkpoints if commit},
         contract.outer.averaging == "radial",
     )
     return workshop.replay(progress)
@@ -241,19 +249,15 @@ def seeded_state(contract: Contract, checkpoints: Sequence[Checkpoint], data_roo
     return OuterState(0, tuple(map(optimizer.start, anchor, fragments)))
 
 
-def _checkpoints(books: Iterable[Book]) -> Iterator[Checkpoint]:
-    """Those that are whole; `diloco audit` tells of the others."""
+def _checkpoints(books: Iterable[Book]) -> Iterator[tuple[Checkpoint, Commit | None]]:
+    """Those that are whole, with their commit; `diloco audit` tells of the others."""
     for book in books:
         for path in sorted((book.directory / "checkpoints").glob("v*")):
             try:
-                yield load(path)
+                checkpoint = load(path)
+                yield checkpoint, checkpoint.commit
             except StateError:
                 continue
-
-
-def _commit_digest(checkpoint: Checkpoint) -> str:
-    text = checkpoint.meta.get("commit")
-    return Commit.from_bytes(text.encode()).digest if isinstance(text, str) else ""
 
 
 def _opener(checkpoint: Checkpoint) -> Callable[[], OuterState]:

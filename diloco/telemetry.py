@@ -133,7 +133,7 @@ def departures(event: Event) -> list[tuple[str, str]]:
 
 
 def _open_to_append(path: Path) -> int:
-    """Raises ResourceError, also where another process has it open: a peer's folder has one writer."""
+    """Raises ResourceError, also where somebody else has it open: a peer's folder has one writer."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -146,7 +146,7 @@ def _open_to_append(path: Path) -> int:
     except OSError as error:
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            cause = f"another process writes to {path.parent}"
+            cause = f"another process, or another run in this one, writes to {path.parent}"
             raise ResourceError(cause, "wait until that peer has ended, or choose another --dir") from error
         raise _unwritable(path, error) from error
     return descriptor
@@ -158,11 +158,13 @@ def _unwritable(path: Path, error: OSError) -> ResourceError:
 
 
 def _claim(descriptor: int) -> None:
-    """For this process, until it has ended, however that happens. Raises OSError where another one has it.
+    """Until the descriptor is closed, or the process has ended, however that happens. Raises OSError where another one
+    has it. Not where the file system has no locks.
 
-    Not where the file system has no locks."""
+    `lockf` would end where this process reads the file elsewhere and closes it. Linux keeps `flock` on NFS, too, among
+    all machines: there it is a lock of all bytes, for which the file must be open for writing."""
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise
@@ -183,7 +185,7 @@ def _whole_bytes(descriptor: int) -> int:
 def _parse(line: bytes) -> Event | None:
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "kind" in event else None
 

@@ -177,7 +177,7 @@ def _leases(tree: dict[str, Any]) -> Leases:
 
 
 def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
-    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"])) for entry in entries)
+    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"], low=entry["start"])) for entry in entries)
 
 
 def _int(value: Any, low: int = 0) -> int:

@@ -90,12 +90,12 @@ class Gossiper:
 
     def __init__(self, name: str, world: World, through: Gossiper | None, checkpoint: Checkpoint | None = None) -> None:
         self.name, self.world = name, world
-        self.model = torch.nn.Linear(1, ELEMENTS, bias=False, dtype=world.dtype)
+        self.model = torch.nn.Linear(1, world.elements, bias=False, dtype=world.dtype)
         torch.nn.init.constant_(self.model.weight, 1.0)
-        self.target = torch.linspace(1, 2, ELEMENTS)[:, None] * (1 + int(name[1:], 36) % 3)
+        self.target = torch.linspace(1, 2, world.elements)[:, None] * (1 + int(name[1:], 36) % 3)
         self.seen: list[Event] = []
         welcome = world.hello(through) if through is not None else None
-        self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0)
+        self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0, world.send_bps)
         gate: Any = LocalGate(self.runtime, welcome)
         events = Events(None, name, [self.seen.append])
         self.peer = GossipPeer(name, world.contract, SITE, Weights.of(self.model), gate, events, checkpoint)
@@ -140,10 +140,16 @@ class World:
     """Peers that know each other."""
 
     def __init__(
-        self, in_memory: bool, count: int = 2, dtype: torch.dtype = torch.float32, **sections: dict[str, Any]
+        self,
+        in_memory: bool,
+        count: int = 2,
+        dtype: torch.dtype = torch.float32,
+        elements: int = ELEMENTS,
+        send_bps: float = 0.0,
+        **sections: dict[str, Any],
     ) -> None:
-        """`dtype`: of the parameters."""
-        self.in_memory, self.dtype = in_memory, dtype
+        """`dtype` and number of the parameters. `send_bps`: over gRPC, bits per second of each peer; 0: no limit."""
+        self.in_memory, self.dtype, self.elements, self.send_bps = in_memory, dtype, elements, send_bps
         self.contract = contract(**sections)
         self.network = MemoryNetwork()
         self.loop = asyncio.new_event_loop()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco.audit import Audit, audit, audit_text
-from diloco.errors import StateError, UsageError
-from diloco.ledger import LEDGER, Record, encode, read_ledger
+from diloco.checkpoint import _digest, _encode, load
+from diloco.errors import DilocoError, StateError, UsageError
+from diloco.ledger import LEDGER, Record, encode, left_off, read_ledger, sealed_line
+from diloco.peer import restore_line
+from diloco.replay import replay
 from diloco.round import Diverged, step_outer, withdraw
 from diloco.types import Blocks, Commit, Omitted
 from tests.paper import TOKENS, PaperRun
@@ -349,8 +355,116 @@ def test_a_torn_tail_is_a_note_and_damage_an_error(run: PaperRun) -> None:
     assert result.clean
     assert any("never finished" in note.text for note in result.notes)
     path.write_bytes(data.replace(b'"n":3', b'"n":4'))
+    (finding,) = [one for one in audit([run.root]).violations if one.rule == "ledger"]
+    assert finding.peer == "a"
+    assert f"ledger {path}: line 4 was changed" in finding.text
     with pytest.raises(StateError, match="line 4"):
-        audit([run.root])
+        audit([run.root / "a"])
+
+
+FORGED: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
+    "a kind of no type": ("is of no kind", lambda tree: tree.update(kind=["commit"])),
+    "a field less": ("own is missing", lambda tree: tree.pop("own")),
+    "a text for a number": ("tokens are malformed", lambda tree: tree["tokens"].update(trained="1")),
+    "a number too large": ("tokens are malformed", lambda tree: tree["tokens"].update(committed=10**400)),
+    "a total less": ("tokens are malformed", lambda tree: tree["tokens"].pop("trained")),
+    "a list for a digest": ("digest is malformed", lambda tree: tree.update(digest=[])),
+    "a field of another kind": ("discarded is malformed", lambda tree: tree.update(discarded="all")),
+    "no commit": ("commit is malformed", lambda tree: tree.update(commit={})),
+    "half a commit": ("is no record of a peer: not a commit", lambda tree: tree["commit"].pop("leases")),
+    "a lease that ends before it begins": (
+        "at least 9",
+        lambda tree: tree["commit"]["leases"].update(returned=[{"start": 9, "stop": 2}]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_line_is_told_and_the_others_are_audited(run: PaperRun, name: str) -> None:
+    cause, change = FORGED[name]
+    forge(run.root / "b", 5, change)
+    result = audit([run.root])
+    (finding,) = [one for one in result.violations if one.rule == "ledger"]
+    assert finding.peer == "b"
+    assert f"ledger {run.root / 'b' / LEDGER}: line 5" in finding.text
+    assert cause in finding.text
+    assert [row["peer"] for row in result.peers] == ["a", "c"]
+    assert f"VIOLATION ledger: b: ledger {run.root / 'b' / LEDGER}"[:200] in audit_text(result)
+    with pytest.raises(StateError, match="line 5"):
+        replay([run.root], Path(), lambda done, all_: None)
+
+
+def forge(directory: Path, line: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change anything in one line, and make its checksum right again."""
+    path = directory / LEDGER
+    lines = path.read_bytes().splitlines(keepends=True)
+    tree = json.loads(lines[line - 1][17:])
+    change(tree)
+    lines[line - 1] = sealed_line(tree)
+    path.write_bytes(b"".join(lines))
+
+
+NONSENSE = [None, True, -1, 2**63, 10**400, 1e308, float("nan"), "", "\ud800", "x" * 300, [], [[]], {}, {"a": 1}]
+
+
+def places(tree: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything in a tree of JSON, but what is in a contract: with other sizes it is well formed,
+    and `replay` would build its model."""
+    pairs = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
+    return [place for key, value in pairs for place in ((tree, key), *(places(value) if key != "contract" else ()))]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> PaperRun:
+    run = PaperRun(tmp_path_factory.mktemp("pristine"))
+    run.round()
+    run.round(count=[run.peers["a"], run.peers["b"]])
+    run.end()
+    return run
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_a_sealed_line_holds_is_audited_or_refused(pristine: PaperRun, data: st.DataObject) -> None:
+    """Not only what is of no type: also what is well formed, and says what cannot be."""
+    path = pristine.root / data.draw(st.sampled_from("abc")) / LEDGER
+    whole = path.read_bytes()
+    line = data.draw(st.integers(1, whole.count(b"\n")))
+
+    def change(tree: dict[str, Any]) -> None:
+        container, key = data.draw(st.sampled_from(places(tree)))
+        if data.draw(st.integers(0, 5)) == 0:
+            del container[key]
+        else:
+            container[key] = data.draw(st.sampled_from(NONSENSE) | st.integers(0, 9) | st.just(container[key]))
+
+    try:
+        forge(path.parent, line, change)
+        found = audit([pristine.root])
+        audit_text(found)
+        with suppress(StateError, ValueError):
+            left_off(read_ledger(path).records)
+        if "ledger" not in rules(found):
+            with suppress(DilocoError):
+                replay([pristine.root], Path(), lambda done, all_: None)
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("text", ["{}", "", "{", "\ud800", 7])
+def test_a_malformed_commit_in_a_checkpoint_is_told(run: PaperRun, tmp_path: Path, text: Any) -> None:
+    saved = run.peers["b"].save()
+    manifest = json.loads((saved / "manifest.json").read_bytes())
+    manifest["meta"]["commit"] = text
+    fields = {name: value for name, value in manifest.items() if name != "digest"}
+    (saved / "manifest.json").write_bytes(_encode({**fields, "digest": _digest(fields)}))
+    checkpoint = load(saved)
+    with pytest.raises(StateError, match=r"v00000005: its commit ") as raised:
+        restore_line(run.start("b", "lineage-1").line, checkpoint)
+    assert raised.value.fix == "use a checkpoint that `diloco peer` wrote"
+    (finding,) = audit([run.root]).violations
+    assert (finding.rule, finding.peer) == ("I5", "b")
+    assert "v00000005: its commit " in finding.text
 
 
 def test_folders_that_do_not_go_together(run: PaperRun, tmp_path: Path) -> None:

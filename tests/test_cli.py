@@ -296,3 +296,29 @@ def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
         assert told.returncode == 0, told.stderr
         assert "b is declared dead; told a, d" in told.stdout
         assert "c did not answer" in told.stdout
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.parametrize(("level", "shown"), [(None, ["warning"]), ("info", ["info", "warning"]), ("ERROR", [])])
+def test_the_environment_says_what_is_logged(level: str | None, shown: list[str]) -> None:
+    done = logging_command(level)
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [f"{word.upper()} diloco.peer: of {word}" for word in shown]
+
+
+@pytest.mark.slow(queued=False)
+def test_a_level_that_there_is_not_is_refused() -> None:
+    done = logging_command("loud")
+    assert done.returncode == 2
+    fix = "use one of DEBUG, INFO, WARNING, ERROR, or unset it"
+    assert done.stderr.startswith(f"error: DILOCO_LOG is 'LOUD'\n  fix: {fix}\n")
+
+
+def logging_command(level: str | None) -> subprocess.CompletedProcess[str]:
+    """The entry point, with a command that logs a line of three levels."""
+    environment = {name: value for name, value in os.environ.items() if name != "DILOCO_LOG"}
+    environment |= {"DILOCO_LOG": level} if level else {}
+    program = "import logging; from diloco import cli; say = logging.getLogger('diloco.peer'); "
+    program += "cli.app = lambda **_: [getattr(say, name)('of ' + name) for name in ('debug', 'info', 'warning')]; "
+    command = [sys.executable, "-c", program + "cli.main()"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

@@ -6,14 +6,16 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from diloco.config import Contract, contract_from_json, load_contract, load_site
+from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
 from diloco.errors import ConfigError, DilocoError, IncompatibleError
 from diloco.models.presets import PRESETS
 
@@ -151,6 +153,8 @@ CONTRACT_MISTAKES = [
     ("[inner]\nsteps = 2.5", "inner.steps: Input should be a valid integer, got 2.5", "config show"),
     ("[inner]\nsteps = true", "inner.steps: Input should be a valid integer, got True", "config show"),
     ("[inner]\nlr = inf", "inner.lr: Input should be a finite number, got inf", "config show"),
+    ("[membership]\ngrace_s = inf", "membership.grace_s: Input should be", "correct membership.grace_s in"),
+    ("[membership]\nmatch_deadline_s = 1e300", "should be less than or equal to 1000000000, got 1e+300", "in "),
     ("[inner]\nlr = 2024-01-01", "inner.lr: Input should be a valid number, got '2024-01-01'", "config show"),
     ("[inner]\nlr = 0.0", "inner.lr: Input should be greater than 0, got 0.0", "config show"),
     ("[inner]\nbetas = [1, 1, 1]", "inner.betas: Tuple should have at most 2 items", "config show"),
@@ -185,6 +189,28 @@ def test_a_mistake_in_a_contract_is_explained(tmp_path: Path, text: str, cause: 
     assert "contract.toml" in said
     assert fix in advised
     assert raised.value.exit_code == 10
+
+
+def float_keys(schema: type[BaseModel]) -> list[str]:
+    """Dotted keys of all floats of a schema, but in `codec.groups`."""
+    sections = {name: section.annotation for name, section in schema.model_fields.items()}
+    fields = [(name, key, field) for name, one in sections.items() for key, field in one.model_fields.items()]
+    return [f"{name}.{key}" for name, key, field in fields if field.annotation in (float, float | None)]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_no_key_takes_what_is_not_finite(value: str) -> None:
+    """A contract travels as JSON, which has no such numbers."""
+    keys = {Contract: float_keys(Contract), Site: float_keys(Site)}
+    assert len(keys[Contract]) > 20
+    assert len(keys[Site]) > 8
+    for key in keys[Contract]:
+        with pytest.raises(ConfigError, match=rf"--set: {re.escape(key)}: Input should be") as raised:
+            load_contract(None, ["run.name='x'", "run.total_tokens=1", f"{key}={value}"])
+        assert f"correct {key} in --set" in raised.value.fix
+    for key in keys[Site]:
+        with pytest.raises(ConfigError, match=rf"--set: {re.escape(key)}: Input should be"):
+            load_site(None, [f"{key}={value}"])
 
 
 @pytest.mark.parametrize("value", ["[" * 10_000, "9" * 5000], ids=["deep", "long"])

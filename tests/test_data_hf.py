@@ -104,6 +104,16 @@ def test_a_stream_resumes_where_it_was(root: Path, last: int) -> None:
     assert torch.equal(resumed.read([2]), dataset.read([2]))
 
 
+def test_a_stream_resumes_from_a_checkpoint_that_kept_tokens(root: Path) -> None:
+    """Such a state has no `skip`, and its stream is past the block: to go on from there would leave text out."""
+    dataset = open_dataset(section("in"), root)
+    dataset.read([400])
+    later = dataset._records.state_dict()  # type: ignore[attr-defined]
+    resumed = open_dataset(section("in"), root)
+    resumed.load_state_dict({"block": 400, "pending": [1, 2, 3], "stream": later})
+    assert torch.equal(resumed.read(range(400, 450)), dataset.read(range(400, 450)))
+
+
 @pytest.mark.parametrize("last", [0, 700, 5000, 30_000])
 def test_what_is_kept_of_a_stream_is_small_amid_a_long_document(root: Path, tmp_path: Path, last: int) -> None:
     texts = [" ".join(map(str, range(start, start + 10_000))) for start in range(0, 80_000, 10_000)]

@@ -86,6 +86,18 @@ def test_a_swap_is_the_papers_on_both_sides(make: Callable[..., World]) -> None:
     assert {event["tokens"] for event in events} == {2 * TOKENS}
 
 
+@pytest.mark.slow(queued=False)
+def test_a_part_may_take_longer_than_nothing_may_come() -> None:
+    """4 MB at 12 Mbit/s are 2.7 s; after 1 s without a byte a swap is given up."""
+    world = World(False, elements=1_000_000, send_bps=12e6, sync={"part_elements": 2**20})
+    try:
+        a, b = world.peers
+        a.step()
+        world.until(lambda: a.version == b.version == 1, "both have swapped", deadline_s=40.0)
+    finally:
+        world.close()
+
+
 def test_what_is_trained_while_a_swap_is_on_its_way_is_kept(make: Callable[..., World]) -> None:
     world = make(2)
     a, b = world.peers

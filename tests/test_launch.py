@@ -18,8 +18,9 @@ import torch
 from diloco.checkpoint import save
 from diloco.clock import new_incarnation
 from diloco.config import Contract, NetworkSection, Site, load_contract
+from diloco.errors import UsageError
 from diloco.island.elastic import SINCE, WELL_S
-from diloco.launch import come_back, event_card
+from diloco.launch import come_back, event_card, run_peer
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
 from diloco.options import PeerOptions
 from diloco.peer import known_here_only, listening
@@ -411,3 +412,12 @@ def test_a_card_that_cannot_be_written_ends_no_peer(tmp_path: Path, caplog: pyte
     (tmp_path / "peer.json").mkdir()
     event_card(tmp_path)({"kind": "listening", "address": "127.0.0.1:1", "ticket": "127.0.0.1:1/0123"})
     assert "peer.json" in caplog.text
+
+
+def test_who_comes_back_keeps_its_name(tmp_path: Path) -> None:
+    kept(tmp_path, load_contract(tiny_contract(tmp_path)).value)
+    options = PeerOptions(None, None, None, tmp_path, name="eve", directory=tmp_path / "new")
+    with pytest.raises(UsageError, match="the checkpoint is one of me, and --name says eve") as raised:
+        run_peer(options, lambda: True, lambda event: None)
+    assert raised.value.fix == "leave --name out: a peer that comes back keeps its name"
+    assert not (tmp_path / "new").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
 from diloco.errors import ResourceError, StateError
 from diloco.ledger import LEDGER, DamagedLine, Ledger, LogFile, Record, Totals, encode, open_ledger, read_ledger, scan
@@ -106,7 +107,14 @@ def test_a_torn_tail_is_cut_off_at_open_with_a_note(tmp_path: Path) -> None:
     ledger.close()
     assert "11 bytes" in notes[0]
     assert reasons(path.read_bytes())[-1] == "after"
-    assert read_ledger(path).records[-1].number == 4
+    assert scan(path.read_bytes()).records[-1].number == 4
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"1", b"\xff", b"[" * 100_000, b"9" * 5000, b"{}", b'{"n":"1"}'])
+def test_a_line_that_is_no_record_is_damage_though_its_checksum_is_right(text: bytes) -> None:
+    forged = xxh3_64_hexdigest(text).encode() + b" " + text + b"\n"
+    with pytest.raises(DamagedLine, match="line 2"):
+        scan(LINES[0] + forged + LINES[1])
 
 
 def test_damage_in_the_middle_is_an_error_for_people(tmp_path: Path) -> None:

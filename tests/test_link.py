@@ -78,6 +78,8 @@ class Listener:
         self.envelopes: list[m.Envelope] = []
         self.headers: list[StreamHeader] = []
         self.parts: list[Part] = []
+        self.moved: list[tuple[StreamHeader, int]] = []
+        """When bytes came: the stream, and how many parts had."""
         self.reply = m.Reply.OK
         self.reading = asyncio.Event()
         self.reading.set()
@@ -103,6 +105,9 @@ class Listener:
             raise
         self.ended.append("end")
         return m.Reply.OK
+
+    def on_bytes(self, header: StreamHeader) -> None:
+        self.moved.append((header, len(self.parts)))
 
     def on_hello(self) -> Welcome:
         return WELCOME
@@ -553,6 +558,18 @@ def test_a_limit_is_shared_by_all_streams_and_is_no_stall_and_holds_up_no_messag
 
     halves = [Part(index, bytes(32_768)) for index in range(2)]
     play(partial(net, send_bps=1e6), scenario)
+
+
+@pytest.mark.slow(queued=False)
+def test_a_service_hears_of_bytes_before_a_part_is_whole():
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        address = await net.start(service)
+        assert await net.link.send_parts(address, HEADER, stream(Part(7, bytes(262_144))), 5.0) is m.Reply.OK
+        assert len(service.parts) == 1
+        assert service.moved.count((HEADER, 0)) >= 2
+
+    play(GrpcNet, scenario)
 
 
 class Slow(Listener):

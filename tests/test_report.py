@@ -1,6 +1,7 @@
 """A run's history adds up, and the report is one page that opens offline, whole, with whatever there is."""
 
 import json
+import math
 import re
 import tracemalloc
 from pathlib import Path
@@ -416,6 +417,42 @@ def test_lines_that_are_damaged_but_json_are_passed_over(tmp_path: Path) -> None
     write_events(tmp_path / "events.jsonl", [*events, *damaged])
     assert [row.version for row in read_run(tmp_path).versions] == [1, 2, 3, 4, 5, 6]
     page_of(tmp_path)
+
+
+NONSENSE = [
+    True,
+    -1,
+    10**400,
+    2**60,
+    1e308,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": "b"},
+    {"inner": []},
+]
+
+
+def test_whatever_a_field_holds_there_is_a_page(tmp_path: Path) -> None:
+    fields = {"seconds": {"inner": 1.0}, "flight_s": 0.1, "spread": 0.1, "val_loss": 2.0, "attempts": 1, "fragment": 0}
+    start = {"t": 0.0, "time": 100.0, "kind": "start", "peer": "a", "ranks": 2, "mesh": {"tp": 2}, "device": "cpu"}
+    start |= {"peak_flops_per_rank": 1e12, "run": "x"}
+    rows = [version("a", 1, 1.0, loss=2.0, tokens_per_s=9.0, wire_bytes_sent=5, state_digest="x", **fields)]
+    rows += [{**rows[0], "kind": "swap"}, {**rows[0], "kind": "step", "wall": 1.0}, {**rows[0], "kind": "eval"}]
+    events = [start, *rows, usage(1.0), *peer_events(3)]
+    kinds = {event["kind"]: event for event in events}.values()
+    forged = [{**event, name: value} for event in kinds for name in event for value in NONSENSE]
+    lines = [json.dumps(event) for event in [*events, *forged, *events]]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, "[" * 100_000, ""]))
+    page_of(tmp_path)
+    for event in forged:  # one alone: nothing may hide behind what is passed over in front of it
+        write_events(tmp_path / "alone" / "events.jsonl", [start, version("a", 0, 0.0), event])
+        read_run(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("text", ["", '{"inner": {"steps"', "[]", '{"versions": 3, "inner": 5}'])

@@ -61,7 +61,9 @@ def test_events_of_many_threads_stay_whole(tmp_path: Path) -> None:
 
 def test_a_restart_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "e"
-    Events(path, "p").emit("start", run=1)
+    first = Events(path, "p")
+    first.emit("start", run=1)
+    first.close()
     with path.open("a") as file:
         file.write('{"t": 1.0, "kind": "ver')
     assert [event["kind"] for event in read_events(path)] == ["start"]
@@ -148,19 +150,24 @@ def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    program = "import sys; from pathlib import Path; from diloco.telemetry import Events; "
-    program += f"Events(Path({str(path)!r}), 'a'); print(flush=True); sys.stdin.read()"
+    program = f"import sys; from pathlib import Path; from diloco.telemetry import *; path = Path({str(path)!r}); "
+    program += "Events(path, 'a'); read_events(path); print(flush=True); sys.stdin.read()"  # which leaves it the lock
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == b"\n"
         path.write_bytes(b'{"half')
-        with pytest.raises(ResourceError, match="another process writes to"):
+        with pytest.raises(ResourceError, match=r"another process, or .* writes to"):
             Events(path, "b")
         assert path.read_bytes() == b'{"half'
         other.kill()
-    Events(path, "b").emit("x")
+    events = Events(path, "b")
+    events.emit("x")
     assert [event["peer"] for event in read_events(path)] == ["b"]
+    with pytest.raises(ResourceError, match="another run in this one, writes to"):
+        Events(path, "c")
+    events.close()
+    Events(path, "c").close()
 
 
 def test_a_restart_looks_for_the_last_line_from_the_end(tmp_path: Path) -> None:

@@ -129,7 +129,10 @@ class StreamDataset:
         return {"block": self._block, "stream": self._stream, "skip": self._skip}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._start(state["stream"], state["block"], state["skip"])
+        if "skip" in state:
+            self._start(state["stream"], state["block"], state["skip"])
+        else:  # of a diloco that kept tokens: its stream stands behind those, so the place is found from the beginning
+            self._start(None, 0, 0)
 
     def _check_text(self) -> None:
         """Raises DataError unless one pass has a block to train on."""

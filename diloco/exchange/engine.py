@@ -649,6 +649,9 @@ class Exchange(Background):
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         return await self.lane.on_parts(header, parts)
 
+    def on_bytes(self, header: StreamHeader) -> None:
+        """A round counts parts: one that is late is repaired around."""
+
     async def _reach(self, key: tuple[int, int], generation: int) -> bool:
         """Wait for our own `Begin` or `Repair`: bytes may overtake it. Not reading holds the sender back. False: it
         did not come."""

@@ -597,16 +597,18 @@ class _Peer(PeerServicer):
         if first is None or first.WhichOneof("content") != "header":
             raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
         header = _parsed(convert.header_from_wire, first.header)
-        async with aclosing(self._parts(context)) as parts:
+        async with aclosing(self._parts(context, header)) as parts:
             return await self._service.on_parts(header, parts)
 
-    async def _parts(self, context: Context) -> AsyncGenerator[Part, None]:
+    async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
         joiner = Joiner(self._service.max_part_bytes)
         told_at_s = 0.0
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
-            for part in _parsed(joiner.join, request.chunks):
+            joined = _parsed(joiner.join, request.chunks)
+            self._service.on_bytes(header)
+            for part in joined:
                 yield part
             if monotonic_s() - told_at_s >= _TELL_S:
                 await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))

@@ -293,6 +293,9 @@ class LaneService(Service):
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         return await self._lane.on_parts(header, parts)
 
+    def on_bytes(self, header: StreamHeader) -> None:
+        """A round counts parts."""
+
     async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
         raise _not_here()
 

@@ -159,6 +159,10 @@ class Service(Protocol):
         """Consume `parts` as they arrive; not reading slows the sender down."""
         ...
 
+    def on_bytes(self, header: StreamHeader) -> None:
+        """More of that stream is here, if perhaps not yet a part."""
+        ...
+
     def on_hello(self) -> Welcome:
         """Raises LinkRefused (TOO_EARLY) before this peer can tell where it is."""
         ...

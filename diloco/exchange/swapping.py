@@ -544,6 +544,12 @@ class Swapping(Background):
                 self._refuse(swap, str(error))
             raise
 
+    def on_bytes(self, header: StreamHeader) -> None:
+        """On a slow line one part takes longer than nothing may come."""
+        swap = self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)
+        if swap is not None:
+            self._swaps.moved(swap, monotonic_s(), self.terms.timing.stall_s)
+
     def _answer_again(self, header: StreamHeader) -> m.Reply:
         answer = self._answer
         if answer is None or answer.swap.leader != (header.sender.peer, header.sender.incarnation, header.version):
