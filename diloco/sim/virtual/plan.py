@@ -228,7 +228,7 @@ def draw(
     faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
     plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
     plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
-    plan = _seldom(Random(f"outsiders {seed}"), plan) if rare else plan
+    plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
