@@ -194,7 +194,7 @@ def simulate(
     policy: Annotated[str, typer.Option(help="--virtual: only sync, only quorum or only async.")] = "",
     without_majority: Annotated[str, typer.Option(help="--virtual: only wait or only continue.")] = "",
     planted: Annotated[
-        bool, typer.Option("--planted", help="--virtual: how many seeds it takes to notice each of ten planted bugs.")
+        bool, typer.Option("--planted", help="--virtual: how many seeds it takes to notice each planted bug.")
     ] = False,
 ) -> None:
     """Train with N real peer processes on this machine, through the code path of a real run, and compare.

@@ -20,7 +20,7 @@ from diloco.errors import UsageError
 from diloco.replay import Verdict
 from diloco.sim.virtual import planted
 from diloco.sim.virtual.network import Cut
-from diloco.sim.virtual.plan import OTHER_CODECS, Fault, Plan, draw, parse
+from diloco.sim.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, Plan, draw, parse
 from diloco.sim.virtual.search import (
     BATCH,
     RULE,
@@ -53,7 +53,16 @@ NOTICED_WITHIN = {
     "deaf-coordinator": 60,
     "lost-residual": 20,
     "shared-lease": 10,
+    "early-witness": 40,
+    "strange-vote": 60,
+    "believed-omission": 40,
+    "forgiven-offence": 120,
+    "replay-heard": 10,
+    "clock-believed": 350,
+    "plain-radial": 50,
 }
+"""Seeds; a seed whose plan has nothing for the bug to break costs no time."""
+SLOW = {"stale-life", "clock-believed"}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +86,24 @@ def test_seeds_that_once_broke_something_hold() -> None:
     """Those of the table in diloco/exchange/README.md that the range above leaves out."""
     seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
     assert not run_seeds(seeds, Choice(rare=False)).violations
-    assert not run_seeds([401250, 405608, 409483, 417810]).violations
+    assert not run_seeds([401250, 405608, 409483, 417810, 620130]).violations
+
+
+def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
+    """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
+    faults = (Fault(3.0, "cut", "p1", 6.0), Fault(5.0, "kill", "p0", how="before Committed"))
+    outcome = tell(Plan(seed=30, peers=2, witnesses=1, faults=faults))
+    assert any("died with an evicted peer" in line for line in outcome.lines)
+    assert not outcome.violation
+
+
+@slow
+def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() -> None:
+    """p1 asks to join just before p0 founds a lineage, and is heard when its former life is forgotten."""
+    faults = (Fault(3.25, "leave", "p2"), Fault(4.61, "kill", "p1"), Fault(6.5, "restart", "p1", how=NO_CLOCK))
+    outcome = tell(Plan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
+    assert any("FOUNDS version 3, view p0" in line for line in outcome.lines)
+    assert not outcome.violation
 
 
 @pytest.mark.parametrize("first", every(100, quick=0))
@@ -184,7 +210,7 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
     assert three["Committed"] < 3 * one["Committed"]
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=slow if bug == "stale-life" else ()) for bug in planted.BUGS])
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=slow if bug in SLOW else ()) for bug in planted.BUGS])
 def test_planted_bug_is_noticed(bug: str) -> None:
     (caught,) = catch_planted(NOTICED_WITHIN[bug], [bug])
     assert caught.seeds, f"{caught.what}: not noticed in {NOTICED_WITHIN[bug]} seeds"
@@ -231,6 +257,9 @@ def test_what_is_rare_is_added_to_some_plans_and_changes_no_other() -> None:
     assert {plan.codec for plan in changed} >= set(OTHER_CODECS)
     assert {plan.fixed_addresses for plan in changed} == {True, False}
     assert max(plan.most_peers for plan in changed) > 2
+    assert any(plan.radial for plan in changed)
+    assert any(fault.kind == "stranger" for plan in changed for fault in plan.faults)
+    assert {fault.how for plan in changed for fault in plan.faults} >= {OMITS, NO_CLOCK}
 
 
 @pytest.mark.parametrize(("how", "ways"), [("both", [("a", "b"), ("b", "a")]), ("out", [("a", "b")])])

@@ -218,8 +218,8 @@ class Coordinating(Committing):
         lost = commit.mean_digest not in self._held
         if self.electorate.evicted and lost and waited_s > 2 * self.timing.stall_s:
             self._note("the mean that was accepted before died with an evicted peer")
-            tally.lost.add(commit.digest)
-            tally.proposal = self._proposal = None
+            tally.give_up(commit)
+            self._proposal = None
         elif lost and self.timing.stall_s < waited_s <= 2 * self.timing.stall_s:
             self._note(f"{MEAN_LOST} {', '.join(sorted(self._out_of_reach()))}")
         elif waited_s > 3 * self.timing.stall_s:

@@ -85,9 +85,9 @@ class Parting(Reducing):
 
     def _earlier_life(self, sender: Member) -> bool:
         """Whether an old conversation is heard again: of a peer that has lived anew since."""
-        entry = self.roster.get(sender.peer)
-        known = self.me if sender.peer == self.me.peer else entry.member if entry is not None else sender
-        return known.incarnation > sender.incarnation
+        if sender.peer == self.me.peer:
+            return self.me.incarnation > sender.incarnation
+        return self.roster.is_earlier(sender, self._now)
 
     def _hears_members(self) -> bool:
         """Whether members, or the founder, of the lineage that a joiner asks to join still speak."""

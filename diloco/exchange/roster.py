@@ -83,11 +83,21 @@ class Roster:
 
     def _succeeds(self, member: Member, known: Entry, now: float) -> bool:
         """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
-        if member.incarnation in known.former:
-            return False
-        if member.incarnation > known.member.incarnation:
+        later = member.incarnation > known.member.incarnation and member.incarnation not in known.former
+        if later:
             return member.address == known.member.address or not self._lives(known, now)
-        return now - known.heard_at_s > FORGET_S  # its clock was set back between two lives
+        return not self._precedes(member, known, now)
+
+    @staticmethod
+    def _precedes(member: Member, known: Entry, now: float) -> bool:
+        """Whether a life is over. If the known one is long silent, the peer's clock was set back between the two."""
+        earlier = member.incarnation < known.member.incarnation and now - known.heard_at_s <= FORGET_S
+        return earlier or member.incarnation in known.former
+
+    def is_earlier(self, member: Member, now: float) -> bool:
+        """Whether it is an earlier life than the one of its name that is known here."""
+        known = self._entries.get(member.peer)
+        return known is not None and self._precedes(member, known, now)
 
     @staticmethod
     def _next_life(known: Entry | None, member: Member, now: float) -> Entry:

@@ -37,6 +37,13 @@ class Tally:
         else:
             self.offered_at_s.pop(peer, None)
 
+    def give_up(self, proposal: Commit) -> None:
+        """Nobody can have its mean. Who voted for it voted for nothing else, and is to be asked for the next."""
+        self.lost.add(proposal.digest)
+        self.proposal = None
+        self.accepts = {}
+        self.witnesses_asked = False
+
     @property
     def state_digests(self) -> dict[str, str]:
         """What each peer that is ready stands on."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.exchange import messages as m
+from diloco.exchange.view import votes_needed
 from diloco.sim.virtual.violation import Violation
-from diloco.types import Commit
+from diloco.types import Commit, Member
 
 if TYPE_CHECKING:
     from diloco.sim.virtual.host import Host
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Ballot = tuple[int, str]
 """Attempt, and digest of the commit."""
+SLACK_S = 0.3
+"""A ballot is seen here a tick later than it began, at most."""
 
 
 class Ballots:
@@ -35,32 +38,67 @@ class Ballots:
         self._led: set[tuple[str, int]] = set()
         """Attempts in which something was proposed."""
         self._votes: dict[str, dict[Ballot, set[str]]] = {}
+        self._leavers: dict[str, set[str]] = {}
+        """Whose votes somebody may have, besides its own."""
+        self._decided: set[str] = set()
+        self._since: dict[tuple[int, int, str], float] = {}
+        """When, by its own clock, a life of a coordinator first had a ballot."""
+        self._asked: set[tuple[Member, int, str]] = set()
+        """Witnesses, and the ballots for which they were asked."""
         self._chosen: dict[str, Ballot] = {}
         """The first that had the votes of a majority, whether or not anybody knew."""
 
     def on_effect(self, host: Host, effect: m.Effect) -> None:
         """A peer is about to say something."""
-        if not isinstance(effect, m.Send):
-            return
-        match effect.envelope.body:
-            case m.Ready() as ready:
-                self._promise(effect.envelope, ready)
-            case m.Propose() as propose:
+        match effect:
+            case m.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
+                self._promise(envelope, ready)
+            case m.Send(to, m.Envelope(body=m.Propose() as propose)):
+                self._ask(host, to, propose)
                 self._propose(host, propose)
-            case m.Accept() as accept:
+            case m.Send(_, m.Envelope(body=m.Accept() as accept)):
                 self._accept(host, accept)
+            case m.Send(_, m.Envelope(body=m.Goodbye() as goodbye)):
+                self._leavers.setdefault(goodbye.heir, set()).update((host.name, *goodbye.votes))
+            case m.Send(_, m.Envelope(body=m.Committed(commit))) | m.Close(commit):
+                self._decide(host, commit)
 
     def on_machine(self, host: Host) -> None:
-        """A coordinator sends its own vote to nobody."""
+        """A coordinator sends its own vote to nobody, and counts those that were cast."""
         machine = host.machine
         tally = machine._tally
-        if tally is not None and tally.proposal is not None and machine.me.peer in tally.accepts:
-            self._vote(host, tally.attempt, tally.proposal, tally.accepts[machine.me.peer])
+        if tally is None or tally.proposal is None:
+            return
+        commit, ballot = tally.proposal, (tally.attempt, tally.proposal.digest)
+        self._since.setdefault((host.life, *ballot), host.now)
+        if machine.me.peer in tally.accepts:
+            self._vote(host, tally.attempt, commit, tally.accepts[machine.me.peer])
+        uncast = tally.votes() - self._votes.get(commit.previous, {}).get(ballot, set())
+        if uncast:
+            names = ", ".join(sorted(uncast))
+            raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
     def closed(self, commit: Commit) -> None:
         """It had the votes of a majority, the coordinator's own with them."""
         if commit.fragment >= 0:
             self._chosen.setdefault(commit.previous, (self._attempt.get(commit.digest, 0), commit.digest))
+
+    def _decide(self, host: Host, commit: Commit) -> None:
+        """The first word of a version is its coordinator's: as many voted for it as it takes, itself among them."""
+        before = self.world.invariants.commits.get(commit.previous)
+        if before is None or commit.fragment < 0 or commit.digest in self._decided:
+            return
+        self._decided.add(commit.digest)
+        members = {member.peer for member in before.view}
+        mine = {host.name, *self._leavers.get(host.name, ())}
+        ballots = self._votes.get(commit.previous, {})
+        cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
+        votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
+        living = sum(map(self.world.lives, before.view))
+        needed = votes_needed(len(before.view), len(before.view) - living if self.world.plan.proven else 0)
+        needed = min(needed, living) if self.world.invariants.evicted else needed
+        if votes < needed:
+            raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
 
     def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
         """By the commit that it is said upon: its sender may have founded a lineage in the same moment."""
@@ -69,6 +107,21 @@ class Ballots:
             key = me.peer, me.incarnation, before
             self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
+
+    def _ask(self, host: Host, to: Member, propose: m.Propose) -> None:
+        """A witness is asked last: it accepts what it does not hold, and the mean must live on (I5)."""
+        commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
+        since_s = self._since.setdefault((host.life, *ballot), host.now)
+        before = self.world.invariants.commits.get(commit.previous)
+        if before is None or not to.witness or (to, *ballot) in self._asked:
+            return
+        self._asked.add((to, *ballot))
+        cast = self._votes.get(commit.previous, {}).get(ballot, set())
+        trainers = [member for member in before.view if not member.witness and member.peer not in {host.name, *cast}]
+        living = [member.peer for member in trainers if host.machine.roster.alive(member, host.now)]
+        if living and host.now - since_s < self.world.setup.timing.stall_s - SLACK_S:
+            what = f"asks {to.peer} for its vote for {_name(commit, propose.attempt)} before {', '.join(living)}"
+            raise Violation("I5", f"{host.name} {what}")
 
     def _propose(self, host: Host, propose: m.Propose) -> None:
         commit = propose.commit

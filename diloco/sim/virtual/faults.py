@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from diloco.sim.virtual.host import Fuse, Host
 from diloco.sim.virtual.network import Cut
 from diloco.sim.virtual.operator import Operator
-from diloco.sim.virtual.plan import FUSE_S, Fault
+from diloco.sim.virtual.plan import FUSE_S, NO_CLOCK, Fault
 
 if TYPE_CHECKING:
     from diloco.sim.virtual.world import World
@@ -123,6 +123,13 @@ def _replay(world: World, fault: Fault) -> bool:
     return True
 
 
+def _stranger(world: World, fault: Fault) -> bool:
+    world.network.strangers.append(fault.peer)
+    world.tell(fault.peer, "is no member, and ACCEPTS whatever is proposed, for everybody")
+    world.after(fault.for_s, world.network.strangers.remove, fault.peer)
+    return True
+
+
 def _jump(world: World, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
@@ -152,6 +159,8 @@ def _restart(world: World, fault: Fault) -> bool:
         return False
     if fault.how == "old":
         world.disks[fault.peer].go_back()
+    if fault.how == NO_CLOCK:
+        world.clockless[fault.peer] = 0
     world.join(fault.peer, with_disk=fault.how != "blank")
     return True
 
@@ -193,6 +202,7 @@ _STRIKES: Mapping[str, Callable[[World, Fault], bool]] = {
     "link": _link,
     "late": _late,
     "twin": _twin,
+    "stranger": _stranger,
     "slow": _slow,
     "join": _join,
     "leave": _leave,

@@ -18,8 +18,9 @@ from diloco.exchange.machine import Machine
 from diloco.exchange.statesync import Backlog, Snapshots, make_offer
 from diloco.exchange.work import BadContribution, Work
 from diloco.outer import OuterState, state_bytes
-from diloco.sim.virtual.lies import other_mean
+from diloco.sim.virtual.lies import omitting, other_mean
 from diloco.sim.virtual.network import Stream
+from diloco.sim.virtual.plan import OMITS
 from diloco.sim.virtual.training import Training
 from diloco.types import Closed, Commit, Contribution, Member, Skip
 
@@ -30,6 +31,9 @@ TICK_S = 0.25
 LOOK_AGAIN_S = 10.0
 WORK_S = 0.004
 """Averaging or hashing takes about so long."""
+NO_CLOCK_US = 400
+"""How far apart lives begin on a machine whose clock begins anew each time: all of them before the first life of
+any peer but the founder, which is 10 ms old, and by more than `diloco audit` takes for one process."""
 
 
 class Host:
@@ -159,12 +163,17 @@ class Host:
             self._perform_all(self.machine.handle(event, self.now))
 
     def receive(self, envelope: m.Envelope, sender: Host | None) -> None:
+        gate = self.world.invariants.gate
+        heeded = gate.heeds(self, envelope)
         reply, effects = self.machine.receive(envelope, self.now)
         self.world.told(envelope, self, reply)
+        gate.on_message(self, envelope, reply, heeded)
         if sender is not None and not self.world.network.blocked(self.name, sender.name):
             sender.due(sender.note_reply, (reply,))
         if effects:
             self._perform_all(effects)
+        else:
+            self.world.invariants.ballots.on_machine(self)
 
     def note_reply(self, reply: m.Reply) -> None:
         if reply in (m.Reply.STALE, m.Reply.REPLAYED):
@@ -198,7 +207,7 @@ class Host:
 
     def _perform(self, effect: m.Effect) -> None:
         self.world.performed(self, effect)
-        self.world.invariants.ballots.on_effect(self, effect)
+        self.world.invariants.on_effect(self, effect)
         match effect:
             case m.Send(to, envelope):
                 self.world.network.send(self, to, envelope)
@@ -230,7 +239,7 @@ class Host:
     def _begin(self, begin: m.Begin) -> None:
         setup = self.world.setup
         fragment = setup.layout.fragments[self.machine.fragment]
-        work = self._work = Work(begin, self.name, fragment, setup.codecs, setup.max_norm_ratio)
+        work = self._work = Work(begin, self.name, fragment, setup.codecs, setup.max_norm_ratio, setup.radial)
         if self._contribution is not None:
             work.take_own(self._contribution)
         self._outlets = {}
@@ -263,6 +272,8 @@ class Host:
             return
         payload = work.mean[part]
         assert payload is not None
+        if self.lie == OMITS:
+            omitted = omitting(omitted, [entry.peer for entry in work.begin.contributors], self.name)
         for index, stream in enumerate(self._outlets.pop(part, ())):
             told = other_mean(payload) if self.lie == "two-faced" and index == 0 else payload
             self.world.network.put(stream, part, told, omitted)
@@ -469,7 +480,10 @@ class Host:
 
 
 def new_incarnation(world: World, name: str) -> int:
-    """Larger at each start of the process, as `diloco.clock.new_incarnation`."""
+    """Larger at each start of the process, as `diloco.clock.new_incarnation`; without a clock, since that is lost."""
+    if name in world.clockless:
+        world.clockless[name] += 1
+        return world.clockless[name] * NO_CLOCK_US
     return round(world.now * 1_000_000) + 1
 
 

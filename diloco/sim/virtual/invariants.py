@@ -21,6 +21,7 @@ from diloco.audit import book_of, chain_of, examine
 from diloco.average import mean_digest, mean_into
 from diloco.chain import Chain
 from diloco.compress import Codec
+from diloco.exchange import messages as m
 from diloco.fragments import Fragment, read_fragment
 from diloco.ledger import scan
 from diloco.outlier import FLOOR_RMS
@@ -28,6 +29,7 @@ from diloco.replay import Replay, Verdict
 from diloco.round import Line, Sent
 from diloco.sim.virtual.ballots import Ballots
 from diloco.sim.virtual.disk import Page
+from diloco.sim.virtual.gate import Gate
 from diloco.sim.virtual.lies import other_mean
 from diloco.sim.virtual.remake import remake
 from diloco.sim.virtual.setup import NOISES, flat_noise, noises
@@ -86,6 +88,7 @@ class Invariants:
         self._stands_on: dict[int, Commit] = {}
         """By life."""
         self.ballots = Ballots(world)
+        self.gate = Gate(world)
         self._pages: list[tuple[str, Page]] = []
         self._chain = Chain()
         """Every version that anybody applied, and the state after it."""
@@ -111,11 +114,14 @@ class Invariants:
         commit = closed.commit
         digest = commit.digest
         self._stands_on[host.life] = commit
-        known = self._digest_of.setdefault((commit.lineage, commit.version), digest)
+        place = commit.lineage, commit.version
+        known = self._digest_of.setdefault(place, digest)
         self._closers.setdefault(digest, []).append(host)
-        if known != digest and not self._lost_with_the_dead(known):
-            raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
-        self._digest_of[commit.lineage, commit.version] = digest
+        if known != digest:
+            if not self._lost_with_the_dead(known):
+                raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
+            self._state_of.pop(place, None)  # theirs
+        self._digest_of[place] = digest
         self.ballots.closed(commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
@@ -130,7 +136,6 @@ class Invariants:
             if not self._lost_with_the_dead(other):
                 raise Violation("I8", f"{host.name} closed a second version {commit.version} after the same one")
             del self.commits[other]
-            self._state_of.pop((commit.lineage, commit.version), None)
         before = self.commits.get(commit.previous)
         tokens = (before.tokens if before else 0) + sum(counted.tokens for counted in commit.counted)
         if commit.tokens != tokens:
@@ -174,6 +179,11 @@ class Invariants:
                 return made
         raise Violation("I2", f"version {commit.version} counts a contribution that {counted.peer} never made")
 
+    def on_effect(self, host: Host, effect: m.Effect) -> None:
+        """A peer is about to do, or to say something."""
+        self.ballots.on_effect(host, effect)
+        self.gate.on_effect(host, effect)
+
     # ------------------------------------------------------------ I3: the mean again, in one place
 
     def _recompute(self, closed: Closed) -> None:
@@ -185,7 +195,7 @@ class Invariants:
             terms = [(c.weight, entry.parts[part]) for c, entry in made if commit.counts(c.peer, part)]
             start, stop = fragment.part_bounds(part)
             codec = setup.codecs[fragment.group_of(part)]
-            parts.append(plain_mean(terms, stop - start, codec))
+            parts.append((plain_radial if setup.radial else plain_mean)(terms, stop - start, codec))
             if self.world.hostile:
                 self._check_sizes(commit, part, [codec.decode(payload, stop - start) for _, payload in terms])
             if codec.gathered and closed.parts[part] == parts[-1]:
@@ -291,7 +301,8 @@ class Invariants:
             commit = host.machine.commit
             chain = set(self._back_from(commit)) if commit else set()
             for digest, closed in self.commits.items():
-                if digest not in chain and closed.version <= host.machine.version:
+                kept = digest in chain or closed.version > host.machine.version
+                if not kept and not self._lost_with_the_dead(digest):
                     raise Violation("I5", f"version {closed.version} was closed and is not in the chain of {host.name}")
 
 
@@ -308,6 +319,23 @@ def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) 
             total = values if index == 0 else total + values
         mean = total / np.float32(sum(weight for weight, _ in terms) // unit)
     return codec.encode(torch.from_numpy(mean).nan_to_num_())
+
+
+def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
+    """The mean length in the mean direction, encoded: fp64, written apart from `diloco.radial`."""
+    counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
+    if len(counted) == 1:
+        return codec.encode(counted[0][1].nan_to_num_())
+    values = np.stack([value.double().numpy() for _, value in counted])
+    weights = np.array([float(weight) for weight, _ in counted])
+    lengths = np.sqrt((values**2).sum(axis=1))
+    units = values / np.where(lengths == 0, 1.0, lengths)[:, None]
+    direction = (weights[:, None] * units).sum(axis=0)
+    resultant = np.sqrt((direction**2).sum())
+    if resultant <= weights.sum() * 2.0**-23:
+        return codec.encode(torch.zeros(elements))
+    mean = direction * ((weights * lengths).sum() / weights.sum() / resultant)
+    return codec.encode(torch.from_numpy(mean.astype(np.float32)).nan_to_num_())
 
 
 def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:

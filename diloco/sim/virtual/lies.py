@@ -35,6 +35,12 @@ def _absurd(part: bytes, codec: Codec) -> bytes:
     return part
 
 
+def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tuple[str, ...]:
+    """Whom a lying owner says that a part does not count: somebody whom it counts, too."""
+    counted = [peer for peer in contributors if peer not in (me, *omitted)]
+    return (*omitted, *counted[:1])
+
+
 def other_mean(payload: bytes) -> bytes:
     """What a lying owner sends to one receiver as the mean."""
     return payload[:-1] + bytes([payload[-1] ^ 1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.exchange.link import Kind
-from diloco.exchange.messages import Envelope
+from diloco.exchange.messages import Accept, Envelope, Propose
 from diloco.types import Member
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class Network:
         self.damaging: set[str] = set()
         """Peers whose streams are damaged on the way."""
         self.seen: list[tuple[Envelope, Member]] = []
+        self.strangers: list[str] = []
+        """Who are no members, and vote."""
+        self._said = count(1)
+        """What strangers say, numbered."""
 
     def blocked(self, source: str, target: str) -> bool:
         return any(cut.blocks(source, target) for cut in self.cuts)
@@ -100,6 +105,8 @@ class Network:
     def send(self, sender: Host, to: Member, envelope: Envelope) -> None:
         """Deliver a message once, never, or twice."""
         self._remember(envelope, to)
+        for stranger in self.strangers:
+            self._vote(Member(stranger, 1, f"{stranger}:0"), sender, envelope)
         if self.cuts and self.blocked(sender.name, to.peer):
             if any(cut.reset and cut.blocks(sender.name, to.peer) for cut in self.cuts):
                 self.world.after(self.delay_s, sender.unreachable, to, False)
@@ -132,6 +139,16 @@ class Network:
                 self.seen.append((envelope, to))
             else:
                 self.seen[self.dice.randrange(REMEMBERED)] = (envelope, to)
+
+    def _vote(self, stranger: Member, coordinator: Host, envelope: Envelope) -> None:
+        """Somebody who is no member accepts a proposal, in the name of all members."""
+        if isinstance(envelope.body, Propose):
+            proposal, members = envelope.body, coordinator.machine.view
+            votes = tuple(member.peer for member in members)
+            accept = Accept(proposal.version, proposal.attempt, proposal.commit.digest, votes)
+            said = replace(envelope, sender=stranger, sequence=next(self._said), body=accept)
+            delay_s = self.latency(stranger.peer, coordinator.name)
+            self.world.after(delay_s, coordinator.due, coordinator.receive, (said, None))
 
     def replay(self) -> None:
         """Somebody sends again what it has seen, to whomever it was meant for."""

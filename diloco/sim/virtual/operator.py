@@ -34,7 +34,7 @@ class Operator:
 
     def _evict_if_needed(self, commit: Commit) -> None:
         """When the living are too few, or say what they lack; not when the dead took a later version along."""
-        alive = [member for member in commit.view if self._lives(member)]
+        alive = [member for member in commit.view if self.world.lives(member)]
         asked = any(self.world.hosts[member.peer].machine.reason.startswith(MEAN_LOST) for member in alive)
         few = self.world.plan.without_majority == "wait" and len(alive) <= len(commit.view) // 2
         if not (few or asked):
@@ -43,7 +43,7 @@ class Operator:
             self.resume()
             return
         for member in commit.view:
-            if not self._lives(member):
+            if not self.world.lives(member):
                 self.evict(member.peer)
 
     def _restart_strays(self, commit: Commit) -> None:
@@ -59,7 +59,7 @@ class Operator:
         """`diloco evict`: tell every live member that this peer is dead. It is, or nothing is said."""
         commit = self._newest_commit()
         member = commit.member(peer) if commit else None
-        if member is None or self._lives(member):
+        if member is None or self.world.lives(member):
             return
         self.world.tell("", f"the operator EVICTS {peer}")
         self.world.invariants.evicted = True
@@ -103,12 +103,7 @@ class Operator:
 
     def _can_go_on(self, commit: Commit) -> bool:
         """Whether an honest trainer of the latest view lives, and one has its state or can make it."""
-        hosts = [self.world.hosts[member.peer] for member in commit.view if not member.witness and self._lives(member)]
+        trainers = [member for member in commit.view if not member.witness]
+        hosts = [self.world.hosts[member.peer] for member in trainers if self.world.lives(member)]
         honest = [host for host in hosts if host.name not in self.world.liars]
         return bool(honest) and any(host.holds(commit) for host in hosts)
-
-    def _lives(self, member: Member) -> bool:
-        """Whether this very life of the peer goes on."""
-        host = self.world.hosts.get(member.peer)
-        lives = [host, *self.world.ghosts] if host is not None else self.world.ghosts
-        return any(one.alive and one.machine.me == member for one in lives)

@@ -89,6 +89,8 @@ class Plan:
     """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
     most_peers: int = 0
     """Contributors of a version, who take turns; 0: all that are ready."""
+    radial: bool = False
+    """Lengths and directions of contributions are averaged apart (`outer.averaging`)."""
     fixed_addresses: bool = False
     """A process listens where the one before it did, and hears what was meant for that one."""
     calm_s: float = 0.0
@@ -181,6 +183,15 @@ OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dc
 OTHER_CODECS_SHARE = 0.4
 LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
+SELDOM_SHARE = 0.12
+RADIAL_SHARE = 0.3
+"""Of those."""
+PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
+"""Those whose mean is made once."""
+OMITS = "omits"
+"""A lie: an owner says that it left somebody out of a part, and did not."""
+NO_CLOCK = "no clock"
+"""How a process starts on a machine whose clock begins anew each time."""
 ASYNC_SPEEDS = (0.1, 1.0)
 """Slowest and fastest peer where none waits for another."""
 
@@ -217,6 +228,7 @@ def draw(
     faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
     plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
     plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
+    plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
@@ -245,6 +257,18 @@ def _rarely(dice: Random, plan: Plan) -> Plan:
     most = dice.choice((0, 0, max(1, plan.peers - 1)))
     ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
     return replace(plan, faults=ordered, codec=codec, most_peers=most, fixed_addresses=dice.random() < 0.5)
+
+
+def _seldom(dice: Random, plan: Plan) -> Plan:
+    """What came after that. Once more dice of its own."""
+    if dice.random() >= SELDOM_SHARE:
+        return plan
+    if dice.random() < RADIAL_SHARE:
+        return replace(plan, radial=True, codec=dice.choice(PLAIN_CODECS))
+    names = [f"p{index}" for index in range(plan.peers)]
+    kind, at_s = dice.choice(list(SELDOM)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+    faults = [*plan.faults, *SELDOM[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 def _at_own_pace(dice: Random, plan: Plan, speeds: tuple[float, float]) -> Plan:
@@ -348,6 +372,22 @@ def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) 
     yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
 
 
+def _omit(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=OMITS), names, number)
+
+
+def _stranger(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, peer=f"x{number}"), names, number)
+
+
+def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """Not the first peer, whose first life began when time did."""
+    peer = dice.choice(names[1:])
+    yield replace(fault, kind="kill", peer=peer)
+    at_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
+    yield Fault(at_s, "restart", peer, 0.0, NO_CLOCK)
+
+
 RARE: Mapping[str, Draw] = {
     "link": _link,
     "late": _late,
@@ -357,6 +397,8 @@ RARE: Mapping[str, Draw] = {
     "evict": _early_evict,
 }
 """Kinds of what goes wrong seldom."""
+SELDOM: Mapping[str, Draw] = {"lie": _omit, "stranger": _stranger, "restart": _no_clock}
+"""Kinds of what goes wrong more seldom still."""
 KINDS: Mapping[str, tuple[int, Draw]] = {
     "kill": (26, _death),
     "power": (6, _death),
@@ -377,5 +419,6 @@ KINDS: Mapping[str, tuple[int, Draw]] = {
     "link": (0, _simple),
     "late": (0, _simple),
     "twin": (0, _simple),
+    "stranger": (0, _simple),
 }
 """Kinds of faults: how often, and how the rest of one is drawn."""

@@ -1,28 +1,36 @@
-"""Ten bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
+"""Bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from diloco import average
 from diloco import round as line_of
 from diloco.average import unpack
 from diloco.compress import Codec
 from diloco.data import leases
 from diloco.exchange import electorate
 from diloco.exchange import messages as m
+from diloco.exchange.admission import Admission
+from diloco.exchange.coordinating import Coordinating
 from diloco.exchange.machine import Machine
+from diloco.exchange.reducing import Reducing
+from diloco.exchange.roster import Entry, Roster
 from diloco.exchange.tally import Tally
 from diloco.exchange.work import Work
 from diloco.feedback import left_over
 from diloco.fragments import Fragment, write_fragment
 from diloco.round import Line, Sent, Trained, measure, step_outer
 from diloco.sim.virtual import host, training
+from diloco.sim.virtual.plan import NO_CLOCK, OMITS, Plan
 from diloco.sim.virtual.world import World
 from diloco.types import Closed, Counted, Leases, Member
 
@@ -33,6 +41,12 @@ class Bug:
 
     what: str
     plant: Callable[[], Iterator[None]]
+    shows: Callable[[Plan], bool] = lambda plan: True
+    """Plans of which it can break anything: no others are tried."""
+
+
+MALFORMED = ("short", "long", "infinite", "absurd")
+"""Lies that no peer believes."""
 
 
 @contextmanager
@@ -135,16 +149,16 @@ def _stale_life() -> Iterator[None]:
 
 
 @contextmanager
-def _hearing(before: Callable[[Machine, m.Propose], Callable[[], None]]) -> Iterator[None]:
-    """Each time that a commit is proposed something else happens first, which says how to undo it."""
-    listen = Machine._messages[m.Propose]
+def _hearing(kind: type[m.Body], before: Callable[[Machine, Any], Callable[[], None]]) -> Iterator[None]:
+    """Each time that such a message is heard something else happens first, which says how to undo it."""
+    listen = Machine._messages[kind]
 
-    def otherwise(machine: Machine, sender: Member, body: m.Propose) -> None:
+    def otherwise(machine: Machine, sender: Member, body: m.Body) -> None:
         undo = before(machine, body)
         listen(machine, sender, body)
         undo()
 
-    with _replaced(Machine, "_messages", {**Machine._messages, m.Propose: otherwise}):
+    with _replaced(Machine, "_messages", {**Machine._messages, kind: otherwise}):
         yield
 
 
@@ -159,7 +173,7 @@ def _broken_promise() -> Iterator[None]:
 
         return remember
 
-    with _hearing(forget):
+    with _hearing(m.Propose, forget):
         yield
 
 
@@ -173,7 +187,7 @@ def _unseen_vote() -> Iterator[None]:
 
         return admit
 
-    with _hearing(pretend):
+    with _hearing(m.Propose, pretend):
         yield
 
 
@@ -207,6 +221,77 @@ def _shared_lease() -> Iterator[None]:
         yield
 
 
+def _early_witness() -> Iterator[None]:
+    ask = Coordinating._ask_witnesses
+
+    def ask_at_once(machine: Coordinating, tally: Tally, proposal: m.Propose) -> None:
+        began_s, tally.proposed_at_s = tally.proposed_at_s, -math.inf
+        ask(machine, tally, proposal)
+        tally.proposed_at_s = began_s
+
+    with _replaced(Coordinating, "_ask_witnesses", ask_at_once):
+        yield
+
+
+def _strange_vote() -> Iterator[None]:
+    def admit(machine: Machine, body: m.Accept) -> Callable[[], None]:
+        vars(machine)["_member"] = lambda member: member
+        return partial(vars(machine).pop, "_member", None)
+
+    with _hearing(m.Accept, admit):
+        yield
+
+
+def _believed_omission() -> Iterator[None]:
+    take = Reducing._on_mean
+
+    def believe(machine: Machine, event: m.MeanArrived) -> None:
+        reduction = machine._reduction
+        gone = reduction.gone if reduction is not None else frozenset()
+        if reduction is not None:
+            reduction.gone = gone.union(event.omitted)
+        take(machine, event)
+        if reduction is not None:
+            reduction.gone = gone
+
+    with _replaced(Machine, "_events", {**Machine._events, m.MeanArrived: believe}):
+        yield
+
+
+def _forgiven_offence() -> Iterator[None]:
+    with _replaced(Roster, "offended", lambda roster, peer: None):
+        yield
+
+
+def _replay_heard() -> Iterator[None]:
+    with _replaced(Admission, "replayed", lambda admission, envelope: False):
+        yield
+
+
+def _clock_believed() -> Iterator[None]:
+    succeeds = Roster._succeeds
+
+    def only_later(roster: Roster, member: Member, known: Entry, now: float) -> bool:
+        return member.incarnation > known.member.incarnation and succeeds(roster, member, known, now)
+
+    with _replaced(Roster, "_succeeds", only_later):
+        yield
+
+
+def _plain_radial() -> Iterator[None]:
+    with _replaced(average, "_sum_radially", average._sum):
+        yield
+
+
+def _is_radial(plan: Plan) -> bool:
+    return plan.radial
+
+
+def _has(*faults: str) -> Callable[[Plan], bool]:
+    """Plans with a fault of such a kind, or that happens so."""
+    return lambda plan: any(name in faults for fault in plan.faults for name in (fault.kind, fault.how))
+
+
 BUGS: Mapping[str, Bug] = {
     "no-majority": Bug("commit with one vote instead of a majority", _no_majority),
     "early-divisor": Bug("divide by the weights of all who began, not of those who count in the part", _early_divisor),
@@ -218,4 +303,11 @@ BUGS: Mapping[str, Bug] = {
     "deaf-coordinator": Bug("propose anew, whatever was accepted before", _deaf_coordinator),
     "lost-residual": Bug("forget what the codec dropped", _lost_residual),
     "shared-lease": Bug("give a block of data to two peers", _shared_lease),
+    "early-witness": Bug("ask a witness for its vote before the trainers", _early_witness, lambda p: p.witnesses > 0),
+    "strange-vote": Bug("count the vote of one who is no member", _strange_vote, _has("stranger")),
+    "believed-omission": Bug("believe any owner that it left somebody out", _believed_omission, _has(OMITS)),
+    "forgiven-offence": Bug("keep who sends malformed bytes again and again", _forgiven_offence, _has(*MALFORMED)),
+    "replay-heard": Bug("take a message that comes a second time", _replay_heard, lambda plan: plan.loss > 0),
+    "clock-believed": Bug("refuse for good whoever its clock makes an earlier life", _clock_believed, _has(NO_CLOCK)),
+    "plain-radial": Bug("average plainly where lengths and directions are to be apart", _plain_radial, _is_radial),
 }

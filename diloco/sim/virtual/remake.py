@@ -27,5 +27,6 @@ def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]
     """`recorded`: how a commit counts each contribution, its fragment, its parts."""
     fragments = setup.layout.fragments
     shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
-    workshop = Workshop(chain, shelf, setup.codecs, setup.optimizer, setup.weighing, lambda: setup.start, {})
+    made_with = setup.codecs, setup.optimizer, setup.weighing
+    workshop = Workshop(chain, shelf, *made_with, lambda: setup.start, {}, setup.radial)
     return workshop.replay(lambda done, total: None)

@@ -259,8 +259,9 @@ def catch_planted(most_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]
 
 
 def _catch(bug: str, most_seeds: int) -> Caught:
-    for seed in range(most_seeds):
-        tally = run_seeds([seed], Choice(bug=bug))
+    choice = Choice(bug=bug)
+    for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(most_seeds)):
+        tally = run_seeds([seed], choice)
         if tally.violations:
             return Caught(bug, planted.BUGS[bug].what, seed + 1, str(tally.violations[0]["violation"]))
     return Caught(bug, planted.BUGS[bug].what, 0, "")

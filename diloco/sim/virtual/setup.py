@@ -55,6 +55,7 @@ class Setup:
         self.weighing = self._weighing(plan)
         self.patience_s = 6.0
         self.max_norm_ratio = 100.0
+        self.radial = plan.radial
         trainers = plan.peers
         self.rules = Rules(
             run="virtual",

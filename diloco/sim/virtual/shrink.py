@@ -37,7 +37,7 @@ def _shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
 
 SETTINGS = (
     "loss", "witnesses", "fragments", "merge", "overlap", "feedback", "codec", "optimizer", "weighting", "uplinks",
-    "sized_by", "speeds", "policy", "proven", "delay_s", "most_peers", "fixed_addresses",
+    "sized_by", "speeds", "policy", "proven", "delay_s", "most_peers", "radial", "fixed_addresses",
 )  # fmt: skip
 
 

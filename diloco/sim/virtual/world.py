@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from diloco.exchange import messages as m
+from diloco.exchange.roster import FORGET_S
 from diloco.sim.virtual import transcript
 from diloco.sim.virtual.disk import Disk
 from diloco.sim.virtual.faults import strike
@@ -22,14 +23,14 @@ from diloco.sim.virtual.host import Host
 from diloco.sim.virtual.invariants import Invariants
 from diloco.sim.virtual.network import Network
 from diloco.sim.virtual.operator import Operator
-from diloco.sim.virtual.plan import Plan
+from diloco.sim.virtual.plan import NO_CLOCK, Plan
 from diloco.sim.virtual.setup import Setup
 from diloco.sim.virtual.violation import Violation
 from diloco.types import Commit, Member
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
-slow peers, within three of their rounds more."""
+slow peers, within three of their rounds more. A life that its clock makes an earlier one must first be forgotten."""
 OPERATOR_S = 8.0
 """An operator looks again this often."""
 LOOK_S = 0.25
@@ -73,12 +74,18 @@ class World:
         self.disks: dict[str, Disk] = {}
         self.liars: set[str] = set()
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
+        if any(fault.how == NO_CLOCK for fault in plan.faults):
+            self.heal_s += FORGET_S
+        self.clockless: dict[str, int] = {}
+        """Peers whose clock begins anew at each start, and how often they started so."""
         self.faults: Counter[str] = Counter()
         self.lines: list[str] = []
         self._saying: tuple[float, str, str] | None = None
         self._lately: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=8))
         self.hostile = any(fault.kind == "lie" for fault in plan.faults)
         self.replays = any(fault.kind == "replay" for fault in plan.faults)
+        self.twice = self.replays or plan.loss > 0
+        """Whether messages may come a second time."""
         self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
         self._order = count()
         self._lives = count()
@@ -175,6 +182,12 @@ class World:
         host = self.hosts.get(member.peer)
         here = [host, *self.ghosts] if host is not None else self.ghosts
         return next((one for one in here if one.alive and one.address == member.address), None)
+
+    def lives(self, member: Member) -> bool:
+        """Whether this very life of a peer goes on."""
+        host = self.hosts.get(member.peer)
+        lives = [host, *self.ghosts] if host is not None else self.ghosts
+        return any(one.alive and one.machine.me == member for one in lives)
 
     def start(self, name: str, lineage: str, founder: bool) -> Host:
         self.disks.setdefault(name, Disk())
