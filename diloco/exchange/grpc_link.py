@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
@@ -119,10 +120,13 @@ class GrpcLink(Link):
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
         async with self._line(address) as line:
-            calls = [line.peer(connection).SendParts() for connection in self._bulk]  # type: ignore[call-arg]  # may be left out
             outbox = Outbox(parts)
+            streams = [self._sending(line, connection, stall_s) for connection in self._bulk]
             try:
-                return await _all_ok([self._sending(call, stall_s).run(first, outbox) for call in calls])
+                return await _all_ok([stream.run(first, outbox) for stream in streams])
+            except LinkSlow:
+                line.paces.clear()
+                raise
             finally:
                 outbox.close()
 
@@ -198,8 +202,9 @@ class GrpcLink(Link):
         for line in lines:
             await line.close()
 
-    def _sending(self, call: PartsCall, stall_s: float) -> _Sending:
-        return _Sending(call, stall_s, self._limit, self._uplink)
+    def _sending(self, line: _Line, connection: int, stall_s: float) -> _Sending:
+        call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
+        return _Sending(call, stall_s, self._limit, self._uplink, line.paces[connection])
 
     @asynccontextmanager
     async def _line(self, address: str) -> AsyncIterator[_Line]:
@@ -255,6 +260,8 @@ class _Line:
     def __init__(self, open_: Callable[[], grpc.aio.Channel]) -> None:
         self._open = open_
         self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
+        self.paces: defaultdict[int, Pace] = defaultdict(Pace)
+        """By connection, as its last streams left them: a new stream need not find out again how fast it is."""
         self.calls = 0
         """That are under way."""
         self.used_s = monotonic_s()
@@ -286,7 +293,7 @@ class _Sending:
     `limit` gives, is our own business. What the receiver takes while more is there for it goes to `uplink`.
     """
 
-    def __init__(self, call: PartsCall, stall_s: float, limit: RateLimit, uplink: Uplink) -> None:
+    def __init__(self, call: PartsCall, stall_s: float, limit: RateLimit, uplink: Uplink, pace: Pace) -> None:
         self._call = call
         self._stall_s = stall_s
         self._limit = limit
@@ -296,7 +303,7 @@ class _Sending:
         self._fed_since_s = math.inf
         """Since then there was always something to send."""
         self._sent_bytes = 0
-        self._pace = Pace()
+        self._pace = pace
 
     async def run(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> Reply:
         """Send what this stream gets of the outbox, which others may take from. Returns what the receiver answers."""

@@ -20,8 +20,8 @@ MESSAGE_BYTES = CHUNK_BYTES // 16
 """Payload of a message, to begin with and on a slow link: progress is seen message by message, and at 1 Mb/s one of
 64 KiB takes 0.5 s."""
 
-LARGEST_MESSAGE_BYTES = CHUNK_BYTES // 2
-"""On a fast link. Costs half the CPU of 64 KiB on loopback (0.7 instead of 1.4 s per GB sent)."""
+LARGEST_MESSAGE_BYTES = CHUNK_BYTES + CHUNK_BYTES // 8
+"""On a fast link: four parts of 2^18 values in int8 and their scales. Costs a quarter less CPU than half of it."""
 
 MESSAGE_S = 0.05
 """What the receiver takes in this time fits in one message."""
@@ -99,7 +99,7 @@ def _pieces(payload: bytes, pace: Pace) -> Iterator[tuple[int, bytes]]:
     """Offsets and what is there; an empty payload is one piece."""
     offset = 0
     while offset < len(payload) or offset == 0:
-        piece = payload[offset : offset + pace.message_bytes]
+        piece = payload[offset : offset + min(pace.message_bytes, CHUNK_BYTES)]
         yield offset, piece
         offset += max(len(piece), 1)
 
