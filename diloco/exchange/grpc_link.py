@@ -68,6 +68,8 @@ _TELL_S = 0.02
 """How often at most the receiver of a stream says that it gets on."""
 _CONTROL, _BULK = 0, 1
 """Connections to one address: control messages, and from here on bulk."""
+_FIRST_MESSAGE_BYTES = 1 << 19
+"""Of a stream, at most: the line may have become slow since the last one. At 1 Mb/s one takes 4 s."""
 _FETCH_MESSAGE_BYTES = 1 << 18
 """Messages of an answer; nobody tells how fast they are taken. At 1 Mb/s one takes 2 s."""
 
@@ -204,7 +206,9 @@ class GrpcLink(Link):
 
     def _sending(self, line: _Line, connection: int, stall_s: float) -> _Sending:
         call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
-        return _Sending(call, stall_s, self._limit, self._uplink, line.paces[connection])
+        pace = line.paces[connection]
+        pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
+        return _Sending(call, stall_s, self._limit, self._uplink, pace)
 
     @asynccontextmanager
     async def _line(self, address: str) -> AsyncIterator[_Line]:
