@@ -54,7 +54,8 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
     "gap": {"dropped": int},
 }  # fmt: skip
 """What a record of each kind has, beside its tokens."""
-_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()}
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
+"""Of every field, also of one that older ledgers lack."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,9 @@ class MemoryRuntime:
         self._world.ask(lambda: self._world.network.attach(self._address, service))
         return self._address
 
+    def answer_of(self, address: str) -> Welcome | None:
+        """Nobody has a directory to tell of."""
+
     def close(self) -> None:
         self._world.ask(lambda: self._world.network.detach(self._address))
 

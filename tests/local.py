@@ -44,6 +44,9 @@ class NoDirectory:
 
     addresses = ()
 
+    def revive(self) -> bool:
+        return False
+
     def lookup(self) -> dict[str, Member]:
         return {}
 
@@ -65,6 +68,9 @@ class LocalRuntime:
     def serve(self, service: Any, listen: str) -> str:
         self._world.call(lambda: self._world.network.attach(self._address, service))
         return self._address
+
+    def answer_of(self, address: str) -> Welcome | None:
+        """Nobody has a directory to tell of."""
 
 
 class LocalGate:

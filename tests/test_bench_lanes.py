@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow(queued=False)
 
 def test_two_lanes(tmp_path: Path) -> None:
     found = tmp_path / "lanes.json"
-    small = ["--ranks", "2", "--lanes", "2", "--link-mbit", "1", "--layers", "1", "--dim", "64", "--versions", "1"]
+    small = ["--ranks", "2", "--lanes", "2", "--link-mbit", "1", "--layers", "1", "--dim", "128", "--versions", "1"]
     command = [sys.executable, str(BENCH), *small, "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if "no network namespaces can be made here" in done.stderr:

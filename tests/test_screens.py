@@ -87,6 +87,9 @@ class GrpcRuntime:
         self._server = self._world.run(serve(service, "127.0.0.1:0", KEYS))
         return str(self._server.address)
 
+    def answer_of(self, address: str) -> None:
+        """Nobody has a directory to tell of."""
+
     def close(self) -> None:
         self._world.run(self._server.stop(0.2))
         self._world.run(self.link.close())
