@@ -581,6 +581,7 @@ class Slow(Listener):
         """How many parts came over each."""
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
+        self.headers.append(header)
         count = 0
         async for part in parts:
             await asyncio.sleep(0.02)
@@ -685,8 +686,14 @@ async def door(address: str, entered: list[str]) -> AsyncIterator[str]:
 def test_parts_are_spread_over_several_connections_and_arrive_once():
     async def scenario(net: GrpcNet) -> None:
         service, entered = Slow(), []
+
+        async def once_all_are_open() -> AsyncIterator[Part]:
+            await until(lambda: len(service.headers) == 3)
+            for part in parts:
+                yield part
+
         async with door(await net.start(service), entered) as address:
-            assert await net.link.send_parts(address, HEADER, stream(*parts), 5.0) is m.Reply.OK
+            assert await net.link.send_parts(address, HEADER, once_all_are_open(), 5.0) is m.Reply.OK
             assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
             assert sorted(service.parts, key=lambda part: part.index) == parts
             assert len(service.streams) == 3
