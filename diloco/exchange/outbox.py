@@ -10,7 +10,7 @@ from contextlib import aclosing
 from diloco.exchange.link import Part
 
 AHEAD_BYTES = 1 << 20
-"""What is taken before earlier parts are sent: parts of 16 KB fill four messages."""
+"""What is taken before earlier parts are sent: parts of 16 KB fill a message of any size."""
 
 
 class Outbox:
