@@ -319,7 +319,7 @@ def evict(
     from diloco.operate import evict_peer
 
     told, silent, refused = evict_peer(address, peer_name)
-    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told)) or 'nobody'}")
+    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told))}")
     for name, reply in refused.items():
         why = "knows a later life of it" if reply is Reply.STALE else f"refuses: {reply.name}"
         print(f"{printable(name)} {why}")

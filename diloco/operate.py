@@ -32,8 +32,8 @@ def ask_status(address: str) -> dict[str, Any]:
 def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
     """Tell every live member that the life of `peer` which the view of the member at `address` has is over.
 
-    Returns who was told, who did not answer, and who refused. Raises UsageError for a stranger, and UnreachableError
-    where nobody answered."""
+    Returns who was told, who did not answer, and who refused. Raises UsageError for a stranger and where nobody takes
+    it for dead, and UnreachableError where nobody answered."""
     host_port = _address(address)
     runtime = Runtime(ANSWER_S)
     try:
@@ -60,6 +60,12 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
                     refused[entry["peer"]] = reply
         if silent and not (told or refused):
             raise next(iter(silent.values()))
+        if not told:
+            reasons = ", ".join(f"{name} ({reply.name})" for name, reply in refused.items()) or "no other member lives"
+            raise UsageError(
+                f"nobody takes {peer} for dead: {reasons}",
+                "STALE: a later life of it is there; else see `diloco status` of a member that the others hear",
+            )
         return told, list(silent), refused
     finally:
         runtime.close()

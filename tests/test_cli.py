@@ -298,6 +298,18 @@ def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
         assert "c did not answer" in told.stdout
 
 
+@pytest.mark.slow
+def test_an_eviction_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=1)))
+        peers.append(a)
+        a.reaches(1, ["a"])
+        told = run_cli("evict", a.ticket(), "a")
+    assert told.returncode == 2
+    assert told.stderr.startswith("error: nobody takes a for dead: no other member lives\n")
+    assert told.stdout == ""
+
+
 @pytest.mark.slow(queued=False)
 @pytest.mark.parametrize(("level", "shown"), [(None, ["warning"]), ("info", ["info", "warning"]), ("ERROR", [])])
 def test_the_environment_says_what_is_logged(level: str | None, shown: list[str]) -> None:
