@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import grpc.aio
@@ -39,7 +40,7 @@ from diloco.exchange.link import (
     Welcome,
 )  # fmt: skip
 from diloco.exchange.memory_link import MemoryNetwork
-from diloco.exchange.pace import MEASURED_S, Uplink
+from diloco.exchange.pace import FEWEST_VERSIONS, MEASURED_S, Uplink
 from diloco.hashing import content_hash
 from diloco.types import Closed, Commit, Leases, Member, Progress
 from diloco.wire import chunks, convert
@@ -596,13 +597,14 @@ def test_the_link_notices_how_fast_others_take_what_it_sends():
         service = Slow()
         address = await net.start(service)
         await net.link.send_parts(address, HEADER, stream(Part(99, b"connected")), 5.0)
-        assert net.link.send_bps == 0
         started = time.monotonic()
-        await net.link.send_parts(address, HEADER, stream(*parts), 5.0)
-        bps = 8 * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
+        for version in range(1, 1 + FEWEST_VERSIONS):
+            assert net.link.send_bps == 0
+            await net.link.send_parts(address, replace(HEADER, version=version), stream(*parts), 5.0)
+        bps = 8 * FEWEST_VERSIONS * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
         assert 0.5 * bps < net.link.send_bps < 2 * bps
 
-    parts = [Part(index, bytes(65_536)) for index in range(80)]
+    parts = [Part(index, bytes(65_536)) for index in range(40)]
     play(GrpcNet, scenario)
 
 
@@ -623,30 +625,37 @@ def test_a_sender_that_is_slow_itself_learns_nothing_of_its_link():
     play(GrpcNet, scenario)
 
 
-def test_streams_that_share_an_uplink_add_up_and_earlier_rounds_count_half():
-    uplink = Uplink(0.0)
-    uplink.begin(1)
-    uplink.took(1000, 0.0, MEASURED_S / 2)
+def uplink_after(*versions: Sequence[float], limit_bps: float = 0.0) -> Uplink:
+    """That sent for these versions, in each as many kB in one sample of time after the other."""
+    uplink = Uplink(limit_bps)
+    for version, samples in enumerate(versions):
+        uplink.begin(version)
+        for place, kilobytes in enumerate(samples):
+            start_s = 10.0 * version + MEASURED_S * place
+            uplink.took(int(1000 * kilobytes), start_s, start_s + MEASURED_S)
+    return uplink
+
+
+def test_streams_that_share_an_uplink_add_up():
+    uplink = uplink_after((3,), (3,), ())
+    uplink.took(1000, 90.0, 90.0 + 0.75 * MEASURED_S)
     assert uplink.bps == 0  # too little to tell
-    uplink.took(1000, 0.0, 1.0)
-    uplink.took(1000, 0.5, 1.5)  # another stream
-    uplink.took(1000, 9.0, 9.5)  # nothing was sent in between
-    assert uplink.bps == 4 * 8000 / 2
-    uplink.begin(1)
-    uplink.took(0, 10.0, 12.0)
-    assert uplink.bps == 4 * 8000 / 4
-    uplink.begin(2)
-    uplink.took(4000, 20.0, 21.0)
-    assert uplink.bps == (2 * 8000 + 4 * 8000) / 3
+    uplink.took(1000, 90.0, 90.0 + 0.75 * MEASURED_S)  # another stream
+    uplink.took(1000, 99.0, 99.0 + MEASURED_S / 4)  # nothing was sent in between
+    assert uplink.bps == 3 * 8000 / MEASURED_S
+
+
+def test_an_uplink_is_as_fast_as_the_fastest_moments_of_most_versions():
+    versions = [(1, 3), (2,), (30,), (2.5, 1)]  # others' links are full, or what they held back is taken at once
+    assert uplink_after(*versions).bps == 8000 * (3 + 2.5) / 2 / MEASURED_S
+    assert uplink_after(*versions, (1,), (1, 1), (1,)).bps == 8000 / MEASURED_S  # it has become slower
 
 
 def test_no_estimate_exceeds_the_limit_which_stands_for_it_before_anything_is_measured():
-    uplink = Uplink(5000.0)
-    assert uplink.bps == 5000
-    uplink.took(1000, 0.0, 1.0)
-    assert uplink.bps == 5000
-    uplink.took(0, 1.0, 4.0)
-    assert uplink.bps == 2000
+    assert uplink_after(limit_bps=5000.0).bps == 5000
+    assert uplink_after((9,), (9,), (9,), limit_bps=5000.0).bps == 5000
+    assert uplink_after((0.1,), (0.1,), limit_bps=5000.0).bps == 5000
+    assert uplink_after((0.1,), (0.1,), (0.1,), limit_bps=5000.0).bps == 800 / MEASURED_S
 
 
 def test_an_offer_tells_the_rate():

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from diloco.exchange.messages import Span
 from diloco.types import Member
 
-SAME_RATES = 1.25
+SAME_RATES = 1.33
 """Rates of upload whose largest is not so many times the smallest count as equal."""
 FAST_BPS = 10**9
 """Above it the cores hold up the bytes and not the link: one stream over loopback was measured at 1.4 to 4 Gb/s."""
