@@ -161,7 +161,7 @@ class Diloco(Moving):
         site = Site.model_validate(
             {
                 "peer": {"name": f"p{task.rank}"},
-                "network": {"listen": f"{task.host}:0"},
+                "network": {"listen": f"{task.host}:0", "streams": task.streams},
                 "storage": {"directory": task.scratch},
             }
         )

@@ -22,6 +22,8 @@ class Task:
     interface: str
     scratch: str
     """A folder of its own."""
+    streams: int = 1
+    """diloco's `network.streams`."""
 
     @property
     def elements(self) -> int:

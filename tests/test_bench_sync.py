@@ -33,8 +33,9 @@ def rows_of(done: subprocess.CompletedProcess[str], path: Path) -> list[dict[str
 @pytest.mark.slow(queued=False)
 def test_loopback(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    arguments = ["--links", "none", "--peers", "2", "--params", "0.5", "--rounds", "1", "--json", str(path)]
-    ours, gloo = rows_of(bench(*arguments, "--systems", "diloco,gloo", "--codecs", "int8"), path)
+    arguments = ["--links", "none", "--peers", "2", "--params", "0.5", "--rounds", "1", "--warm-up", "1"]
+    done = bench(*arguments, "--systems", "diloco,gloo", "--codecs", "int8", "--json", str(path))
+    ours, gloo = rows_of(done, path)
     assert (ours["system"], ours["codec"], gloo["system"], gloo["codec"]) == ("diloco", "int8", "gloo", "fp32")
     assert ours["payload_bytes"] == 2**19 * (256 + 4) // 256  # codes, and a scale for each 256 of them
     for row in (ours, gloo):
@@ -48,8 +49,8 @@ def test_loopback(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_link_with_a_rate_and_a_delay(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    arguments = ["--links", "50", "--delay-ms", "5", "--peers", "2", "--params", "0.5", "--rounds", "1"]
-    done = bench(*arguments, "--systems", "gloo", "--json", str(path))
+    arguments = ["--links", "50", "--delay-ms", "5", "--peers", "2", "--params", "0.5"]
+    done = bench(*arguments, "--rounds", "1", "--warm-up", "1", "--systems", "gloo", "--json", str(path))
     if NOT_PERMITTED in done.stderr:
         pytest.skip(done.stderr)
     for row in rows_of(done, path):  # one for each congestion control
