@@ -69,10 +69,13 @@ def to_b(network: Network, request: pytest.FixtureRequest) -> Iterator[socket.so
 def comes_back(connection: socket.socket, data: bytes, within_s: float = 5.0) -> bool:
     connection.settimeout(within_s)
     connection.sendall(data)
+    received = b""
     try:
-        return connection.recv(len(data), socket.MSG_WAITALL) == data
+        while len(received) < len(data) and (some := connection.recv(len(data))):  # a timeout turns MSG_WAITALL off
+            received += some
     except TimeoutError:
         return False
+    return received == data
 
 
 def ends(connection: socket.socket) -> bool:

@@ -177,7 +177,7 @@ class Fleet:
         if self.network is None:
             return []
         if name not in self._doors:
-            port = _free_port()
+            port = free_port()
             self._doors[name] = port, self.network.door(name, port)
         port, door = self._doors[name]
         return [f"network.listen=127.0.0.1:{port}", f"network.advertise={door}"]
@@ -215,7 +215,8 @@ class Fleet:
         end_all([life.child for life in self.lives])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody is given by chance until somebody of ours listens there. Raises ResourceError."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as attempt:
             try:
