@@ -160,13 +160,13 @@ class Line:
 
     @property
     def trainers(self) -> int:
-        """Members that contribute, as far as we know."""
-        return sum(not member.witness for member in self.commit.view) if self.commit else 1
+        """Members that contribute, as far as we know: with us at least one, also where a view has witnesses only."""
+        return max(sum(not member.witness for member in self.commit.view), 1) if self.commit else 1
 
     @property
     def staleness(self) -> float:
         """Versions that closed since our progress began, over the trainers."""
-        return (self.state.version - self.since) / max(self.trainers, 1)
+        return (self.state.version - self.since) / self.trainers
 
 
 def run_round(
