@@ -176,7 +176,7 @@ class Trainer:
         """Tokens of the whole run at the end of this step, if all trainers go at our pace: sets the learning rate."""
         line = self.peer.line
         ours = line.trained.tokens + self.contract.tokens_per_step
-        return line.commit.tokens + ours * max(line.trainers, 1) if line.commit else ours
+        return line.commit.tokens + ours * line.trainers if line.commit else ours
 
     def _report(self) -> None:
         peer, now = self.peer, monotonic_s()
