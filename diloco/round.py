@@ -484,13 +484,17 @@ def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
     """What we sent is counted: what the codec dropped of it is the residual, what we foresaw has happened."""
     sent = line.sent
     assert sent is not None
-    if sent.target is not None:
-        parts, before = sent.contribution.parts, line.residuals.get(fragment.index)
-        line.residuals[fragment.index] = left_over(
-            sent.target, parts, fragment, line.codecs, lambda part: commit.counts(line.peer, part), before
-        )
+    _leave_over(line, sent, fragment, lambda part: commit.counts(line.peer, part))
     if sent.foreseen is not None:
         line.own[fragment.index] = sent.foreseen
+
+
+def _leave_over(line: Line, sent: Sent, fragment: Fragment, counted: Callable[[int], bool]) -> None:
+    """Of the parts that are `counted`, what the codec dropped of what was sent is the residual."""
+    if sent.target is not None:
+        before = line.residuals.get(fragment.index)
+        left = left_over(sent.target, sent.contribution.parts, fragment, line.codecs, counted, before)
+        line.residuals[fragment.index] = left
 
 
 def _pass_over(line: Line, commit: Commit, fragment: Fragment, steps: int) -> None:
@@ -551,7 +555,10 @@ def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
 
 
 def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
-    """`adopt_state` on one rank. `stays`: it is of the same version, and what was sent stays sent."""
+    """`adopt_state` on one rank. `stays`: it is of the same version, and what was sent stays sent.
+
+    Else what was sent is the run's or given up, and the residual with it: what the codec dropped of it remains.
+    """
     sent, line.sent = line.sent, None
     for fragment, before, after in zip(line.layout.fragments, line.state.fragments, state.fragments, strict=True):
         base: Tensor | None = line.weights.rounded(fragment, before.anchor)
@@ -560,6 +567,7 @@ def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
                 line.sent = _moved(line, fragment, sent, before.anchor, after.anchor)
             else:
                 base = sent.local
+                _leave_over(line, sent, fragment, lambda part: True)
         carry_fragment(line.weights, fragment, base, after.anchor)
         complete(line, after)
     line.state = state

@@ -492,6 +492,29 @@ def test_a_share_of_the_residual_can_outlive_a_copy(tmp_path: Path) -> None:
     run.end()
 
 
+def test_after_a_copy_what_was_sent_is_not_in_the_residual(tmp_path: Path) -> None:
+    """The copied version counts it: only what the codec dropped of it is still to be sent."""
+    codec = {"name": "int8", "error_feedback": 1.0, "residual_after_rejoin": 0.5}
+    run = PaperRun(tmp_path, "ab", record=False, codec=codec)
+    a, b = run.peers["a"], run.peers["b"]
+    run.round()
+    run.round()
+    before = {index: residual.clone() for index, residual in a.line.residuals.items()}
+    run.offer()
+    sent, fragment = a.line.sent, a.line.due
+    assert sent is not None
+    assert sent.target is not None
+    dropped = sent.target.clone()
+    for part, (start, stop) in fragment.cuts.items():
+        dropped[start:stop] -= a.line.codecs[0].decode(sent.contribution.parts[part], stop - start)
+    run.apply(run.close(b, [a, b]), [b])
+    run.copy(b, a)
+    assert a.line.state.digest == b.line.state.digest
+    assert torch.equal(a.line.residuals[fragment.index], dropped * 0.5)
+    assert torch.equal(a.line.residuals[1 - fragment.index], before[1 - fragment.index] * 0.5)
+    run.end()
+
+
 @pytest.mark.parametrize("kept", [0.0, 0.5])
 def test_what_an_earlier_life_sent_is_not_in_the_residual_of_the_next(tmp_path: Path, kept: float) -> None:
     """A checkpoint, then a version that counts what it kept back, then a death: the version comes in by its commit."""
