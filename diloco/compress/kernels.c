@@ -78,8 +78,10 @@ INLINE float divisor(float scale) { return scale == 0 ? INFINITY : scale; }
 
 // ---------------------------------------------------------------- packing
 
+INLINE int64_t packed_bytes(int64_t count, int bits) { return (count * bits + 7) / 8; }
+
 INLINE void pack(uint8_t *codes, int64_t count, int bits, uint8_t *out) {
-    int64_t width = (count * bits + 7) / 8;
+    int64_t width = packed_bytes(count, bits);
     memset(codes + count, 0, width * (8 / bits) - count);
     for (int64_t i = 0; i < width; i++) {
         uint8_t byte = 0;
@@ -89,7 +91,7 @@ INLINE void pack(uint8_t *codes, int64_t count, int bits, uint8_t *out) {
 }
 
 INLINE void unpack(const uint8_t *in, int64_t count, int bits, uint8_t *codes) {
-    int64_t width = (count * bits + 7) / 8;
+    int64_t width = packed_bytes(count, bits);
     for (int plane = 0; plane < 8 / bits; plane++)
         for (int64_t i = 0; i < width; i++) codes[i + plane * width] = in[i] >> plane * bits & ((1 << bits) - 1);
 }
@@ -247,52 +249,52 @@ INLINE void decode_binned2(DECODER) {
 INLINE int encode_all(void encode(ENCODER), int bits, int header_bytes, float largest, const float *values,
                       int64_t elements, int64_t block, int stochastic, uint8_t *out) {
     int64_t blocks = (elements + block - 1) / block;
-    uint8_t *codes = out + blocks * header_bytes;
-    for (int64_t i = 0; i < blocks; i++) {
+    uint8_t *header = out, *codes = out + blocks * header_bytes;
+    for (int64_t i = 0; i < blocks; i++, header += header_bytes) {
         const float *from = values + i * block;
         int64_t count = least(block, elements - i * block);
         fetch(from, 4 * count);
         Survey found = survey(from, count);
         if (!(found.largest <= largest)) return 0;
         uint32_t seed = mixed(found.sum + (uint32_t)i * 0x9E3779B9u);
-        encode(from, count, found, stochastic ? &seed : 0, out + i * header_bytes, codes + i * ((block * bits + 7) / 8));
+        encode(from, count, found, stochastic ? &seed : 0, header, codes);
+        codes += packed_bytes(count, bits);
     }
     return 1;
 }
 
+// All values of a payload, piece by piece: the `count` from `at` on are `codes` of the block that `header` is of.
+#define EACH_PIECE                                                                                                     \
+    const uint8_t *header = payload, *codes = payload + (elements + block - 1) / block * header_bytes;                 \
+    for (int64_t start = 0; start < elements; start += block, header += header_bytes)                                  \
+        for (int64_t at = start, stop = least(start + block, elements), count; count = least(CHUNK, stop - at),        \
+                     at < stop; at += count, codes += packed_bytes(count, bits))
+
 INLINE void decode_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
                        int64_t block, float *out) {
-    const uint8_t *codes = payload + (elements + block - 1) / block * header_bytes;
-    for (int64_t start = 0; start < elements; start += block)
-        for (int64_t stop = least(start + block, elements), at = start; at < stop; at += CHUNK) {
-            const uint8_t *in = codes + start / block * ((block * bits + 7) / 8) + (at - start) * bits / 8;
-            int64_t count = least(CHUNK, stop - at);
-            fetch(in, count * bits / 8);
-            fetch_to_write(out + at, 4 * count);
-            decode(payload + start / block * header_bytes, in, count, out + at);
-        }
+    EACH_PIECE {
+        fetch(codes, count * bits / 8);
+        fetch_to_write(out + at, 4 * count);
+        decode(header, codes, count, out + at);
+    }
 }
 
 INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
                        int64_t block, float weight, float *total) {
     float values[CHUNK];
     double all_squares = 0;
-    const uint8_t *codes = payload + (elements + block - 1) / block * header_bytes;
-    for (int64_t start = 0; start < elements; start += block)
-        for (int64_t stop = least(start + block, elements), at = start; at < stop; at += CHUNK) {
-            int64_t count = least(CHUNK, stop - at);
-            const uint8_t *in = codes + start / block * ((block * bits + 7) / 8) + (at - start) * bits / 8;
-            float squares = 0;
-            fetch(in, count * bits / 8);
-            fetch_to_write(total + at, 4 * count);
-            decode(payload + start / block * header_bytes, in, count, values);
+    EACH_PIECE {
+        float squares = 0;
+        fetch(codes, count * bits / 8);
+        fetch_to_write(total + at, 4 * count);
+        decode(header, codes, count, values);
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < count; i++) {
-                squares += values[i] * values[i];
-                total[at + i] += weight * values[i];
-            }
-            all_squares += squares;
+        for (int64_t i = 0; i < count; i++) {
+            squares += values[i] * values[i];
+            total[at + i] += weight * values[i];
         }
+        all_squares += squares;
+    }
     return all_squares;
 }
 
