@@ -38,7 +38,7 @@ def aligned(
         return gradient
     names = {entry.name: row for row, entry in enumerate(fragment.entries)}
     sums = torch.zeros(len(names), 3, dtype=torch.float64, device="cpu")
-    pieces = [(names[spot.name], slice(spot.offset, spot.offset + spot.stop - spot.start)) for spot in fragment.spots]
+    pieces = [(names[spot.name], slice(spot.offset, spot.end)) for spot in fragment.spots]
     for row, at in pieces:
         pairs = (gradient, gradient), (momentum, momentum), (gradient, momentum)
         products = [float(torch.dot(one[at], other[at])) for one, other in pairs]

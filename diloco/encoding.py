@@ -22,12 +22,8 @@ def encode_now(parts: int, pieces: Iterable[Piece]) -> list[bytes]:
     """Each piece encoded. Raises PayloadError when a value is not finite."""
     encoded = [b""] * parts
     for part, codec, values in pieces:
-        encoded[part] = _encode(codec, values)
+        encoded[part] = codec.encode(values())
     return encoded
-
-
-def _encode(codec: Codec, values: Callable[[], Tensor]) -> bytes:
-    return codec.encode(values())
 
 
 class Encoder:
@@ -78,7 +74,7 @@ class Encoded(Sequence[bytes]):
             part = self._asked[0] if self._asked else next(iter(self._waiting))
             codec, values = self._waiting.pop(part)
         try:
-            self._made[part].set_result(_encode(codec, values))
+            self._made[part].set_result(codec.encode(values()))
         except BaseException as error:
             self._made[part].set_exception(error)
 

@@ -332,10 +332,10 @@ class DelayedNesterov(OuterOptimizer):
         self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
     ) -> FragmentState:
         after = into or state.unfilled()
-        steps, share = state.steps + 1, 1.0 / self.buffer
+        steps = state.steps + 1
         for tile in tiles(mean.numel()):
             accumulated, momentum = after.slots["accumulated"][tile], after.slots["momentum"][tile]
-            fresh = mean[tile] * share
+            fresh = mean[tile] * (1.0 / self.buffer)
             torch.add(state.slots["accumulated"][tile], fresh, out=accumulated)
             update = fresh if self.at_once else torch.zeros_like(fresh)
             if steps % self.buffer:

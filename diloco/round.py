@@ -36,7 +36,6 @@ from diloco.weighing import Weighing
 
 LARGEST = torch.finfo(torch.float32).max / 2
 """Of anchor and local weights: the difference of two such is finite."""
-STEPS_OF_THE_LINE = ("inner", "pseudo_gradient", "compress", "exchange", "average", "outer", "merge")
 
 
 @dataclass

@@ -48,13 +48,13 @@ def _open_blocks(section: CodecChoice) -> Codec:
     stochastic = section.rounding == "stochastic"
     match section.name:
         case "int8":
-            return Int8Codec(section.block or 256, stochastic)
+            return Int8Codec(section.block or Int8Codec.block, stochastic)
         case "int4":
-            return Int4Codec(section.block or 64, stochastic)
+            return Int4Codec(section.block or Int4Codec.block, stochastic)
         case "e3m0":
-            return E3M0Codec(section.block or 64, stochastic)
+            return E3M0Codec(section.block or E3M0Codec.block, stochastic)
         case "sign":
-            return SignCodec(section.block or 256)
+            return SignCodec(section.block or SignCodec.block)
     raise AssertionError(section.name)
 
 

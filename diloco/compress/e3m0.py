@@ -14,7 +14,6 @@ from torch import Tensor
 
 from diloco.compress.blocks import BlockCodec, magnitudes, quotients, rounded_up
 
-DEFAULT_BLOCK = 64
 SIGN = 8
 FINEST = 2.0**-6
 """Magnitudes are 0, then FINEST scales, doubled from code to code, to 1 scale at code 7."""
@@ -25,7 +24,7 @@ LEVELS = (0.0, *(FINEST * 2**exponent for exponent in range(7)))
 class E3M0Codec(BlockCodec):
     """Nearest level; half-way the smaller one."""
 
-    block: int
+    block: int = 64
     stochastic: bool = False
     bits = 4
     kernel = "e3m0"

@@ -15,14 +15,13 @@ from diloco.compress.blocks import LARGEST_HEADER, BlockCodec, magnitudes, quoti
 LARGEST_CODE = 7
 ZERO = 8
 """What is added to a code, so that it is stored without a sign."""
-DEFAULT_BLOCK = 64
 
 
 @dataclass(frozen=True)
 class Int4Codec(BlockCodec):
     """Codes from -7 to 7, stored as 1 to 15; a 0, which only others send, decodes to -8 scales."""
 
-    block: int
+    block: int = 64
     stochastic: bool = False
     bits = 4
     kernel = "int4"

@@ -17,14 +17,13 @@ LARGEST_CODE = 127
 SMALLEST_SCALE = 2.0**-126
 """Smallest normal fp32. A block that needs less (values below 1.5e-36) is sent as zero: below it the quotient
 value / scale may leave the range of a code, and CPUs may be set to flush to zero."""
-DEFAULT_BLOCK = 256
 
 
 @dataclass(frozen=True)
 class Int8Codec(BlockCodec):
     """Codes from -127 to 127, in two's complement; values saturate at 1.7e38."""
 
-    block: int
+    block: int = 256
     stochastic: bool = False
     bits = 8
     kernel = "int8"

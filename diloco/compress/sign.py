@@ -1,5 +1,5 @@
-"""One bit a value: its sign, with the mean absolute value of the block as scale, in bf16 (as in signSGD with majority
-of sizes, arXiv 1802.04434, and 1-bit Adam, arXiv 2102.02888, which use it with error feedback).
+"""One bit a value: its sign, with the mean absolute value of the block as scale, in bf16 (as in EF-signSGD, arXiv
+1901.09847, and 1-bit Adam, arXiv 2102.02888: both feed the error back).
 
 1.0625 bits a value with blocks of 256; 60 % relative L2 error on gaussian values, as every code of one bit has.
 """
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from diloco.compress.blocks import FIXED_POINT, BlockCodec, fixed_point, magnitudes
 
-DEFAULT_BLOCK = 256
-
 
 @dataclass(frozen=True)
 class SignCodec(BlockCodec):
     """Code 1 for values >= 0. No value is zero after that, unless its whole block was."""
 
-    block: int
+    block: int = 256
     bits = 1
     kernel = "sign"
 
