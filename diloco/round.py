@@ -429,7 +429,7 @@ def move_anchor(line: Line, closed: Closed, counted: bool, in_place: bool, secon
         _merge(line, closed.commit, fragment, counted, before.anchor, after.anchor)
         line.state = line.state.replace(fragment.index, after, closed.commit.version)
         if counted:
-            _settle(line, closed.commit, fragment)
+            _settle(line, closed.commit, fragment, before.steps)
         else:
             _pass_over(line, closed.commit, fragment, before.steps)
         complete(line, after)
@@ -479,12 +479,16 @@ def _omitted(line: Line, commit: Commit, fragment: Fragment) -> list[tuple[int, 
     return [bounds for part, bounds in fragment.cuts.items() if not commit.counts(line.peer, part)]
 
 
-def _settle(line: Line, commit: Commit, fragment: Fragment) -> None:
-    """What we sent is counted: what the codec dropped of it is the residual, what we foresaw has happened."""
+def _settle(line: Line, commit: Commit, fragment: Fragment, steps: int) -> None:
+    """What we sent is counted: what the codec dropped of it is the residual, what we foresaw has happened; not so in
+    parts that omit us. `steps`: of the state before."""
     sent = line.sent
     assert sent is not None
     _leave_over(line, sent, fragment, lambda part: commit.counts(line.peer, part))
     if sent.foreseen is not None:
+        own = line.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(sent.unsent))
+        for start, stop in _omitted(line, commit, fragment):
+            _fade(line, own.part(start, stop), steps, sent.foreseen.part(start, stop))
         line.own[fragment.index] = sent.foreseen
 
 
@@ -496,16 +500,20 @@ def _leave_over(line: Line, sent: Sent, fragment: Fragment, counted: Callable[[i
         line.residuals[fragment.index] = left
 
 
+def _fade(line: Line, own: FragmentState, steps: int, into: FragmentState | None = None) -> FragmentState:
+    """What our contributions made of the outer state, to `eager`, where a version has none: only momentum goes on."""
+    return line.optimizer.step(replace(own, steps=steps), torch.zeros_like(own.anchor), into)
+
+
 def _pass_over(line: Line, commit: Commit, fragment: Fragment, steps: int) -> None:
-    """The version counts nothing that we know to have sent: of what our contributions made of the outer state, to
-    `eager`, only the momentum goes on. `steps`: of the state before.
+    """The version counts nothing that we know to have sent. `steps`: of the state before.
 
     An entry of our name is that of an earlier life, whose contribution had in it what the codec had dropped before: of
     the residual as much stays as after a copy of the state.
     """
     own, residual = line.own.get(fragment.index), line.residuals.get(fragment.index)
     if own is not None:
-        line.own[fragment.index] = line.optimizer.step(replace(own, steps=steps), torch.zeros_like(own.anchor))
+        line.own[fragment.index] = _fade(line, own, steps)
     if residual is None or not any(entry.peer == line.peer for entry in commit.counted):
         return
     left = residual.clone()  # a checkpoint may hold the other

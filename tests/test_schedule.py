@@ -282,6 +282,30 @@ def test_what_eager_foresees_of_momentum_fades_with_each_version(outer: OuterSec
             torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("outer", [OuterSection(), OuterSection(optimizer="delayed_nesterov", buffer=2)])
+def test_eager_foresees_nothing_of_what_a_part_leaves_out(outer: OuterSection) -> None:
+    """Its momentum fades there, as in a version that counts others only."""
+    x, y = (line_of(name, torch.zeros(SIZE), outer, merge="eager") for name in "xy")
+    alone = open_outer(outer)
+    expected = alone.start(torch.zeros(SIZE))
+    for version, left_out in enumerate((2, 0, 2)):
+        start, stop = x.layout.fragments[0].part_bounds(left_out)
+        for line, target in zip((x, y), TARGETS, strict=False):
+            line.commit = commit_of(version, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
+            train(line.parameters["a"], target)
+        share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
+        share[start:stop] = 0
+        for line in (x, y):
+            line.sent = measure(line, {})
+        expected = alone.step(expected, share)
+        closed = close([x, y], [line.sent for line in (x, y) if line.sent])
+        commit = replace(closed.commit, omitted=(Omitted("x", left_out, left_out + 1),))
+        for line in (x, y):
+            step_outer(line, Closed(commit, closed.parts), {})
+        for name, slot in x.own[0].slots.items():
+            torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
+
+
 def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     residual = torch.full((SIZE,), 3.0)
     line = line_of("x", torch.zeros(SIZE), OuterSection(lr=0.4), merge="eager", feedback=0.5, residuals={0: residual})
