@@ -90,9 +90,10 @@ class TopKCodec(Codec):
 
     def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
         total = None if self.divide_by == "senders" else float(sum(weight for weight, _ in terms))
-        if kernels.has_topk(self._cut(out.numel())):
+        cut = self._cut(out.numel())
+        if kernels.has_topk(cut):
             read = [(float(weight), payload, self._read(payload, out.numel())[1]) for weight, payload in terms]
-            kernels.topk_mean(read, total, self._cut(out.numel()), out)
+            kernels.topk_mean(read, total, cut, out)
         else:
             self._mean_into(terms, total, out)
         self._restore(out)
@@ -147,21 +148,19 @@ class TopKCodec(Codec):
         cut = self._cut(elements)
         places = None
         if not kernels.has_topk(cut):
-            places = torch.from_numpy(self._places(_unpack(payload[: cut.packed_bytes], cut.sent), elements))
+            places = torch.from_numpy(self._places(_unpack(payload[: cut.packed_bytes], cut.sent), cut))
         elif not kernels.topk_good(payload, cut):
             raise self._no_index()
         return places, self.kept.decode(payload[cut.packed_bytes :], cut.sent)
 
-    def _places(self, indices: np.ndarray, elements: int) -> np.ndarray:
+    def _places(self, indices: np.ndarray, cut: kernels.Cut) -> np.ndarray:
         """Indices in the chunks -> places in the part. Raises PayloadError unless they rise within every chunk."""
-        whole, rest = divmod(elements, self.chunk)
-        per_chunk = kept_of(self.chunk, self.density)
-        cut = whole * per_chunk
-        rows, last = indices[:cut].reshape(whole, per_chunk), indices[cut:]
-        for found, width in ((rows, self.chunk), (last[None, :], rest)):
+        whole, rest = divmod(cut.elements, cut.chunk)
+        rows, last = indices[: whole * cut.kept].reshape(whole, cut.kept), indices[whole * cut.kept :]
+        for found, width in ((rows, cut.chunk), (last[None, :], rest)):
             if found.size and not ((found[:, 1:] > found[:, :-1]).all() and found[:, -1].max() < width):
                 raise self._no_index()
-        starts = np.arange(whole + 1, dtype=np.int64) * self.chunk
+        starts = np.arange(whole + 1, dtype=np.int64) * cut.chunk
         return np.concatenate([(rows + starts[:whole, None]).reshape(-1), last + starts[whole]])
 
     def _no_index(self) -> PayloadError:
