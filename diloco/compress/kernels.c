@@ -1,5 +1,5 @@
-// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `feedback.py`, and
-// the outer step of `outer.Nesterov`, the same bits, in one pass over the values.
+// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `feedback.py`,
+// and the outer step of `outer.Nesterov`, the same bits, in one pass over the values.
 //
 // Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no
 // fused multiply-add (-ffp-contract=off). Only the sum of squares, which is for screens, is added up in any order.
@@ -35,8 +35,16 @@ INLINE void fetch_to_write(void *values, int64_t bytes) {
 
 // ---------------------------------------------------------------- headers
 
-INLINE float read_bf16(const uint8_t *at) { uint16_t half; memcpy(&half, at, 2); return float_of((uint32_t)half << 16); }
-INLINE void write_bf16(uint8_t *at, uint32_t bits) { uint16_t half = (uint16_t)(bits >> 16); memcpy(at, &half, 2); }
+INLINE float read_bf16(const uint8_t *at) {
+    uint16_t half;
+    memcpy(&half, at, 2);
+    return float_of((uint32_t)half << 16);
+}
+
+INLINE void write_bf16(uint8_t *at, uint32_t bits) {
+    uint16_t half = (uint16_t)(bits >> 16);
+    memcpy(at, &half, 2);
+}
 
 INLINE float write_rounded_up(uint8_t *at, float scale) {
     uint32_t bits = bits_of(scale) + 0xFFFF;
@@ -239,8 +247,10 @@ INLINE void decode_binned4(DECODER) {
 INLINE void decode_binned2(DECODER) {
     uint8_t codes[CHUNK + 8];
     unpack(in, count, 2, codes);
-    float zero = read_bf16(header), one = read_bf16(header + 2), two = read_bf16(header + 4), three = read_bf16(header + 6);
-    for (int64_t i = 0; i < count; i++) values[i] = codes[i] & 2 ? (codes[i] & 1 ? three : two) : (codes[i] & 1 ? one : zero);
+    float zero = read_bf16(header), one = read_bf16(header + 2);
+    float two = read_bf16(header + 4), three = read_bf16(header + 6);
+    for (int64_t i = 0; i < count; i++)
+        values[i] = codes[i] & 2 ? (codes[i] & 1 ? three : two) : (codes[i] & 1 ? one : zero);
 }
 
 // ---------------------------------------------------------------- all blocks
@@ -300,7 +310,8 @@ INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const u
 
 #define CODEC(NAME, BITS, HEADER_BYTES, LARGEST)                                                                       \
     int diloco_encode_##NAME(const float *values, int64_t elements, int64_t block, int stochastic, uint8_t *out) {     \
-        if (stochastic) return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 1, out); \
+        if (stochastic)                                                                                                \
+            return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 1, out);            \
         return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 0, out);                \
     }                                                                                                                  \
     void diloco_decode_##NAME(const uint8_t *payload, int64_t elements, int64_t block, float *out) {                   \
@@ -364,7 +375,8 @@ INLINE Count limit_of(const float *values, int64_t width, int64_t wanted, int32_
     }
     Count high = {largest + 1, 0}, known[] = {some, guess};
     for (int i = 0; i < 2; i++)
-        if (known[i].limit > low.limit && known[i].limit < high.limit) *(known[i].reached >= wanted ? &low : &high) = known[i];
+        if (known[i].limit > low.limit && known[i].limit < high.limit)
+            *(known[i].reached >= wanted ? &low : &high) = known[i];
     for (int turn = 0; low.reached != wanted && high.limit - low.limit > 1; turn++) {
         Count found = counted(sizes, width, next_limit(low, high, first, wanted, turn));
         *(found.reached >= wanted ? &low : &high) = found;
