@@ -448,10 +448,12 @@ def test_a_commit_with_its_majority_waits_for_those_that_are_silent(policy: Poli
 def test_an_earlier_life_is_not_heard_again() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     later = replace(B, incarnation=50)
-    assert roster.heard(B, 0.0)
-    assert not roster.heard(replace(later, address="elsewhere:1"), 1.0)  # two processes of one name
-    assert roster.heard(later, 1.0)  # the same address: the former process is gone
-    assert not roster.heard(B, 99.0)
+    assert roster.may_speak(B, 0.0)
+    roster.heard(B, 0.0)
+    assert not roster.may_speak(replace(later, address="elsewhere:1"), 1.0)  # two processes of one name
+    assert roster.may_speak(later, 1.0)  # the same address: the former process is gone
+    roster.heard(later, 1.0)
+    assert not roster.may_speak(B, 99.0)
     roster.meet([B], 99.0)
     assert roster.alive(later, 2.0)
 
@@ -500,6 +502,23 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     assert not roster.alive(B, 4.3)
     roster.heard(B, 4.4)
     assert roster.alive(B, 4.5)
+
+
+@pytest.mark.parametrize(("sequence", "reply", "alive"), [(1, m.Reply.REPLAYED, False), (2, m.Reply.OK, True)])
+def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
+    sequence: int, reply: m.Reply, alive: bool
+) -> None:
+    machine = standing(7)
+
+    def hear(sequence: int, now: float) -> m.Reply:
+        beat = m.Heartbeat(7, True, False, Progress())
+        return machine.receive(m.Envelope("run", "contract", "lineage", B, "", sequence, beat), now)[0]
+
+    assert hear(1, 0.5) is m.Reply.OK
+    assert machine.roster.alive(B, 1.0)
+    machine.handle(m.Unreachable(B), 1.0)
+    assert hear(sequence, 99.0) is reply
+    assert machine.roster.alive(B, 99.0) is alive
 
 
 def test_three_offences_bar_a_peer() -> None:

@@ -49,16 +49,18 @@ class Machine(Parting):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
             return self._evict(envelope, body)
-        reply = self.admits(envelope.run, envelope.contract, envelope.lineage, sender, self._now)
+        reply = self._may_speak(envelope.run, envelope.contract, envelope.lineage, sender)
         if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
             self._meet_lineage(envelope)
             return reply
         told = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # what was decided is true whoever says it
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not told:
             return reply
-        reply = m.Reply.OK
         if self._admission.replayed(envelope):
             return m.Reply.REPLAYED
+        if reply is m.Reply.OK:
+            self.roster.heard(sender, self._now)
+        reply = m.Reply.OK
         if not isinstance(body, m.Heartbeat | m.Committed):  # all others are about a version being made
             if body.version == self.making and self.commit is not None and envelope.view != self.commit.digest:
                 return m.Reply.OTHER_VIEW
@@ -68,7 +70,14 @@ class Machine(Parting):
         return reply
 
     def admits(self, run: str, contract: str, lineage: str, sender: Member, now: float) -> m.Reply:
-        """Whether a peer may say something, or stream bytes, to us now."""
+        """Whether a peer may stream bytes to us now. If so, it lives."""
+        self._now = now
+        reply = self._may_speak(run, contract, lineage, sender)
+        if reply is m.Reply.OK:
+            self.roster.heard(sender, now)
+        return reply
+
+    def _may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
         reply = self._admission.same_training(run, contract)
         if reply is not m.Reply.OK:
             return reply
@@ -76,7 +85,7 @@ class Machine(Parting):
             return m.Reply.OTHER_LINEAGE
         if self.roster.barred(sender.peer) and self._member(sender) is None:
             return m.Reply.BARRED
-        return m.Reply.OK if self.roster.heard(sender, now) else m.Reply.FENCED
+        return m.Reply.OK if self.roster.may_speak(sender, self._now) else m.Reply.FENCED
 
     # ------------------------------------------------------------ time
 

@@ -65,21 +65,27 @@ class Roster:
             elif member.incarnation > known.member.incarnation and not self._lives(known, now):
                 self._entries[member.peer] = Entry(member, now, former=known.former)
 
-    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> bool:
-        """A message came from `member`. False: it is an earlier life of that peer, or another peer has the name."""
-        known = self._entries.get(member.peer)
+    def may_speak(self, member: Member, now: float) -> bool:
+        """Whether to listen to `member`: not to an earlier life of that peer, nor where another peer has the name."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
+        known = self._entries.get(member.peer)
+        if known is None or known.member.incarnation == member.incarnation:
+            return True
+        return self._succeeds(member, known, now)
+
+    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> None:
+        """A message came from `member`, who may speak."""
+        if member.peer == self.me.peer:
+            return
+        known = self._entries.get(member.peer)
         if known is None or known.member.incarnation != member.incarnation:
-            if known is not None and not self._succeeds(member, known, now):
-                return False
             known = self._entries[member.peer] = self._next_life(known, member, now)
         known.member = member
         known.heard_at_s = now
         known.unreachable = False
         if heartbeat is not None:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
-        return True
 
     def _succeeds(self, member: Member, known: Entry, now: float) -> bool:
         """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
