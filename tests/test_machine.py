@@ -562,10 +562,19 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
     group = [f"p{index}" for index in range(10)]
     assert in_turn(group, None, 7) == tuple(group)
     assert in_turn(group, 10, 7) == tuple(group)
-    turns = [in_turn(group, 4, version) for version in range(5)]
+    turns = [in_turn(group, 4, turn) for turn in range(5)]
     assert turns[2] == ("p0", "p1", "p8", "p9")
     assert all(list(turn) == sorted(turn) and len(turn) == 4 for turn in turns)
     assert Counter(peer for turn in turns for peer in turn) == dict.fromkeys(group, 2)
+
+
+@pytest.mark.slow(queued=False)
+def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
+    outcome = tell(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
+    begins = [line.partition("Begin ")[2] for line in outcome_lines(outcome) if "Begin" in line]
+    counted = {(int(begin.partition(".")[0]) % 2, begin.partition("with ")[2].partition(",")[0]) for begin in begins}
+    assert not outcome.violation
+    assert counted == {(0, "p0 p1"), (0, "p2 p3"), (1, "p0 p1"), (1, "p2 p3")}
 
 
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
