@@ -402,6 +402,17 @@ def test_who_is_behind_is_told_of_the_commit(version: int, now: float, told: boo
     assert any(isinstance(e, m.Send) and isinstance(e.envelope.body, m.Committed) for e in effects) is told
 
 
+@pytest.mark.parametrize(("others", "asked"), [([WITNESS, B], [B]), ([B, C], [B]), ([WITNESS], [])])
+def test_who_is_behind_asks_a_trainer_for_the_commits(others: list[Member], asked: list[Member]) -> None:
+    """A witness has none to give: who asked it copied the whole state, and gave up its contribution."""
+    machine = standing(7)
+    effects: list[m.Effect] = []
+    for other in others:
+        beat = m.Heartbeat(9, True, False, Progress())
+        effects += machine.receive(m.Envelope("run", "contract", "lineage", other, "", 1, beat), 0.1)[1]
+    assert [effect.source for effect in effects if isinstance(effect, m.CatchUp)] == asked
+
+
 def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     machine = standing(7)
     commit = machine.commit
