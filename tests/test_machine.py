@@ -427,6 +427,23 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     assert (machine.attempt, machine.version) == (0, 8)
 
 
+@pytest.mark.parametrize("asks", [m.Gather, m.Propose])
+def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
+    """Its heir votes for it, and knows nothing of what it would say beside that: two versions could be decided."""
+    machine = standing(7)
+    commit = machine.commit
+    assert commit is not None
+    attempt = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    machine.handle(m.MeanHeld("mean"), 0.1)
+    goodbyes = [e.envelope.body for e in machine.handle(m.LeaveWanted(), 0.2) if isinstance(e, m.Send)]
+    assert [body.heir for body in goodbyes if isinstance(body, m.Goodbye)] == ["b", "b"]
+    proposed = replace(commit, version=8, previous=commit.digest, mean_digest="mean")
+    body = m.Gather(8, attempt, "again") if asks is m.Gather else m.Propose(8, attempt, proposed)
+    envelope = m.Envelope("run", "contract", "lineage", C, commit.digest, 1, body)
+    assert machine.receive(envelope, 0.3) == (m.Reply.STALE, [])
+    assert machine.handle(m.Tick(), 9.0) == []
+
+
 def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
     machine = standing(7)
     commit = machine.commit

@@ -34,7 +34,8 @@ class Machine(Parting):
         """Take one event at local time `now` (seconds, monotonic); return what to do, in order."""
         self._now = now
         self._out = []
-        self._events[type(event)](self, event)
+        if not self._gone:
+            self._events[type(event)](self, event)
         return self._out
 
     def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
@@ -45,6 +46,8 @@ class Machine(Parting):
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
         sender, body = envelope.sender, envelope.body
+        if self._gone:
+            return m.Reply.STALE
         if isinstance(body, m.Greeting | m.Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
@@ -198,6 +201,7 @@ class Machine(Parting):
         )
         for member in others:
             self._send(member, goodbye)
+        self._gone = True
 
     # ------------------------------------------------------------ others
 

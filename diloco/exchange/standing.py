@@ -59,6 +59,8 @@ class Standing:
         self._bound_for: tuple[m.Fork, ...] = ()
         self._bound_at = now
         self._leaving = False
+        self._gone = False
+        """We said goodbye: the heir votes for us, and whatever we said from then on would be said beside it."""
         self._alone_since: float | None = None
         self._stands_since = now
         self._heartbeat_at = now
