@@ -549,6 +549,25 @@ def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
     assert machine.roster.alive(B, 99.0) is alive
 
 
+@pytest.mark.slow(queued=False)
+def test_nobody_waits_for_a_peer_that_hears_nobody() -> None:
+    """It lives, for all that the others hear; but what they say to it as their coordinator never arrives."""
+    outcome = tell(parse("peers 3\n3 cut p0 for 20: in"))
+    closed = [float(line.split()[0]) for line in outcome_lines(outcome) if "CLOSES" in line]
+    assert not outcome.violation
+    assert sum(5.0 < at_s < 23.0 for at_s in closed) > 10
+
+
+def test_who_was_deaf_is_heard_again() -> None:
+    machine = standing(7)
+    for sequence, deaf in enumerate((False, True, False), 1):
+        beat = m.Heartbeat(7, True, False, Progress(), deaf=deaf)
+        machine.receive(m.Envelope("run", "contract", "lineage", B, "", sequence, beat), sequence)
+        assert machine.roster.alive(B, sequence) is not deaf
+    assert not machine.roster.deaf(7.0)
+    assert machine.roster.deaf(7.1)
+
+
 def test_three_offences_bar_a_peer() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     for _ in range(2):

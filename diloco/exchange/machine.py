@@ -109,7 +109,8 @@ class Machine(Parting):
 
     def _beat(self) -> None:
         tokens = self.commit.tokens if self.commit else 0
-        beat = m.Heartbeat(self.version, self.commit is not None, self.joining, self.progress, tokens, self.forks)
+        founded, deaf = self.commit is not None, self.roster.deaf(self._now)
+        beat = m.Heartbeat(self.version, founded, self.joining, self.progress, tokens, self.forks, deaf)
         self.roster.forget({member.peer for member in self.view}, self._now)
         self._admission.forget({entry.member.peer for entry in self.roster})
         for entry in self.roster:

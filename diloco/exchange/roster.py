@@ -172,6 +172,10 @@ class Roster:
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 
+    def deaf(self, now: float) -> bool:
+        """Whether nobody at all was heard lately."""
+        return all(now - entry.heard_at_s > self.suspect_s for entry in self)
+
     def forget(self, keep: Collection[str], now: float) -> None:
         """Drop strangers that were silent for long, so that nobody calls into the void for ever."""
         self._entries = {
@@ -181,4 +185,5 @@ class Roster:
         }  # fmt: skip
 
     def _lives(self, entry: Entry, now: float) -> bool:
-        return not entry.left and not entry.unreachable and now - entry.heard_at_s <= self.suspect_s
+        deaf = entry.heartbeat is not None and entry.heartbeat.deaf
+        return not (entry.left or entry.unreachable or deaf) and now - entry.heard_at_s <= self.suspect_s
