@@ -204,7 +204,8 @@ class Peer:
         self._encoder = Encoder()
         compiled_codecs(site.device.compile_codecs)
         self.line = open_line(name, contract, weights, self._encoder, island, lanes_of(site, island))
-        self.ending = Finish.of(contract)
+        terms = self._terms(data)
+        self.ending = Finish.of(contract, terms.rules.policy.most_peers)
         if checkpoint is not None:
             commit = restore_line(self.line, checkpoint)
             if commit is not None:
@@ -212,7 +213,7 @@ class Peer:
         welcome = gate.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
-        terms, link, loop = self._terms(data), gate.runtime.link, gate.runtime.loop
+        link, loop = gate.runtime.link, gate.runtime.loop
         forks = welcome.forks if welcome else ()
         self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
         self.line.spare = self._spare

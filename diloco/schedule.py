@@ -74,26 +74,36 @@ class Finish:
     """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
-    more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too.
+    more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too. Where
+    contributors take turns (`most_peers`), each gets its turn for each fragment.
     """
 
     total_tokens: int
-    further_versions: int
+    fragments: int
+    under_way: bool
+    """Whether there may be progress that the version that has the tokens leaves over, also of its own fragment."""
+    most_peers: int | None = None
+    """`Policy.most_peers`."""
     last_version: int | None = None
     version: int = 0
 
     @staticmethod
-    def of(contract: Contract) -> Finish:
+    def of(contract: Contract, most_peers: int | None = None) -> Finish:
         """The contract's."""
-        fragments = contract.sync.fragments
         under_way = contract.sync.overlap > 0 or contract.membership.policy != "sync"
-        return Finish(contract.run.total_tokens, fragments if under_way else fragments - 1)
+        return Finish(contract.run.total_tokens, contract.sync.fragments, under_way, most_peers)
+
+    def further_versions(self, commit: Commit) -> int:
+        """How many follow the one that has the tokens."""
+        trainers = sum(not member.witness for member in commit.view)
+        turns = max(math.ceil(trainers / (self.most_peers or math.inf)), 1)
+        return turns * self.fragments - (0 if self.under_way else 1)
 
     def passed(self, commit: Commit, copied: bool = False) -> None:
         """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:
-            self.last_version = commit.version + (0 if copied else self.further_versions)
+            self.last_version = commit.version + (0 if copied else self.further_versions(commit))
 
     @property
     def finishing(self) -> bool:

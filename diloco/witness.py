@@ -67,7 +67,7 @@ class Witness:
         forks = gate.welcome.forks
         self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
         self.version, self.tokens = -1, 0
-        self.ending = Finish.of(contract)
+        self.ending = Finish.of(contract, self.exchange.terms.rules.policy.most_peers)
 
     def run(self, stop: Callable[[], bool]) -> WitnessEnding:
         """Listen, ask to be taken in, vote; say goodbye at the end."""

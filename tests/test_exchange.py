@@ -333,8 +333,8 @@ def test_who_leaves_and_is_not_in_the_group_is_counted_in_the_next_version(
     """More contributions than a version takes: they take turns."""
     *staying, leaver = world.peers
 
-    def first_without(group: Sequence[str], most: int | None, version: int) -> tuple[str, ...]:
-        return tuple(peer for peer in group if peer != leaver.name or version > 1)
+    def first_without(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...]:
+        return tuple(peer for peer in group if peer != leaver.name or turn > 0)
 
     monkeypatch.setattr(coordinating, "in_turn", first_without)
     last = world.pool.submit(leaver.round, True)

@@ -410,6 +410,21 @@ def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -
         parts.may_end.set()
 
 
+@pytest.mark.parametrize(("here", "there", "together"), [(7, 0, 0), (0, 5, 0), (7, 5, 12)])
+def test_how_fast_an_island_uploads_is_unknown_as_long_as_any_lane_has_not_measured(
+    here: int, there: int, together: int
+) -> None:
+    with two_ranks() as (remote, _, lane, first, _):
+        exchange = object.__new__(Exchange)  # as far as the rates need one
+        exchange.link, exchange.lanes = Mock(send_bps=here), [lane, remote]
+        first.rates(there, 1, 2)
+        deadline_s = monotonic_s() + 30.0
+        while remote.wire_bytes != (1, 2):
+            assert monotonic_s() < deadline_s
+            time.sleep(0.01)
+        assert exchange._send_bps == together
+
+
 def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
     with two_ranks() as (remote, heard, lane, _, _):
         remote.fill("0/anchor", 0, b"of a copy that was never begun")

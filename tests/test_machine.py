@@ -402,6 +402,17 @@ def test_who_is_behind_is_told_of_the_commit(version: int, now: float, told: boo
     assert any(isinstance(e, m.Send) and isinstance(e.envelope.body, m.Committed) for e in effects) is told
 
 
+@pytest.mark.parametrize(("others", "asked"), [([WITNESS, B], [B]), ([B, C], [B]), ([WITNESS], [])])
+def test_who_is_behind_asks_a_trainer_for_the_commits(others: list[Member], asked: list[Member]) -> None:
+    """A witness has none to give: who asked it copied the whole state, and gave up its contribution."""
+    machine = standing(7)
+    effects: list[m.Effect] = []
+    for other in others:
+        beat = m.Heartbeat(9, True, False, Progress())
+        effects += machine.receive(m.Envelope("run", "contract", "lineage", other, "", 1, beat), 0.1)[1]
+    assert [effect.source for effect in effects if isinstance(effect, m.CatchUp)] == asked
+
+
 def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     machine = standing(7)
     commit = machine.commit
@@ -414,6 +425,23 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     assert machine.attempt == 1
     machine.handle(m.StateHeld(8, "state", replace(commit, version=8)), 0.3)
     assert (machine.attempt, machine.version) == (0, 8)
+
+
+@pytest.mark.parametrize("asks", [m.Gather, m.Propose])
+def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
+    """Its heir votes for it, and knows nothing of what it would say beside that: two versions could be decided."""
+    machine = standing(7)
+    commit = machine.commit
+    assert commit is not None
+    attempt = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    machine.handle(m.MeanHeld("mean"), 0.1)
+    goodbyes = [e.envelope.body for e in machine.handle(m.LeaveWanted(), 0.2) if isinstance(e, m.Send)]
+    assert [body.heir for body in goodbyes if isinstance(body, m.Goodbye)] == ["b", "b"]
+    proposed = replace(commit, version=8, previous=commit.digest, mean_digest="mean")
+    body = m.Gather(8, attempt, "again") if asks is m.Gather else m.Propose(8, attempt, proposed)
+    envelope = m.Envelope("run", "contract", "lineage", C, commit.digest, 1, body)
+    assert machine.receive(envelope, 0.3) == (m.Reply.STALE, [])
+    assert machine.handle(m.Tick(), 9.0) == []
 
 
 def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
@@ -448,10 +476,12 @@ def test_a_commit_with_its_majority_waits_for_those_that_are_silent(policy: Poli
 def test_an_earlier_life_is_not_heard_again() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     later = replace(B, incarnation=50)
-    assert roster.heard(B, 0.0)
-    assert not roster.heard(replace(later, address="elsewhere:1"), 1.0)  # two processes of one name
-    assert roster.heard(later, 1.0)  # the same address: the former process is gone
-    assert not roster.heard(B, 99.0)
+    assert roster.may_speak(B, 0.0)
+    roster.heard(B, 0.0)
+    assert not roster.may_speak(replace(later, address="elsewhere:1"), 1.0)  # two processes of one name
+    assert roster.may_speak(later, 1.0)  # the same address: the former process is gone
+    roster.heard(later, 1.0)
+    assert not roster.may_speak(B, 99.0)
     roster.meet([B], 99.0)
     assert roster.alive(later, 2.0)
 
@@ -502,6 +532,42 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     assert roster.alive(B, 4.5)
 
 
+@pytest.mark.parametrize(("sequence", "reply", "alive"), [(1, m.Reply.REPLAYED, False), (2, m.Reply.OK, True)])
+def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
+    sequence: int, reply: m.Reply, alive: bool
+) -> None:
+    machine = standing(7)
+
+    def hear(sequence: int, now: float) -> m.Reply:
+        beat = m.Heartbeat(7, True, False, Progress())
+        return machine.receive(m.Envelope("run", "contract", "lineage", B, "", sequence, beat), now)[0]
+
+    assert hear(1, 0.5) is m.Reply.OK
+    assert machine.roster.alive(B, 1.0)
+    machine.handle(m.Unreachable(B), 1.0)
+    assert hear(sequence, 99.0) is reply
+    assert machine.roster.alive(B, 99.0) is alive
+
+
+@pytest.mark.slow(queued=False)
+def test_nobody_waits_for_a_peer_that_hears_nobody() -> None:
+    """It lives, for all that the others hear; but what they say to it as their coordinator never arrives."""
+    outcome = tell(parse("peers 3\n3 cut p0 for 20: in"))
+    closed = [float(line.split()[0]) for line in outcome_lines(outcome) if "CLOSES" in line]
+    assert not outcome.violation
+    assert sum(5.0 < at_s < 23.0 for at_s in closed) > 10
+
+
+def test_who_was_deaf_is_heard_again() -> None:
+    machine = standing(7)
+    for sequence, deaf in enumerate((False, True, False), 1):
+        beat = m.Heartbeat(7, True, False, Progress(), deaf=deaf)
+        machine.receive(m.Envelope("run", "contract", "lineage", B, "", sequence, beat), sequence)
+        assert machine.roster.alive(B, sequence) is not deaf
+    assert not machine.roster.deaf(7.0)
+    assert machine.roster.deaf(7.1)
+
+
 def test_three_offences_bar_a_peer() -> None:
     roster = Roster(A, suspect_s=4.0, offences_allowed=3)
     for _ in range(2):
@@ -543,10 +609,19 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
     group = [f"p{index}" for index in range(10)]
     assert in_turn(group, None, 7) == tuple(group)
     assert in_turn(group, 10, 7) == tuple(group)
-    turns = [in_turn(group, 4, version) for version in range(5)]
+    turns = [in_turn(group, 4, turn) for turn in range(5)]
     assert turns[2] == ("p0", "p1", "p8", "p9")
     assert all(list(turn) == sorted(turn) and len(turn) == 4 for turn in turns)
     assert Counter(peer for turn in turns for peer in turn) == dict.fromkeys(group, 2)
+
+
+@pytest.mark.slow(queued=False)
+def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
+    outcome = tell(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
+    begins = [line.partition("Begin ")[2] for line in outcome_lines(outcome) if "Begin" in line]
+    counted = {(int(begin.partition(".")[0]) % 2, begin.partition("with ")[2].partition(",")[0]) for begin in begins}
+    assert not outcome.violation
+    assert counted == {(0, "p0 p1"), (0, "p2 p3"), (1, "p0 p1"), (1, "p2 p3")}
 
 
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:

@@ -18,6 +18,7 @@ from diloco.compress import PayloadError, open_codec
 from diloco.config import CodecSection, Contract, OuterSection
 from diloco.errors import ConfigError
 from diloco.exchange.stepping import Stepping
+from diloco.exchange.view import in_turn
 from diloco.feedback import left_over, with_residual
 from diloco.fragments import Layout, Weights
 from diloco.merge import mix
@@ -135,11 +136,26 @@ def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str,
 @pytest.mark.parametrize(("policy", "more"), [("sync", 0), ("quorum", 1), ("async", 1)])
 def test_a_final_version_counts_whom_the_others_did_not_wait_for(policy: str, more: int) -> None:
     sections = {"membership": {"policy": policy}, "inner": {"steps": 4}, "sync": {"fragments": 1}}
-    assert Finish.of(contract(run={"name": "x", "total_tokens": 100}, **sections)).further_versions == more
+    ending = Finish.of(contract(run={"name": "x", "total_tokens": 100}, **sections))
+    assert ending.further_versions(commit_of(4)) == more
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_contributors_that_take_turns_have_one_in_the_final_sync(
+    peers: int, most: int, fragments: int, version: int, under_way: bool
+) -> None:
+    names = [f"p{number}" for number in range(peers)]
+    ending = Finish(100, fragments, under_way, most)
+    ending.passed(commit_of(version, 100, tuple(Counted(name, 0, 1, 1, 1) for name in names)))
+    assert ending.last_version is not None
+    counted: dict[int, set[str]] = {fragment: set() for fragment in range(fragments)}
+    for final in range(version + under_way, ending.last_version + 1):
+        counted[(final - 1) % fragments] |= set(in_turn(names, most, (final - 1) // fragments))
+    assert all(counts == set(names) for counts in counted.values())
 
 
 def test_who_copies_the_state_after_the_end_is_done() -> None:
-    ending = Finish(100, 3)
+    ending = Finish(100, 3, True)
     ending.passed(commit_of(9, tokens=120), copied=True)
     assert ending.done
 

@@ -62,7 +62,7 @@ steps = st.lists(whole, max_size=3).map(tuple)
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
 PROGRESS = Progress(pace=1234.5)
-HEARTBEAT = m.Heartbeat(3, True, False, PROGRESS)
+HEARTBEAT = m.Heartbeat(3, True, False, PROGRESS, deaf=True)
 
 
 def envelope(body: m.Body) -> m.Envelope:

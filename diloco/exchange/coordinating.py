@@ -71,7 +71,8 @@ class Coordinating(Committing):
         if decision.group is None:
             return
         newcomers = [member for member in self._newcomers() if self._stands_here(member)]
-        group = in_turn(decision.group, self.rules.policy.most_peers, self.making)
+        turn = (self.making - 1) // len(self.rules.parts)
+        group = in_turn(decision.group, self.rules.policy.most_peers, turn)
         begin = m.Begin(
             self.making,
             self.attempt,

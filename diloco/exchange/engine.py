@@ -346,7 +346,9 @@ class Exchange(Background):
 
     @property
     def _send_bps(self) -> int:
-        return self.link.send_bps + sum(lane.send_bps for lane in self._others())
+        """Of all lanes; 0, unknown, while that of any of them is."""
+        rates = [self.link.send_bps, *(lane.send_bps for lane in self._others())]
+        return sum(rates) if all(rates) else 0
 
     # ------------------------------------------------------------ the loop's thread from here on
 

@@ -34,7 +34,8 @@ class Machine(Parting):
         """Take one event at local time `now` (seconds, monotonic); return what to do, in order."""
         self._now = now
         self._out = []
-        self._events[type(event)](self, event)
+        if not self._gone:
+            self._events[type(event)](self, event)
         return self._out
 
     def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
@@ -45,20 +46,24 @@ class Machine(Parting):
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
         sender, body = envelope.sender, envelope.body
+        if self._gone:
+            return m.Reply.STALE
         if isinstance(body, m.Greeting | m.Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
             return self._evict(envelope, body)
-        reply = self.admits(envelope.run, envelope.contract, envelope.lineage, sender, self._now)
+        reply = self._may_speak(envelope.run, envelope.contract, envelope.lineage, sender)
         if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
             self._meet_lineage(envelope)
             return reply
         told = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # what was decided is true whoever says it
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not told:
             return reply
-        reply = m.Reply.OK
         if self._admission.replayed(envelope):
             return m.Reply.REPLAYED
+        if reply is m.Reply.OK:
+            self.roster.heard(sender, self._now)
+        reply = m.Reply.OK
         if not isinstance(body, m.Heartbeat | m.Committed):  # all others are about a version being made
             if body.version == self.making and self.commit is not None and envelope.view != self.commit.digest:
                 return m.Reply.OTHER_VIEW
@@ -68,7 +73,14 @@ class Machine(Parting):
         return reply
 
     def admits(self, run: str, contract: str, lineage: str, sender: Member, now: float) -> m.Reply:
-        """Whether a peer may say something, or stream bytes, to us now."""
+        """Whether a peer may stream bytes to us now. If so, it lives."""
+        self._now = now
+        reply = self._may_speak(run, contract, lineage, sender)
+        if reply is m.Reply.OK:
+            self.roster.heard(sender, now)
+        return reply
+
+    def _may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
         reply = self._admission.same_training(run, contract)
         if reply is not m.Reply.OK:
             return reply
@@ -76,7 +88,7 @@ class Machine(Parting):
             return m.Reply.OTHER_LINEAGE
         if self.roster.barred(sender.peer) and self._member(sender) is None:
             return m.Reply.BARRED
-        return m.Reply.OK if self.roster.heard(sender, now) else m.Reply.FENCED
+        return m.Reply.OK if self.roster.may_speak(sender, self._now) else m.Reply.FENCED
 
     # ------------------------------------------------------------ time
 
@@ -97,7 +109,8 @@ class Machine(Parting):
 
     def _beat(self) -> None:
         tokens = self.commit.tokens if self.commit else 0
-        beat = m.Heartbeat(self.version, self.commit is not None, self.joining, self.progress, tokens, self.forks)
+        founded, deaf = self.commit is not None, self.roster.deaf(self._now)
+        beat = m.Heartbeat(self.version, founded, self.joining, self.progress, tokens, self.forks, deaf)
         self.roster.forget({member.peer for member in self.view}, self._now)
         self._admission.forget({entry.member.peer for entry in self.roster})
         for entry in self.roster:
@@ -189,6 +202,7 @@ class Machine(Parting):
         )
         for member in others:
             self._send(member, goodbye)
+        self._gone = True
 
     # ------------------------------------------------------------ others
 

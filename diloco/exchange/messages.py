@@ -38,6 +38,8 @@ class Heartbeat:
     """Tokens of the chain I stand on: where two lineages meet, the one with more goes on."""
     forks: tuple[Fork, ...] = ()
     """The lineages that led to mine, oldest first."""
+    deaf: bool = False
+    """I hear nobody, for as long as I suspect others by: nobody is to wait for me."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,21 +65,27 @@ class Roster:
             elif member.incarnation > known.member.incarnation and not self._lives(known, now):
                 self._entries[member.peer] = Entry(member, now, former=known.former)
 
-    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> bool:
-        """A message came from `member`. False: it is an earlier life of that peer, or another peer has the name."""
-        known = self._entries.get(member.peer)
+    def may_speak(self, member: Member, now: float) -> bool:
+        """Whether to listen to `member`: not to an earlier life of that peer, nor where another peer has the name."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
+        known = self._entries.get(member.peer)
+        if known is None or known.member.incarnation == member.incarnation:
+            return True
+        return self._succeeds(member, known, now)
+
+    def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> None:
+        """A message came from `member`, who may speak."""
+        if member.peer == self.me.peer:
+            return
+        known = self._entries.get(member.peer)
         if known is None or known.member.incarnation != member.incarnation:
-            if known is not None and not self._succeeds(member, known, now):
-                return False
             known = self._entries[member.peer] = self._next_life(known, member, now)
         known.member = member
         known.heard_at_s = now
         known.unreachable = False
         if heartbeat is not None:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
-        return True
 
     def _succeeds(self, member: Member, known: Entry, now: float) -> bool:
         """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
@@ -166,6 +172,10 @@ class Roster:
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 
+    def deaf(self, now: float) -> bool:
+        """Whether nobody at all was heard lately."""
+        return all(now - entry.heard_at_s > self.suspect_s for entry in self)
+
     def forget(self, keep: Collection[str], now: float) -> None:
         """Drop strangers that were silent for long, so that nobody calls into the void for ever."""
         self._entries = {
@@ -175,4 +185,5 @@ class Roster:
         }  # fmt: skip
 
     def _lives(self, entry: Entry, now: float) -> bool:
-        return not entry.left and not entry.unreachable and now - entry.heard_at_s <= self.suspect_s
+        deaf = entry.heartbeat is not None and entry.heartbeat.deaf
+        return not (entry.left or entry.unreachable or deaf) and now - entry.heard_at_s <= self.suspect_s

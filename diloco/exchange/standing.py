@@ -59,6 +59,8 @@ class Standing:
         self._bound_for: tuple[m.Fork, ...] = ()
         self._bound_at = now
         self._leaving = False
+        self._gone = False
+        """We said goodbye: the heir votes for us, and whatever we said from then on would be said beside it."""
         self._alone_since: float | None = None
         self._stands_since = now
         self._heartbeat_at = now
@@ -254,8 +256,9 @@ class Standing:
         self._send(to, m.Stalled(begin.version, begin.attempt, tuple(missing), reason, offence))
 
     def _catch_up(self, source: Member, version: int) -> None:
-        """Ask once per stall time: the answer may be large. A witness needs no more than the commit it is told."""
-        if source != self.me and self._now >= self._catching_up_until and not self.me.witness:
+        """Ask once per stall time: the answer may be large. A witness needs no more than the commit it is told, and
+        keeps no means for others, who would think that they are too far behind."""
+        if source != self.me and self._now >= self._catching_up_until and not (self.me.witness or source.witness):
             self._catching_up_until = self._now + self.timing.stall_s
             self._out.append(m.CatchUp(source, version))
 

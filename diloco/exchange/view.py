@@ -184,11 +184,14 @@ def decide(
     return _decide_quorum(policy, policy.quorum_peers, now, times, agreed, late, waits_from)
 
 
-def in_turn(group: Sequence[str], most: int | None, version: int) -> tuple[str, ...]:
-    """At most so many of a group, in its order; the next version begins where this one ends."""
+def in_turn(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...]:
+    """At most so many of a group, in its order; the next turn begins where this one ends.
+
+    `turn` counts the versions of a fragment: if it counted all versions, each fragment might always get the same peers.
+    """
     if most is None or len(group) <= most:
         return tuple(group)
-    start = version * most % len(group)
+    start = turn * most % len(group)
     chosen = {*group[start : start + most], *group[: max(start + most - len(group), 0)]}
     return tuple(peer for peer in group if peer in chosen)
 

@@ -102,6 +102,7 @@ def _heartbeat_to_wire(body: m.Heartbeat) -> control.Heartbeat:
         progress=_progress_to_wire(body.progress),
         committed_tokens=body.committed_tokens,
         forks=_forks_to_wire(body.forks),
+        deaf=body.deaf,
     )
 
 
@@ -113,6 +114,7 @@ def _heartbeat_from_wire(message: control.Heartbeat) -> m.Heartbeat:
         progress=_progress_from_wire(_present(message, "progress")),
         committed_tokens=_whole(message.committed_tokens, "committed_tokens"),
         forks=_items(message.forks, _fork_from_wire, "forks"),
+        deaf=message.deaf,
     )
 
 

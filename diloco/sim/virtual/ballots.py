@@ -78,10 +78,11 @@ class Ballots:
             names = ", ".join(sorted(uncast))
             raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
-    def closed(self, commit: Commit) -> None:
-        """It had the votes of a majority, the coordinator's own with them."""
+    def closed(self, host: Host, commit: Commit) -> None:
+        """It had the votes of a majority, the coordinator's own with them. Who has all it takes proposes to nobody."""
         if commit.fragment >= 0:
-            self._chosen.setdefault(commit.previous, (self._attempt.get(commit.digest, 0), commit.digest))
+            attempt = self._attempt.get(commit.digest, host.machine.attempts - 1)
+            self._chosen.setdefault(commit.previous, (attempt, commit.digest))
 
     def _decide(self, host: Host, commit: Commit) -> None:
         """The first word of a version is its coordinator's: as many voted for it as it takes, itself among them."""

@@ -122,7 +122,7 @@ class Invariants:
                 raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
             self._state_of.pop(place, None)  # theirs
         self._digest_of[place] = digest
-        self.ballots.closed(commit)
+        self.ballots.closed(host, commit)
         if digest not in self.commits:
             self._first_close(host, commit, digest)
         if closed.parts and digest not in self._recomputed:

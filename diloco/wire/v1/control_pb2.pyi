@@ -311,6 +311,7 @@ class Heartbeat(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     COMMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    DEAF_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """version of the state held; -1: none"""
     founded: _builtins.bool
@@ -319,6 +320,8 @@ class Heartbeat(_message.Message):
     """asks to be taken into the view"""
     committed_tokens: _builtins.int
     """of the chain the sender stands on"""
+    deaf: _builtins.bool
+    """nobody is heard"""
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
@@ -334,10 +337,11 @@ class Heartbeat(_message.Message):
         progress: Global___Progress | None = ...,
         committed_tokens: _builtins.int = ...,
         forks: _abc.Iterable[Global___Fork] | None = ...,
+        deaf: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "forks", b"forks", "founded", b"founded", "joining", b"joining", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_tokens", b"committed_tokens", "deaf", b"deaf", "forks", b"forks", "founded", b"founded", "joining", b"joining", "progress", b"progress", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
