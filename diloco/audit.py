@@ -23,9 +23,8 @@ from typing import Any
 
 from diloco.chain import Chain
 from diloco.checkpoint import Checkpoint, load, noted_shapes, outer_state
-from diloco.config import contract_from_json
 from diloco.data.leases import front
-from diloco.errors import StateError, UsageError
+from diloco.errors import ConfigError, StateError, UsageError
 from diloco.fragments import Layout
 from diloco.ledger import LEDGER, Record, Scan, Totals, forged, read_ledger
 from diloco.outer import OuterState, open_outer
@@ -467,8 +466,12 @@ def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
 
 def saved_state(checkpoint: Checkpoint) -> OuterState:
     """The outer state of a checkpoint, whatever the model. Raises StateError."""
-    contract = contract_from_json(checkpoint.value("contract", str))
-    return outer_state(checkpoint, Layout.agreed(noted_shapes(checkpoint), contract), open_outer(contract.outer))
+    try:
+        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
+    except ConfigError as error:
+        cause = f"checkpoint {checkpoint.path}: its contract does not fit its model: {error.cause}"
+        raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
 
 
 # ---------------------------------------------------------------- lineages
