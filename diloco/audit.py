@@ -221,7 +221,7 @@ def chain_of(books: Iterable[Book]) -> Chain:
 
 def audit(directories: Sequence[Path]) -> Audit:
     """Check everything. A damaged ledger is a violation, and the others are checked without it. Raises UsageError and
-    StateError when there is nothing that can be checked."""
+    StateError when there is nothing that can be checked, PermissionError for checkpoints that may not be listed."""
     kept = [path for folder in peer_folders(directories) for path in _checkpoints(folder)]
     books, damaged = _open_books(directories)  # after the checkpoints were listed: a peer writes its ledger first
     chain = chain_of(books)
@@ -427,7 +427,11 @@ def _notes(books: Iterable[Book]) -> Iterator[Finding]:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    return sorted(path.parent for path in (directory / "checkpoints").glob("v*/manifest.json"))
+    inside = directory / "checkpoints"
+    found = (
+        list(inside.iterdir()) if inside.is_dir() else []
+    )  # unlike `glob`, it does not pass over what it may not read
+    return sorted(path for path in found if path.match("v*") and (path / "manifest.json").is_file())
 
 
 def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -232,6 +234,21 @@ def test_a_damaged_checkpoint_is_i5(run: PaperRun) -> None:
     result = audit([run.root])
     assert result.clean
     assert "is damaged" in result.notes[0].text
+
+
+def test_checkpoints_that_may_not_be_listed_are_not_passed_over(run: PaperRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def looked(path: Any) -> Any:
+            if Path(path).name == "checkpoints":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return look(path)
+
+        return looked
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(PermissionError):
+        audit([run.root])
 
 
 # ---------------------------------------------------------------- forks
