@@ -23,9 +23,8 @@ from typing import Any
 
 from diloco.chain import Chain
 from diloco.checkpoint import Checkpoint, load, noted_shapes, outer_state
-from diloco.config import contract_from_json
 from diloco.data.leases import front
-from diloco.errors import StateError, UsageError
+from diloco.errors import ConfigError, StateError, UsageError
 from diloco.fragments import Layout
 from diloco.ledger import LEDGER, Record, Scan, Totals, forged, read_ledger
 from diloco.outer import OuterState, open_outer
@@ -222,7 +221,7 @@ def chain_of(books: Iterable[Book]) -> Chain:
 
 def audit(directories: Sequence[Path]) -> Audit:
     """Check everything. A damaged ledger is a violation, and the others are checked without it. Raises UsageError and
-    StateError when there is nothing that can be checked."""
+    StateError when there is nothing that can be checked, PermissionError for checkpoints that may not be listed."""
     kept = [path for folder in peer_folders(directories) for path in _checkpoints(folder)]
     books, damaged = _open_books(directories)  # after the checkpoints were listed: a peer writes its ledger first
     chain = chain_of(books)
@@ -428,7 +427,11 @@ def _notes(books: Iterable[Book]) -> Iterator[Finding]:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    return sorted(path.parent for path in (directory / "checkpoints").glob("v*/manifest.json"))
+    inside = directory / "checkpoints"
+    found = (
+        list(inside.iterdir()) if inside.is_dir() else []
+    )  # unlike `glob`, it does not pass over what it may not read
+    return sorted(path for path in found if path.match("v*") and (path / "manifest.json").is_file())
 
 
 def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> None:
@@ -467,8 +470,12 @@ def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
 
 def saved_state(checkpoint: Checkpoint) -> OuterState:
     """The outer state of a checkpoint, whatever the model. Raises StateError."""
-    contract = contract_from_json(checkpoint.value("contract", str))
-    return outer_state(checkpoint, Layout.agreed(noted_shapes(checkpoint), contract), open_outer(contract.outer))
+    try:
+        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
+    except ConfigError as error:
+        cause = f"checkpoint {checkpoint.path}: its contract does not fit its model: {error.cause}"
+        raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
 
 
 # ---------------------------------------------------------------- lineages

@@ -39,7 +39,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco import failpoints
-from diloco.errors import ResourceError, StateError
+from diloco.config import Contract, contract_from_json
+from diloco.errors import ConfigError, IncompatibleError, ResourceError, StateError
 from diloco.fragments import Fragment, Layout, NamedShapes
 from diloco.ledger import sync_path
 from diloco.memory import floats
@@ -99,6 +100,14 @@ class Checkpoint:
         except ValueError as error:
             cause = f"checkpoint {self.path}: its commit is malformed: {error}"
             raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+
+    @property
+    def contract(self) -> Contract:
+        """That of the run. Raises StateError where it is malformed, or another release's."""
+        try:
+            return contract_from_json(self.value("contract", str), f"checkpoint {self.path}: its contract")
+        except (ConfigError, IncompatibleError) as error:
+            raise StateError(error.cause[:300], "use a checkpoint that `diloco peer` of this release wrote") from error
 
 
 # ---------------------------------------------------------------- save
@@ -422,8 +431,11 @@ def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
 def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
     """Name and shape of each parameter in model order, as a peer's checkpoint has them. Raises StateError."""
     try:
-        return [(str(name), tuple(map(int, shape))) for name, shape in checkpoint.value("parameters", list)]
-    except (TypeError, ValueError) as error:
+        shapes = [(str(name), tuple(map(int, shape))) for name, shape in checkpoint.value("parameters", list)]
+        if len(dict(shapes)) < len(shapes) or any(size < 0 for _, shape in shapes for size in shape):
+            raise ValueError("a name is there twice, or a size is negative")
+        return shapes
+    except (TypeError, ValueError, OverflowError) as error:
         cause = f"checkpoint {checkpoint.path}: its list of parameters is malformed: {error}"
         raise StateError(cause, "use a checkpoint that diloco wrote") from error
 

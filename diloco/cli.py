@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from diloco import cli_bench, cli_plan
-from diloco.errors import DilocoError, UsageError
+from diloco.errors import DilocoError, ResourceError, UsageError
 from diloco.telemetry import printable
 
 if TYPE_CHECKING:
@@ -646,6 +646,9 @@ def main() -> NoReturn:
         app(standalone_mode=True)
     except DilocoError as error:
         _fail(error)
+    except PermissionError as error:  # in a folder of runs any file may be somebody else's
+        logging.getLogger(__name__).debug("not permitted", exc_info=True)
+        _fail(ResourceError(f"{error.filename}: {error.strerror}", "ask its owner, or run as the user who wrote it"))
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)

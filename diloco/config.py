@@ -776,9 +776,11 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return local, [text for text in texts if text not in local]
 
 
-def contract_from_json(text: str | bytes) -> Contract:
-    """The contract that another peer sent (`Contract.to_json`). Raises ConfigError or IncompatibleError."""
-    where = "the contract received"
+def contract_from_json(text: str | bytes, where: str = "the contract received") -> Contract:
+    """The contract that another peer sent (`Contract.to_json`), or that is elsewhere, as `where` says.
+
+    Raises ConfigError or IncompatibleError.
+    """
     fix = "ask who runs the peer at that address; it should send what its own `diloco config show` prints"
     try:
         tree = json.loads(text)

@@ -68,7 +68,7 @@ def weights(checkpoint: Checkpoint, data_root: Path = HERE) -> dict[str, Tensor]
 
 
 def _open(checkpoint: Checkpoint, data_root: Path) -> tuple[Contract, Layout, OuterState]:
-    contract = contract_from_json(checkpoint.value("contract", str))
+    contract = checkpoint.contract
     shapes = _shapes(checkpoint, contract.model, data_root)
     layout = Layout.agreed(shapes, contract)
     return contract, layout, outer_state(checkpoint, layout, open_outer(contract.outer))

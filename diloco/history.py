@@ -627,16 +627,36 @@ def _tree(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one where there is none, or half of one that a full disk left."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return tree if isinstance(tree, dict) else {}
+
+
+COST = ("val_loss", "tokens", "wall_s", "wire_bytes_sent_per_peer")
+"""What is told of every method in a summary."""
+
+
+def _costs(value: object) -> bool:
+    return isinstance(value, dict) and all(value.get(name) is None or _number(value[name]) for name in COST)
+
+
+WRITTEN: Mapping[str, Callable[[object], bool]] = {
+    **dict.fromkeys((*COST, "spread"), _number),
+    **dict.fromkeys(("versions", "peers", "parameters", "h"), _count),
+    **dict.fromkeys(("digest", "codec"), _text),
+    "digests_agree": lambda value: isinstance(value, bool),
+    "comparisons": lambda value: isinstance(value, dict) and all(map(_costs, value.values())),
+    "baseline": _costs,
+}
+"""What a field of `summary.json` must be, where it is there; what fits not is as if it were not there."""
 
 
 def _summary(
     directory: Path, versions: Sequence[Version], curves: Sequence[Curve], contract: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
     """`summary.json`, with what the events themselves say for all that is not in it."""
-    written = _tree(directory / "summary.json")
+    tree = _tree(directory / "summary.json")
+    written = {name: tree[name] for name, fits in WRITTEN.items() if name in tree and fits(tree[name])}
     settings = dict(contract)
     compared = [row for row in versions if row.told > 1 and row.digests]
     comparisons = {curve.key: _cost(curve) for curve in curves[1:]}

@@ -156,7 +156,7 @@ def _past(folder: Path) -> _Past | None:
     known = [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
     others = (*(member.address for member in view if member.peer != name), *known)
     saved_us = _saved_us(checkpoint)
-    return _Past(folder, saved_us, saved_us / 1e6, _contract_in(checkpoint).digest, checkpoint.version, others)
+    return _Past(folder, saved_us, saved_us / 1e6, checkpoint.contract.digest, checkpoint.version, others)
 
 
 def _saved_us(checkpoint: Checkpoint) -> int:
@@ -168,11 +168,7 @@ def _checkpoint_of(past: _Past) -> Checkpoint | None:
     """The newest of its run. Raises StateError when none is valid."""
     saved = latest(past.folder / "checkpoints")
     checkpoint = load(saved.parent) if saved is not None else None
-    return checkpoint if checkpoint is not None and _contract_in(checkpoint).digest == past.contract_digest else None
-
-
-def _contract_in(checkpoint: Checkpoint) -> Contract:
-    return contract_from_json(checkpoint.value("contract", str))
+    return checkpoint if checkpoint is not None and checkpoint.contract.digest == past.contract_digest else None
 
 
 def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[Path]:
@@ -182,7 +178,7 @@ def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[P
     if chosen is not None:
         return [chosen]
     checkpoint = load(resumed) if resumed is not None else None
-    contract = _contract_in(checkpoint) if checkpoint is not None else given
+    contract = checkpoint.contract if checkpoint is not None else given
     name = checkpoint.value("peer", str) if checkpoint is not None else site.peer.name
     if name is None:
         return []  # it has another at every start
@@ -203,10 +199,10 @@ def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contrac
     """`agreed`, from the file or the member it joins; else that of the checkpoint."""
     if agreed is None:
         assert checkpoint is not None
-        contract = _contract_in(checkpoint)
+        contract = checkpoint.contract
     else:
         contract = agreed
-    kept = _contract_in(checkpoint) if checkpoint else contract
+    kept = checkpoint.contract if checkpoint else contract
     if kept.digest != contract.digest:
         cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"
         raise ConfigError(cause, "join without --resume")

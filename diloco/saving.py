@@ -169,7 +169,7 @@ class Keeper:
             try:
                 self._told()
             except ResourceError as error:
-                logger.warning("%s", error)
+                logger.warning("%s; %s", error.cause, error.fix)
                 self._events.emit("warning", text=f"no checkpoint: {error.cause}")
 
     def last(self, version: int, contents: Callable[[], Contents]) -> Path:

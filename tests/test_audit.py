@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -234,6 +236,21 @@ def test_a_damaged_checkpoint_is_i5(run: PaperRun) -> None:
     assert "is damaged" in result.notes[0].text
 
 
+def test_checkpoints_that_may_not_be_listed_are_not_passed_over(run: PaperRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def looked(path: Any) -> Any:
+            if Path(path).name == "checkpoints":
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return look(path)
+
+        return looked
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(PermissionError):
+        audit([run.root])
+
+
 # ---------------------------------------------------------------- forks
 
 
@@ -454,10 +471,7 @@ def test_whatever_a_sealed_line_holds_is_audited_or_refused(pristine: PaperRun, 
 @pytest.mark.parametrize("text", ["{}", "", "{", "\ud800", 7])
 def test_a_malformed_commit_in_a_checkpoint_is_told(run: PaperRun, tmp_path: Path, text: Any) -> None:
     saved = run.peers["b"].save()
-    manifest = json.loads((saved / "manifest.json").read_bytes())
-    manifest["meta"]["commit"] = text
-    fields = {name: value for name, value in manifest.items() if name != "digest"}
-    (saved / "manifest.json").write_bytes(_encode({**fields, "digest": _digest(fields)}))
+    forge_meta(saved, lambda meta: meta.update(commit=text))
     checkpoint = load(saved)
     with pytest.raises(StateError, match=r"v00000005: its commit ") as raised:
         restore_line(run.start("b", "lineage-1").line, checkpoint)
@@ -465,6 +479,54 @@ def test_a_malformed_commit_in_a_checkpoint_is_told(run: PaperRun, tmp_path: Pat
     (finding,) = audit([run.root]).violations
     assert (finding.rule, finding.peer) == ("I5", "b")
     assert "v00000005: its commit " in finding.text
+
+
+def forge_meta(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a checkpoint tells beside its tensors, and make its digest right again."""
+    manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+    change(manifest["meta"])
+    fields = {name: value for name, value in manifest.items() if name != "digest"}
+    (checkpoint / "manifest.json").write_bytes(_encode({**fields, "digest": _digest(fields)}))
+
+
+@pytest.mark.parametrize(
+    ("contract", "cause"),
+    [
+        (7, "its contract should be of type str"),
+        ("{", "its contract is not JSON"),
+        ('{"run": {"contract_version": 99}}', "its contract: contract version 99"),
+        ('{"run": {"name": 1}}', "its contract is not valid"),
+        ({"codec": {"groups": [{"match": ["nothing"]}]}}, "its contract does not fit its model: group 1"),
+    ],
+)
+def test_a_foreign_contract_in_a_checkpoint_is_told(run: PaperRun, contract: Any, cause: str) -> None:
+    """The other checkpoints are looked at nevertheless."""
+    if isinstance(contract, dict):
+        contract = json.dumps({**json.loads(run.contract.to_json()), **contract})
+    forge_meta(run.peers["b"].save(), lambda meta: meta.update(contract=contract))
+    result = audit([run.root])
+    (finding,) = result.violations
+    assert (finding.rule, finding.peer, result.checkpoints) == ("I5", "b", 2)
+    assert f"v00000005: {cause}" in finding.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_a_checkpoint_tells_is_audited(pristine: PaperRun, data: st.DataObject) -> None:
+    manifest = pristine.peers["a"].save() / "manifest.json"
+    whole = manifest.read_bytes()
+
+    def change(meta: dict[str, Any]) -> None:
+        meta["contract"] = json.loads(meta["contract"])
+        container, key = data.draw(st.sampled_from([*places(meta), *places(meta["contract"])]))
+        container[key] = data.draw(st.sampled_from(NONSENSE) | st.integers(0, 9))
+        meta["contract"] = json.dumps(meta["contract"])
+
+    try:
+        forge_meta(manifest.parent, change)
+        audit_text(audit([pristine.root]))
+    finally:
+        manifest.write_bytes(whole)
 
 
 def test_folders_that_do_not_go_together(run: PaperRun, tmp_path: Path) -> None:

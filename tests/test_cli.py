@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from diloco import cli
 from diloco.cli import _PeerLines
+from diloco.errors import ResourceError
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -145,6 +148,19 @@ def test_another_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ticket = peers[0].ticket()
         monkeypatch.setenv("DILOCO_SECRET", "quite another secret")
         fails(11, "does not let us in", "status", ticket)
+
+
+def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended reports, exports and resumes in a traceback."""
+
+    def refused(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/a/events.jsonl")
+
+    monkeypatch.setattr(cli, "app", refused)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == ResourceError.exit_code
+    assert capsys.readouterr().err.startswith("error: runs/a/events.jsonl: Permission denied\n  fix: ask its owner")
 
 
 @pytest.mark.slow

@@ -307,7 +307,7 @@ def test_checkpoints_that_were_not_written_by_a_peer(tmp_path: Path) -> None:
         with pytest.raises(StateError):
             export(tmp_path / name, tmp_path / "out")
     make_checkpoint(tmp_path / "config", contract(), model, contract="{}")
-    with pytest.raises(ConfigError):
+    with pytest.raises(StateError):
         export(tmp_path / "config", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

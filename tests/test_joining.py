@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +101,25 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> N
     run.close()
     presence.join(10.0)
     assert not presence.is_alive()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")
+def test_a_run_that_is_closed_leaves_no_file_open() -> None:
+    """Each left three of its loop's, for as long as the process lived."""
+    counts, runs = [], []
+    for _ in range(3):
+        runs.append(diloco.found(contract(), nn.Linear(4, 4), Site()))
+        runs[-1].close()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[2] == counts[1]  # the first has opened what gRPC keeps
+
+
+def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:
+    own = Runtime(1.0)
+    endless = asyncio.run_coroutine_threadsafe(asyncio.sleep(1000.0), own.loop)
+    own.close()
+    assert endless.cancelled()
+    assert own.loop.is_closed()
 
 
 def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from diloco.checkpoint import save
 from diloco.clock import new_incarnation
 from diloco.config import Contract, NetworkSection, Site, load_contract
 from diloco.errors import UsageError
+from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
 from diloco.launch import come_back, event_card, run_peer
 from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
@@ -295,6 +298,7 @@ RANK = """
 import os
 from pathlib import Path
 from diloco.clock import new_incarnation
+from diloco.island import elastic
 from diloco.island.elastic import of_this_launch, restarted
 if not restarted():
     os._exit(1)
@@ -347,6 +351,56 @@ def test_a_life_of_an_hour_forgives_the_losses_before(tmp_path: Path, seconds: l
     assert ended.returncode == 1
     assert (tmp_path / "lives").read_text().split() == [str(life) for life in range(lives)]
     assert "lost a rank 2 times, each within 60 minutes of the one before: it is not started again" in ended.stderr
+
+
+def test_ranks_that_die_at_once_are_started_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven starts within a minute did not outlast a disk that was full for two."""
+    now_s, started_s = 0.0, list[float]()
+
+    def live(*_: object) -> int:
+        nonlocal now_s
+        started_s.append(now_s)
+        now_s += 60.0 if len(started_s) == 3 else 1.0
+        return 1
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(elastic, "run_once", live)
+    monkeypatch.setattr(elastic, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setenv(SINCE, "0")
+    monkeypatch.setenv(elastic.LIFE, "0")
+    assert elastic.run_ranks(2, [], 1.0) == 1
+    assert [later - sooner for sooner, later in pairwise(started_s)] == [2, 4, 60, 16, *[30] * 6]
+
+
+STOPPED = """
+import sys, time
+from types import SimpleNamespace
+from diloco.island import elastic
+elastic.time = SimpleNamespace(sleep=lambda seconds: print("waits", flush=True) or time.sleep(60))
+run_once = elastic.run_once
+elastic.run_once = lambda ranks, module, arguments, leave_s: run_once(ranks, "no_such_module", arguments, leave_s)
+sys.exit(elastic.run_ranks(1, [], 1.0))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_wait_for_the_next_start(tmp_path: Path, number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline().startswith("waits")
+        launcher.send_signal(number)
+        said = launcher.communicate(timeout=50)[1]  # which is sooner than the wait would end
+    assert launcher.returncode == 1
+    assert "Traceback" not in said
 
 
 # ---------------------------------------------------------------- real processes

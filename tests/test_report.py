@@ -4,13 +4,15 @@ import json
 import math
 import re
 import tracemalloc
+from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from diloco import history
+from diloco import history, report
 from diloco.errors import ResourceError, UsageError
 from diloco.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
 from diloco.report import Table, write_plot, write_report
@@ -455,7 +457,28 @@ def test_whatever_a_field_holds_there_is_a_page(tmp_path: Path) -> None:
         read_run(tmp_path / "alone")
 
 
-@pytest.mark.parametrize("text", ["", '{"inner": {"steps"', "[]", '{"versions": 3, "inner": 5}'])
+def test_whatever_a_summary_holds_there_is_a_page(tmp_path: Path) -> None:
+    """What does not fit is as if it were not there."""
+    whole = write_run(tmp_path, versions=1)
+    (tmp_path / "summary.json").unlink()
+    told = read_run(tmp_path).summary
+    forged = [{**whole, name: value} for name in whole for value in NONSENSE]
+    for cost in (whole["baseline"], whole["comparisons"]["ddp"]):
+        for name, value in product(list(cost), NONSENSE):
+            cost[name], before = value, cost[name]
+            forged.append(deepcopy(whole))
+            cost[name] = before
+    for summary in forged:
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        list(report._cards(read_run(tmp_path)))
+    (tmp_path / "summary.json").write_text(json.dumps({name: ["x"] for name in whole}))
+    assert read_run(tmp_path).summary == told
+    page_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param("[" * 100_000, id="nested"), "", '{"inner": {"steps"', "[]", '{"versions": 3, "inner": 5}']
+)
 def test_half_a_contract_or_summary_is_as_none(tmp_path: Path, text: str) -> None:
     write_events(tmp_path / "events.jsonl", [version("a", 1, 1.0, loss=2.0)])
     for name in ("contract.json", "summary.json"):

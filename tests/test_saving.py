@@ -128,7 +128,9 @@ def test_copies_are_made_in_the_same_memory_again(tmp_path: Path) -> None:
     assert (second == 1).all()
 
 
-def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     training = Training(tmp_path / "file")
     training.due()
@@ -136,5 +138,6 @@ def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(tmp_path: Path
     training.keeper.tell()
     (warning,) = training.events("warning")
     assert warning["text"].startswith("no checkpoint: cannot write checkpoint")
+    assert "\n" not in caplog.messages[0]  # a terminal is shown it as a backslash and an n
     with pytest.raises(ResourceError, match="cannot write checkpoint"):
         training.last()

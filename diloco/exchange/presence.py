@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from typing import Protocol
 
 from diloco.clock import monotonic_s
@@ -70,7 +71,11 @@ class Presence:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._ended.wait(wait_s):
-            wait_s = self._turn()
+            try:
+                wait_s = self._turn()
+            except (RuntimeError, CancelledError):  # the exchange's loop was closed
+                logger.debug("nobody is announced any more", exc_info=True)
+                return
 
     def _turn(self) -> float:
         """Returns in how many seconds the next one is due."""

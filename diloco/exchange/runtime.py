@@ -36,12 +36,19 @@ class Runtime:
 
     def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._keys = keys_from_environment()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="exchange", daemon=True)
+        self._runner = asyncio.Runner(
+            loop_factory=asyncio.new_event_loop
+        )  # without it, the caller's thread has it, too
+        self.loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
         self._thread.start()
         self._rpc_s = rpc_s
         self._server: Server | None = None
         self.link = self.run(self._open_link(send_bps, streams), 10.0)
+
+    def _live(self) -> None:
+        with self._runner:  # which cancels what still runs in the end, and closes the loop
+            self.loop.run_forever()
 
     async def _open_link(self, send_bps: float, streams: int) -> GrpcLink:
         return GrpcLink(self._rpc_s, self._keys, send_bps, streams)
@@ -110,7 +117,7 @@ class Runtime:
         return self._server.address
 
     def close(self) -> None:
-        """Stop serving and end the thread."""
+        """Stop serving, end the thread and its loop: what still runs on it is cancelled."""
         if self._server is not None:
             self.run(self._server.stop(0.2), 5.0)
         self.run(self.link.close(), 5.0)

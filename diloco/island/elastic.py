@@ -43,6 +43,8 @@ RESTARTS = 10
 """How often in quick succession an island may lose a rank before it gives up."""
 WELL_S = 3600.0
 """In quick succession: it lived for less than this between them. A life of an hour forgives all losses before."""
+MOST_APART_S = 30.0
+"""Two starts are 2 s apart after the first such loss, twice as long after each further one, and at most so long."""
 GRACE_S = 15
 """Beyond `timeouts.leave_s`: for the last evaluation and the last checkpoint."""
 FINAL = {
@@ -54,9 +56,9 @@ FINAL = {
 def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     """Run `diloco` with these arguments in so many processes until all have ended. Returns the exit code.
 
-    When one dies the others are ended, and all are started again, up to `RESTARTS` times in quick succession. A signal
-    is passed on, and they have `leave_s` and a grace to leave in good order. They are in sessions of their own: a
-    terminal's Ctrl-C reaches them only so, once.
+    When one dies the others are ended, and all are started again, up to `RESTARTS` times in quick succession; not at
+    once where they died at once. A signal is passed on, and they have `leave_s` and a grace to leave in good order.
+    They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
     """
     os.environ[SINCE] = str(new_incarnation())
     losses = 0
@@ -66,10 +68,15 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
         code = run_once(ranks, "diloco", arguments, int(leave_s) + GRACE_S)
         if code == 0 or code in FINAL or (life == 0 and code == UnreachableError.exit_code):
             break
-        losses = 1 if monotonic_s() - began_s >= WELL_S else losses + 1
+        lived_s = monotonic_s() - began_s
+        losses = 1 if lived_s >= WELL_S else losses + 1
         if losses > RESTARTS:
             how = f"{losses} times, each within {WELL_S / 60:g} minutes of the one before"
             logger.error("the island lost a rank %s: it is not started again; see what its ranks said last", how)
+            break
+        try:
+            time.sleep(max(0.0, min(2.0**losses, MOST_APART_S) - lived_s))
+        except SignalException:  # by torch's handler, which it leaves behind
             break
     return code
 
