@@ -50,6 +50,7 @@ class Run(ABC):
             made.callback(self._peer.close)
             self._peer.open()
             self._made = made.pop_all()
+        self._closed = False
         self._stepped_s = monotonic_s()
         """When the inner step that is being done began."""
 
@@ -114,15 +115,25 @@ class Run(ABC):
     def sync(self) -> Sequence[Closed] | Skip:
         """The rest of a round, now, or all of it: pseudo-gradient, compress, exchange, average, outer step, merge."""
 
-    @abstractmethod
     def leave(self) -> None:
         """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything.
 
-        Under gossip, when the run is done, this is the final average.
+        Under gossip, when the run is done, this is the final average. Who has left, or is closed, has left.
         """
+        if self._closed:
+            return
+        try:
+            self._part()
+        finally:
+            self.close()  # also after a Ctrl-C: it would live on as a member that never trains
+
+    @abstractmethod
+    def _part(self) -> None:
+        """All of `leave` but to free everything."""
 
     def close(self) -> None:
         """Free everything without a goodbye: to the others this peer has died."""
+        self._closed = True
         self._made.close()
 
     def __enter__(self) -> Self:
@@ -218,14 +229,14 @@ class AgreedRun(Run):
         return skipped
 
     def sync(self) -> Sequence[Closed] | Skip:
-        round_s = self.contract.membership.round_deadline_s
+        round_s, before = self.contract.membership.round_deadline_s, self.version
         if self._begun:
             # Not `wait`: what closed meanwhile is this round's outcome, and comes before any later version.
             outcome = self._peer.finish(_nothing, self._patience(round_s))
         else:
             self.wait()
             outcome = self._peer.round(_no_steps, _nothing, self._patience(round_s), lambda: self._leaving)
-        if not isinstance(outcome, Skip):
+        if self.version != before:
             self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
         self._next_round()
         return outcome
@@ -249,7 +260,7 @@ class AgreedRun(Run):
         deadline_s = min(monotonic_s() + limit_s, self._leave_by_s)
         return lambda: monotonic_s() < deadline_s and (self._peer.exchange.in_view or not self._leaving)
 
-    def leave(self) -> None:
+    def _part(self) -> None:
         if not self.done:
             self._leave_by_s = monotonic_s() + self._peer.site.timeouts.leave_s
             if self._begun:
@@ -257,7 +268,6 @@ class AgreedRun(Run):
             if self._peer.line.trained.tokens and self.wait():
                 self.sync()
         self._peer.leave("left", _nothing)
-        self.close()
 
 
 class GossipRun(Run):
@@ -305,12 +315,11 @@ class GossipRun(Run):
     def sync(self) -> Skip:
         return Skip("under gossip there is no version to wait for")
 
-    def leave(self) -> None:
+    def _part(self) -> None:
         if self.done:
             self._peer.average(lambda: True)
         else:
             self._peer.leave(lambda: True)
-        self.close()
 
 
 def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | Site | None = None) -> Run:
