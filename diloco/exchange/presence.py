@@ -70,7 +70,11 @@ class Presence:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._ended.wait(wait_s):
-            wait_s = self._turn()
+            try:
+                wait_s = self._turn()
+            except RuntimeError:  # the exchange's loop is closed
+                if not self._ended.is_set():
+                    raise
 
     def _turn(self) -> float:
         """Returns in how many seconds the next one is due."""

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 from diloco.clock import monotonic_s
@@ -37,11 +38,15 @@ class Runtime:
     def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._keys = keys_from_environment()
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="exchange", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="exchange", daemon=True)
         self._thread.start()
         self._rpc_s = rpc_s
         self._server: Server | None = None
         self.link = self.run(self._open_link(send_bps, streams), 10.0)
+
+    def _run(self) -> None:
+        with closing(self.loop):  # it has three descriptors, and threads for what blocks
+            self.loop.run_forever()
 
     async def _open_link(self, send_bps: float, streams: int) -> GrpcLink:
         return GrpcLink(self._rpc_s, self._keys, send_bps, streams)
