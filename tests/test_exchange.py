@@ -18,7 +18,7 @@ from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Offered, Reply
 from diloco.exchange.statesync import IDLE_S
 from diloco.outer import OuterState
-from diloco.types import Member, Skip
+from diloco.types import Closed, Member, Skip
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import until
 
@@ -244,6 +244,32 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
         world.rounds(awake, 1)
     assert "p2" in back.result()
     assert sleeper.copies > copies
+    agree(world.peers)
+
+
+@pytest.mark.slow(queued=False)
+def test_commits_that_take_long_to_come_are_not_asked_for_again(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each stall time they were, of whoever told of a later version, until the link was full of answers."""
+    awake, sleeper = world.peers[:2], world.peers[2]
+    world.rounds(world.peers, 1)
+    world.call(lambda: world.network.freeze(sleeper.address))
+    sleeper.peer.exchange.machine.timing = replace(sleeper.peer.exchange.machine.timing, heartbeat_s=1e9)
+    world.rounds(awake, 3)
+    link, began_s, asked = sleeper.peer.exchange.link, monotonic_s(), list[str]()
+    fetch = link.fetch_commits
+
+    async def slow(address: str, *rest: Any) -> list[Closed]:
+        asked.append(address)
+        await asyncio.sleep(began_s + 6 * SITE.timeouts.stall_s - monotonic_s())
+        return await fetch(address, *rest)
+
+    monkeypatch.setattr(link, "fetch_commits", slow)
+    world.call(lambda: world.network.thaw(sleeper.address))
+    until(lambda: sleeper.peer.exchange.version >= 4, "it has caught up", 20.0)
+    assert sorted(asked) == sorted(set(asked))
+    sleeper.peer.catch_up(sleeper.on_closed)
     agree(world.peers)
 
 

@@ -50,6 +50,9 @@ from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 logger = logging.getLogger(__name__)
 
 TICKS_PER_HEARTBEAT = 10
+ASKED_AT_ONCE = 2
+"""Members that we ask for commits that we missed. Over a slow link those take many stall times, and after each one more
+was asked, so that no answer came to its end; with one alone, who gives them drop by drop could stop us."""
 _FAILPOINTS = {m.Accept: "accept", m.Propose: "propose", m.Committed: "commit"}
 """Messages before and after which a drill can place a death."""
 
@@ -110,6 +113,8 @@ class Exchange(Background):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._moved = asyncio.Condition()
         self._copying = asyncio.Lock()
+        self._asked: set[Member] = set()
+        """For commits that we missed."""
         self._outcome: Future[Skip | None] = Future()
         """Of the latest offer, for the training side. None: versions closed."""
         self._waiting: Future[Skip | None] | None = None
@@ -622,13 +627,18 @@ class Exchange(Background):
         return self.machine.version if self.machine.commit is not None else self.machine.version - 1
 
     async def _catch_up(self, source: Member) -> None:
+        if source in self._asked or len(self._asked) == ASKED_AT_ONCE:
+            return
         since = self._since()
         stall_s = self.terms.timing.stall_s
+        self._asked.add(source)
         try:
             missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
         except (LinkDown, LinkSlow, LinkRefused) as error:
             logger.info("no commits from %s: %s", source.peer, error)
             return
+        finally:
+            self._asked.discard(source)
         if not missed and since == self._since():  # else a version closed meanwhile
             self.behind = True
             self._feed(m.Withdrawn(m.TOO_FAR))
