@@ -15,14 +15,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, SupportsIndex
 
 from torch import nn
 
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
+from diloco.errors import UsageError
 from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
 from diloco.launch import peer_name
@@ -101,8 +103,9 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
+    def step(self, tokens: SupportsIndex) -> Sequence[Closed] | Skip | None:
         """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
+        Raises UsageError where `tokens` is no whole number: an int, or a tensor or numpy number that holds one.
 
         With `sync.overlap` the contribution leaves that many calls earlier, without waiting. Returns None between
         syncs; after one the versions that closed, or the reason why the round was skipped (nothing is lost then: the
@@ -197,8 +200,8 @@ class AgreedRun(Run):
         self._stepped_s = monotonic_s()
         return entered
 
-    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
-        self._peer.journal.trained(tokens, 0)
+    def step(self, tokens: SupportsIndex) -> Sequence[Closed] | Skip | None:
+        self._peer.journal.trained(_whole(tokens), 0)
         self._watch.step(self.contract.tokens_per_step, monotonic_s() - self._stepped_s)
         self._steps += 1
         outcome = self._sync_if_due()
@@ -306,9 +309,9 @@ class GossipRun(Run):
             self._stepped_s = monotonic_s()
         return True
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: SupportsIndex) -> None:
         self.wait()
-        self._peer.trained(tokens, monotonic_s() - self._stepped_s, math.nan)
+        self._peer.trained(_whole(tokens), monotonic_s() - self._stepped_s, math.nan)
         self._peer.between_steps()
         self._stepped_s = monotonic_s()
 
@@ -353,6 +356,17 @@ def join(address: str, model: nn.Module, site: str | Path | Site | None = None) 
 def _open(contract: Contract, site: Site, model: nn.Module, gate: Gate) -> Run:
     kind = GossipRun if contract.membership.policy == "gossip" else AgreedRun
     return kind(contract, site, model, gate)
+
+
+def _whole(tokens: SupportsIndex) -> int:
+    """For commits, which hold ints: with a tensor, as of a mask's sum, none could be made. Raises UsageError."""
+    try:
+        count = index(tokens)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"step(tokens={tokens!r}): not a count of tokens", "say how many were trained in this step")
+    return count
 
 
 def _no_steps() -> None:

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import diloco
 from diloco import library
 from diloco.config import Contract, PeerSection, Site
-from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError
+from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
 from diloco.exchange.coordinating import Coordinating
 from diloco.library import AgreedRun
 from diloco.peer import Gate
@@ -199,6 +200,27 @@ def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypa
         diloco.found(Contract.model_validate(tree), model, no_folder)
     assert [gate.runtime.loop.is_running() for gate in gates] == [False, False]
     assert all(gate.directory._process.poll() is not None for gate in gates)
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.parametrize("policy", ["sync", "gossip"])
+def test_tokens_are_counted_whatever_holds_them(policy: str) -> None:
+    """With a mask's sum in it no commit could be made, and the exchange failed."""
+    tree = {
+        "run": {"name": "counts", "total_tokens": 10**6},
+        "membership": {"policy": policy},
+        "model": {"kind": "external"},
+        "inner": {"steps": 3},
+        "outer": {"momentum": 0.5},
+        "codec": {"name": "fp32"},
+    }
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(4, 4)) as run:
+        for tokens in (1, torch.ones(2, dtype=torch.bool).sum(), np.int64(3)):
+            run.step(tokens)
+        assert run.tokens == 6
+        for tokens in (-1, 2.5, torch.tensor(2.5)):
+            with pytest.raises(UsageError, match="not a count of tokens"):
+                run.step(tokens)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- among others
