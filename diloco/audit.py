@@ -428,9 +428,7 @@ def _notes(books: Iterable[Book]) -> Iterator[Finding]:
 
 def _checkpoints(directory: Path) -> list[Path]:
     inside = directory / "checkpoints"
-    found = (
-        list(inside.iterdir()) if inside.is_dir() else []
-    )  # unlike `glob`, it does not pass over what it may not read
+    found = inside.iterdir() if inside.is_dir() else ()  # unlike `glob`, it raises where it may not read
     return sorted(path for path in found if path.match("v*") and (path / "manifest.json").is_file())
 
 

@@ -15,14 +15,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import index
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, SupportsIndex
 
 from torch import nn
 
 from diloco.clock import monotonic_s
 from diloco.config import Contract, Site, load_contract, load_site
+from diloco.errors import UsageError
 from diloco.fragments import Weights
 from diloco.gossip import GossipPeer
 from diloco.launch import peer_name
@@ -50,6 +52,7 @@ class Run(ABC):
             made.callback(self._peer.close)
             self._peer.open()
             self._made = made.pop_all()
+        self._closed = False
         self._stepped_s = monotonic_s()
         """When the inner step that is being done began."""
 
@@ -100,8 +103,9 @@ class Run(ABC):
         """
 
     @abstractmethod
-    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
+    def step(self, tokens: SupportsIndex) -> Sequence[Closed] | Skip | None:
         """Call it after every inner step, with the tokens trained in it. Every H-th call (H / P with fragments) syncs.
+        Raises UsageError where `tokens` is no whole number: an int, or a tensor or numpy number that holds one.
 
         With `sync.overlap` the contribution leaves that many calls earlier, without waiting. Returns None between
         syncs; after one the versions that closed, or the reason why the round was skipped (nothing is lost then: the
@@ -114,15 +118,25 @@ class Run(ABC):
     def sync(self) -> Sequence[Closed] | Skip:
         """The rest of a round, now, or all of it: pseudo-gradient, compress, exchange, average, outer step, merge."""
 
-    @abstractmethod
     def leave(self) -> None:
         """Contribute what was trained since the last sync, if a version closes soon; say goodbye; free everything.
 
-        Under gossip, when the run is done, this is the final average.
+        Under gossip, when the run is done, this is the final average. Who has left, or is closed, has left.
         """
+        if self._closed:
+            return
+        try:
+            self._part()
+        finally:
+            self.close()  # also after a Ctrl-C: it would live on as a member that never trains
+
+    @abstractmethod
+    def _part(self) -> None:
+        """All of `leave` but to free everything."""
 
     def close(self) -> None:
         """Free everything without a goodbye: to the others this peer has died."""
+        self._closed = True
         self._made.close()
 
     def __enter__(self) -> Self:
@@ -186,8 +200,8 @@ class AgreedRun(Run):
         self._stepped_s = monotonic_s()
         return entered
 
-    def step(self, tokens: int) -> Sequence[Closed] | Skip | None:
-        self._peer.journal.trained(tokens, 0)
+    def step(self, tokens: SupportsIndex) -> Sequence[Closed] | Skip | None:
+        self._peer.journal.trained(_whole(tokens), 0)
         self._watch.step(self.contract.tokens_per_step, monotonic_s() - self._stepped_s)
         self._steps += 1
         outcome = self._sync_if_due()
@@ -218,14 +232,14 @@ class AgreedRun(Run):
         return skipped
 
     def sync(self) -> Sequence[Closed] | Skip:
-        round_s = self.contract.membership.round_deadline_s
+        round_s, before = self.contract.membership.round_deadline_s, self.version
         if self._begun:
             # Not `wait`: what closed meanwhile is this round's outcome, and comes before any later version.
             outcome = self._peer.finish(_nothing, self._patience(round_s))
         else:
             self.wait()
             outcome = self._peer.round(_no_steps, _nothing, self._patience(round_s), lambda: self._leaving)
-        if not isinstance(outcome, Skip):
+        if self.version != before:
             self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
         self._next_round()
         return outcome
@@ -249,7 +263,7 @@ class AgreedRun(Run):
         deadline_s = min(monotonic_s() + limit_s, self._leave_by_s)
         return lambda: monotonic_s() < deadline_s and (self._peer.exchange.in_view or not self._leaving)
 
-    def leave(self) -> None:
+    def _part(self) -> None:
         if not self.done:
             self._leave_by_s = monotonic_s() + self._peer.site.timeouts.leave_s
             if self._begun:
@@ -257,7 +271,6 @@ class AgreedRun(Run):
             if self._peer.line.trained.tokens and self.wait():
                 self.sync()
         self._peer.leave("left", _nothing)
-        self.close()
 
 
 class GossipRun(Run):
@@ -296,21 +309,20 @@ class GossipRun(Run):
             self._stepped_s = monotonic_s()
         return True
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: SupportsIndex) -> None:
         self.wait()
-        self._peer.trained(tokens, monotonic_s() - self._stepped_s, math.nan)
+        self._peer.trained(_whole(tokens), monotonic_s() - self._stepped_s, math.nan)
         self._peer.between_steps()
         self._stepped_s = monotonic_s()
 
     def sync(self) -> Skip:
         return Skip("under gossip there is no version to wait for")
 
-    def leave(self) -> None:
+    def _part(self) -> None:
         if self.done:
             self._peer.average(lambda: True)
         else:
             self._peer.leave(lambda: True)
-        self.close()
 
 
 def found(contract: str | Path | Contract, model: nn.Module, site: str | Path | Site | None = None) -> Run:
@@ -344,6 +356,17 @@ def join(address: str, model: nn.Module, site: str | Path | Site | None = None) 
 def _open(contract: Contract, site: Site, model: nn.Module, gate: Gate) -> Run:
     kind = GossipRun if contract.membership.policy == "gossip" else AgreedRun
     return kind(contract, site, model, gate)
+
+
+def _whole(tokens: SupportsIndex) -> int:
+    """For commits, which hold ints: with a tensor, as of a mask's sum, none could be made. Raises UsageError."""
+    try:
+        count = index(tokens)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"step(tokens={tokens!r}): not a count of tokens", "say how many were trained in this step")
+    return count
 
 
 def _no_steps() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import pytest
 from diloco.config import Site
 from diloco.errors import ResourceError, UnreachableError, UsageError
 from diloco.exchange import presence as presence_module
-from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, Directory, _parse_record
+from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
 from diloco.exchange.link import Welcome
 from diloco.exchange.presence import Presence
 from diloco.exchange.sockets import _socket_inodes
@@ -110,6 +111,20 @@ def test_ignores_what_is_no_record(value: object) -> None:
 def test_ignores_a_record_whose_name_is_none(name: object) -> None:
     named = name.decode() if isinstance(name, bytes) else name
     assert _parse_record(name, json.dumps(GOOD | {"peer": named}).encode()) is None
+
+
+def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    expirations: list[float] = []
+
+    class Node:
+        async def store(self, key: str, record: bytes, expires_at: float, subkey: str) -> None:
+            expirations.append(expires_at)
+
+    records = _Records(Node(), "run")
+    for now_s in (86_400.0, 0.0, 10.0, 0.0):  # set right, and then a little back
+        monkeypatch.setattr("diloco.exchange.dht.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
+        asyncio.run(records.store("a", b"{}", TTL_S))
+    assert expirations == pytest.approx([86_400 + TTL_S, TTL_S, 10 + TTL_S, 10 + TTL_S + 0.001], abs=1e-6)
 
 
 def test_importing_it_is_cheap() -> None:

@@ -15,10 +15,10 @@ from diloco.clock import monotonic_s
 from diloco.compress import bundle
 from diloco.exchange import coordinating
 from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
-from diloco.exchange.messages import Offered, Reply
+from diloco.exchange.messages import FetchMean, Offered, Reply
 from diloco.exchange.statesync import IDLE_S
 from diloco.outer import OuterState
-from diloco.types import Member, Skip
+from diloco.types import Closed, Member, Skip
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import until
 
@@ -245,6 +245,54 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     assert "p2" in back.result()
     assert sleeper.copies > copies
     agree(world.peers)
+
+
+@pytest.mark.slow(queued=False)
+def test_commits_that_take_long_to_come_are_not_asked_for_again(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each stall time they were, of whoever told of a later version, until the link was full of answers."""
+    awake, sleeper = world.peers[:2], world.peers[2]
+    world.rounds(world.peers, 1)
+    world.call(lambda: world.network.freeze(sleeper.address))
+    sleeper.peer.exchange.machine.timing = replace(sleeper.peer.exchange.machine.timing, heartbeat_s=1e9)
+    world.rounds(awake, 3)
+    link, began_s, asked = sleeper.peer.exchange.link, monotonic_s(), list[str]()
+    fetch = link.fetch_commits
+
+    async def slow(address: str, *rest: Any) -> list[Closed]:
+        asked.append(address)
+        await asyncio.sleep(began_s + 6 * SITE.timeouts.stall_s - monotonic_s())
+        return await fetch(address, *rest)
+
+    monkeypatch.setattr(link, "fetch_commits", slow)
+    world.call(lambda: world.network.thaw(sleeper.address))
+    until(lambda: sleeper.peer.exchange.version >= 4, "it has caught up", 20.0)
+    assert sorted(asked) == sorted(set(asked))
+    sleeper.peer.catch_up(sleeper.on_closed)
+    agree(world.peers)
+
+
+def test_a_mean_that_takes_long_to_come_is_asked_for_of_two_at_most(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, others = world.peers[0].peer.exchange, [peer.peer.exchange.me for peer in world.peers[1:]]
+    world.rounds(world.peers, 1)
+    commit = world.peers[0].commits[-1]
+    fetch, asked, comes = exchange.link.fetch_mean, list[str](), asyncio.Event()
+
+    async def slow(address: str, *rest: Any) -> list[bytes]:
+        asked.append(address)
+        await comes.wait()
+        return await fetch(address, *rest)
+
+    monkeypatch.setattr(exchange.link, "fetch_mean", slow)
+    for _ in range(4):
+        world.ask(lambda: exchange._perform(FetchMean(commit, tuple(others))))
+    world.ask(lambda: exchange._means.clear())
+    world.ask(comes.set)
+    until(lambda: list(exchange._means) == [commit.mean_digest], "it is here", 10.0)
+    assert sorted(asked) == [member.address for member in others]
 
 
 def test_a_hostile_contribution_is_left_out(world: LocalWorld) -> None:

@@ -21,7 +21,7 @@ from diloco.clock import monotonic_s
 from diloco.compress import open_codecs
 from diloco.config import CodecSection
 from diloco.errors import StateError
-from diloco.exchange import swapping
+from diloco.exchange import statesync, swapping
 from diloco.exchange.grpc_link import GrpcLink
 from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
 from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
@@ -188,6 +188,19 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     assert status["spread"] == c.peer.spread
     assert re.search(r"peer +version +spread", status_text(status))
     assert c.peer.position() >= 6 * TOKENS
+
+
+def test_a_state_that_was_copied_is_kept_no_longer_than_somebody_may_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was until the next joiner but one came: one or two states of the model's size, or of many."""
+    world = World(True, 1)
+    (a,) = world.peers
+    world.until(lambda: a.version > 0, "it steps alone", a)
+    world.add("p1")
+    snapshots = a.peer.exchange._snapshots
+    assert len(snapshots.digests()) == 1
+    monkeypatch.setattr(statesync, "IDLE_S", 0.0)
+    until(lambda: not snapshots.digests(), "the state is dropped", 10.0)
+    world.close()
 
 
 def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:

@@ -24,6 +24,7 @@ from diloco.exchange.runtime import Runtime, StartingError
 from diloco.launch import knock
 from diloco.peer import Gate
 from diloco.telemetry import Event
+from diloco.types import Member
 from tests.local import NoDirectory
 
 
@@ -93,14 +94,29 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
         founder.close()
 
 
-def test_who_ends_without_a_goodbye_leaves_no_thread_that_keeps_the_state() -> None:
+def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """It went on announcing this peer, through a directory that was closed, once a minute for ever."""
+    raised: list[object] = []
+    looks, ended = threading.Event(), threading.Event()
+
+    def lookup(directory: NoDirectory) -> dict[str, Member]:
+        looks.set()
+        assert ended.wait(30.0)
+        return {}
+
+    monkeypatch.setattr(NoDirectory, "lookup", lookup)
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     before = set(threading.enumerate())  # those of other tests
     run = diloco.found(contract(), nn.Linear(4, 4), Site())
     (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
+    assert looks.wait(30.0)
+    monkeypatch.setattr(type(run._peer.exchange), "alone", True)  # whom it finds it is to tell of
     run.close()
+    ended.set()
     presence.join(10.0)
     assert not presence.is_alive()
+    assert run._gate.runtime.loop.is_closed()
+    assert raised == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="nothing tells which files are open")

@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import diloco
 from diloco import library
 from diloco.config import Contract, PeerSection, Site
-from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError
+from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
 from diloco.exchange.coordinating import Coordinating
 from diloco.library import AgreedRun
 from diloco.peer import Gate
+from diloco.telemetry import read_events
 from tests.local import ELEMENTS, LocalGate, LocalWorld
 from tests.peers import until
 
@@ -200,6 +202,27 @@ def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypa
     assert all(gate.directory._process.poll() is not None for gate in gates)
 
 
+@pytest.mark.slow(queued=False)
+@pytest.mark.parametrize("policy", ["sync", "gossip"])
+def test_tokens_are_counted_whatever_holds_them(policy: str) -> None:
+    """With a mask's sum in it no commit could be made, and the exchange failed."""
+    tree = {
+        "run": {"name": "counts", "total_tokens": 10**6},
+        "membership": {"policy": policy},
+        "model": {"kind": "external"},
+        "inner": {"steps": 3},
+        "outer": {"momentum": 0.5},
+        "codec": {"name": "fp32"},
+    }
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(4, 4)) as run:
+        for tokens in (1, torch.ones(2, dtype=torch.bool).sum(), np.int64(3)):
+            run.step(tokens)
+        assert run.tokens == 6
+        for tokens in (-1, 2.5, torch.tensor(2.5)):
+            with pytest.raises(UsageError, match="not a count of tokens"):
+                run.step(tokens)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- among others
 
 
@@ -315,18 +338,38 @@ def test_whoever_leaves_outside_the_view_is_told_what_was_counted(own: Own) -> N
     assert (totals.committed, totals.discarded) == (own.counted(), 10) == (40, 10)
 
 
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow(queued=False)
-def test_a_ctrl_c_while_others_are_waited_for_leaves_no_peer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {"run": {"name": "waits", "total_tokens": 10}, "membership": {"start_peers": 2}}
+@pytest.mark.parametrize("when", ["it enters", "it leaves"])
+def test_a_ctrl_c_leaves_no_peer_behind(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    enters = when == "it enters"
+    tree = {"run": {"name": "waits", "total_tokens": 10}, "membership": {"start_peers": 2 if enters else 1}}
     before = set(threading.enumerate())  # those of other tests
     run = diloco.found(Contract.model_validate(tree | {"model": {"kind": "external"}}), torch.nn.Linear(8, 8))
-
-    def interrupted() -> bool:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "_patience", lambda limit_s: interrupted)
+    if enters:
+        monkeypatch.setattr(run, "_patience", lambda limit_s: interrupted)
+    else:
+        monkeypatch.setattr(run._peer.exchange, "settle", interrupted)
     with pytest.raises(KeyboardInterrupt), run:
         pass
     assert not any(thread.name == "exchange" for thread in set(threading.enumerate()) - before)
     with socket.socket() as door:
         assert door.connect_ex(("127.0.0.1", int(run.address.partition("/")[0].rpartition(":")[2])))
+
+
+@pytest.mark.slow(queued=False)
+def test_a_loop_that_goes_on_when_the_run_is_over_and_leaves_twice(tmp_path: Path) -> None:
+    tree = {"run": {"name": "over", "total_tokens": 20}, "model": {"kind": "external"}, "inner": {"steps": 1}}
+    site = Site.model_validate({"storage": {"directory": str(tmp_path)}})
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8), site) as run:
+        while not run.done:
+            run.step(tokens=10)
+        assert [run.step(tokens=10) for _ in range(3)] == [()] * 3
+        run.leave()
+    assert run.version == 2
+    assert run._peer.journal.totals.discarded == 30
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["version"] for event in events if event["kind"] == "version"] == [1, 2]

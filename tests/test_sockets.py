@@ -87,6 +87,19 @@ def test_closed_connections_still_count_and_new_ones_add_up() -> None:
     assert 3000 <= received <= 3003  # a FIN may count as a byte
 
 
+def test_closed_connections_are_not_remembered() -> None:
+    counter = SocketCounter()
+    before = sample(counter)
+    for _ in range(20):
+        client, server = connect()
+        transfer(client, server, 1000)
+        sample(counter)
+        client.close()
+        server.close()
+    assert settles(lambda: sample(counter) is not None and len(counter._bytes) < 20)
+    assert moved(counter, before)[0] == 20_000
+
+
 def test_unix_sockets_do_not_count() -> None:
     counter = SocketCounter()
     before = sample(counter)

@@ -423,8 +423,10 @@ class _Records:
         return "" if await self._node.protocol.call_ping(peer, validate=True, strict=False) else "no answer to a ping"
 
     async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
-        # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws.
-        expires_at = max(time.time() + ttl_s, self._expires_at.get(peer, 0.0) + 0.001)
+        # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws; unless nobody
+        # took that, as it came by a clock that was far ahead and has been set right.
+        now_s, last_s = time.time(), self._expires_at.get(peer, 0.0)
+        expires_at = max(now_s + ttl_s, last_s + 0.001 if last_s <= now_s + MAX_TTL_S else 0.0)
         self._expires_at[peer] = expires_at
         # Its result is the word of whichever node answered last, who may be a liar.
         await self._node.store(self._key, record, expires_at, subkey=peer)

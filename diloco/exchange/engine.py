@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -50,6 +50,10 @@ from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
 logger = logging.getLogger(__name__)
 
 TICKS_PER_HEARTBEAT = 10
+ASKED_AT_ONCE = 2
+"""Members that we ask for commits that we missed, or for a mean. Over a slow link those take many stall times, and
+after each one more was asked, so that no answer came to its end; with one alone, who gives them drop by drop could stop
+us."""
 _FAILPOINTS = {m.Accept: "accept", m.Propose: "propose", m.Committed: "commit"}
 """Messages before and after which a drill can place a death."""
 
@@ -110,6 +114,8 @@ class Exchange(Background):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._moved = asyncio.Condition()
         self._copying = asyncio.Lock()
+        self._asked: set[tuple[str, Member]] = set()
+        """What is being fetched, and of whom."""
         self._outcome: Future[Skip | None] = Future()
         """Of the latest offer, for the training side. None: versions closed."""
         self._waiting: Future[Skip | None] | None = None
@@ -611,13 +617,25 @@ class Exchange(Background):
         for source in sources:
             stall_s = self.terms.timing.stall_s
             try:
-                parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
-            except (LinkDown, LinkSlow, LinkRefused):
+                with self._asking(commit.mean_digest, source):
+                    parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
+            except (_Asked, LinkDown, LinkSlow, LinkRefused):
                 continue
             if is_mean_of(parts, commit, self.terms.lane.layout):
                 self._keep_mean(commit.mean_digest, parts)
                 self._feed(m.MeanHeld(commit.mean_digest))
                 return
+
+    @contextmanager
+    def _asking(self, what: str, source: Member) -> Iterator[None]:
+        """Raises _Asked where it is asked for this already, or `ASKED_AT_ONCE` others are."""
+        if (what, source) in self._asked or sum(one == what for one, _ in self._asked) >= ASKED_AT_ONCE:
+            raise _Asked
+        self._asked.add((what, source))
+        try:
+            yield
+        finally:
+            self._asked.discard((what, source))
 
     def _since(self) -> int:
         """The version after which commits are missing."""
@@ -627,7 +645,10 @@ class Exchange(Background):
         since = self._since()
         stall_s = self.terms.timing.stall_s
         try:
-            missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
+            with self._asking("commits", source):
+                missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
+        except _Asked:
+            return
         except (LinkDown, LinkSlow, LinkRefused) as error:
             logger.info("no commits from %s: %s", source.peer, error)
             return
@@ -746,3 +767,7 @@ class Exchange(Background):
     def on_status(self) -> str:
         terms, send_bps = self.terms, self._send_bps
         return status_json(self.machine, self._state, terms.total_tokens, self.directory, send_bps, monotonic_s())
+
+
+class _Asked(Exception):
+    """What is wanted is on its way."""

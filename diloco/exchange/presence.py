@@ -74,8 +74,8 @@ class Presence:
             try:
                 wait_s = self._turn()
             except (RuntimeError, CancelledError):  # the exchange's loop was closed
-                logger.debug("nobody is announced any more", exc_info=True)
-                return
+                if not self._ended.is_set():
+                    raise
 
     def _turn(self) -> float:
         """Returns in how many seconds the next one is due."""

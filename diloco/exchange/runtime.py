@@ -36,9 +36,8 @@ class Runtime:
 
     def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
         self._keys = keys_from_environment()
-        self._runner = asyncio.Runner(
-            loop_factory=asyncio.new_event_loop
-        )  # without it, the caller's thread has it, too
+        # With a factory, for without it the caller's thread has the loop, too.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
         self._thread.start()

@@ -62,7 +62,9 @@ class SocketCounter:
         self._pid = os.getpid() if pid is None else pid
         self._lock = threading.Lock()
         self._bytes: dict[int, SocketBytes] = {}
-        """Our sockets, open or closed, by the kernel's cookie (never given twice): largest counts seen."""
+        """Our open sockets, by the kernel's cookie (never given twice): largest counts seen."""
+        self._missed: set[int] = set()
+        """Those of ours that the latest sample did not see: one may pass over a socket, two do not."""
         self._foreign: set[int] = set()
         """Cookies of other processes' open sockets, so that /proc is read only when a new socket shows up."""
         self._total = SocketBytes(0, 0)
@@ -107,7 +109,11 @@ class SocketCounter:
             self.sample()
 
     def _update(self, sockets: list[_Socket]) -> None:
-        self._foreign.intersection_update(entry.cookie for entry in sockets)
+        seen_now = {entry.cookie for entry in sockets}
+        self._foreign &= seen_now
+        for cookie in self._missed - seen_now:  # it is closed, and counted: a run of weeks opens very many
+            del self._bytes[cookie]
+        self._missed = self._bytes.keys() - seen_now
         # A connection that waits to be accepted has no inode yet: its owner is settled at a later sample.
         known = self._bytes.keys() | self._foreign
         if any(entry.inode and entry.cookie not in known for entry in sockets):

@@ -325,6 +325,7 @@ class Swapping(Background):
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
             self._refresh()
             self._seek(monotonic_s())
+            self._snapshots.forget(0, monotonic_s())  # no version closes, upon which it would be looked at
             await asyncio.sleep(stall_s / TICKS_PER_STALL)
 
     def _seek(self, now_s: float) -> None:
