@@ -30,6 +30,7 @@ from diloco.exchange.keys import keys_of
 from diloco.exchange.link import (
     CHUNK_BYTES,
     Kind,
+    Limits,
     Link,
     LinkDown,
     LinkRefused,
@@ -87,7 +88,7 @@ class Listener:
         self.ended: list[str] = []
         self.state = {0: b"s" * (4 * MIB), 1: b"t" * 10}
         self.closed = [Closed(commit(1, []), [])]
-        self.closed += [Closed(commit(version, parts), parts) for version, parts in ((2, MEAN), (3, [b""]))]
+        self.closed += [Closed(commit(version, parts), parts) for version, parts in ((2, MEAN), (3, [b"z"]))]
 
     async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
         self.envelopes.append(envelope)
@@ -140,6 +141,7 @@ class Listener:
 
 
 MEAN = [b"a" * 16_384, b"b" * (2 * MIB + 5), b"", b"c"]
+LIMITS = Limits(parts=4, part_bytes=3 * MIB, total_bytes=3 * MIB)
 
 # ---------------------------------------------------------------- two networks
 
@@ -365,10 +367,10 @@ def test_commits_and_means_are_fetched(net):
     async def scenario(net: Net) -> None:
         service = Listener()
         address = await net.start(service)
-        assert await net.link.fetch_commits(address, 0, 3 * MIB, 1.0) == service.closed
-        assert await net.link.fetch_commits(address, 2, 3 * MIB, 1.0) == service.closed[2:]
-        assert await net.link.fetch_commits(address, 3, 3 * MIB, 1.0) == []
-        assert await net.link.fetch_mean(address, service.closed[1].commit.mean_digest, 3 * MIB, 1.0) == MEAN
+        assert await net.link.fetch_commits(address, 0, LIMITS, 1.0) == service.closed
+        assert await net.link.fetch_commits(address, 2, LIMITS, 1.0) == service.closed[2:]
+        assert await net.link.fetch_commits(address, 3, LIMITS, 1.0) == []
+        assert await net.link.fetch_mean(address, service.closed[1].commit.mean_digest, LIMITS, 1.0) == MEAN
 
     play(net, scenario)
 
@@ -378,15 +380,22 @@ def test_means_that_are_gone_or_too_large_are_refused(net):
         service = Listener()
         address = await net.start(service)
         with pytest.raises(LinkRefused) as gone:
-            await net.link.fetch_mean(address, "unknown", 3 * MIB, 1.0)
+            await net.link.fetch_mean(address, "unknown", LIMITS, 1.0)
         assert gone.value.reply is m.Reply.STALE
-        for fetch in (
-            net.link.fetch_mean(address, service.closed[1].commit.mean_digest, 2 * MIB, 1.0),
-            net.link.fetch_commits(address, 0, 2 * MIB, 1.0),
+        for limits, why in (
+            (replace(LIMITS, part_bytes=2 * MIB), "at most 2097152"),
+            (replace(LIMITS, parts=3), "parts"),
+            (replace(LIMITS, total_bytes=sum(map(len, MEAN)) - 1), "more bytes of means than anybody keeps"),
         ):
-            with pytest.raises(LinkRefused, match="at most 2097152") as large:
-                await fetch
-            assert large.value.reply is m.Reply.MALFORMED
+            for fetch in (
+                net.link.fetch_mean(address, service.closed[1].commit.mean_digest, limits, 1.0),
+                net.link.fetch_commits(address, 0, limits, 1.0),
+            ):
+                with pytest.raises(LinkRefused, match=why) as large:
+                    await fetch
+                assert large.value.reply is m.Reply.MALFORMED
+        with pytest.raises(LinkRefused, match="more bytes of means"):
+            await net.link.fetch_commits(address, 0, replace(LIMITS, total_bytes=sum(map(len, MEAN))), 1.0)
 
     play(net, scenario)
 
@@ -428,8 +437,8 @@ def test_nobody_there_is_down_at_once(net):
             net.link.deliver(address, ENVELOPE),
             net.link.send_parts(address, HEADER, endless(), 5.0),
             net.link.hello(address, 5.0),
-            net.link.fetch_commits(address, 0, MIB, 5.0),
-            net.link.fetch_mean(address, "digest", MIB, 5.0),
+            net.link.fetch_commits(address, 0, LIMITS, 5.0),
+            net.link.fetch_mean(address, "digest", LIMITS, 5.0),
             net.link.fetch_state_offer(address, 5.0),
             anext(net.link.fetch_state(address, "digest", [0], MIB, 5.0)),
         ):
@@ -749,7 +758,7 @@ def test_a_frozen_peer_is_slow_until_it_thaws():
         sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 0.2))
         await until(lambda: len(service.parts) > 3)
         net.network.freeze(address)
-        for ask in (sending, net.link.deliver(address, ENVELOPE), net.link.fetch_commits(address, 0, MIB, 0.2)):
+        for ask in (sending, net.link.deliver(address, ENVELOPE), net.link.fetch_commits(address, 0, LIMITS, 0.2)):
             with pytest.raises(LinkSlow):
                 await ask
         net.network.thaw(address)
@@ -895,7 +904,7 @@ def test_crafted_means_are_refused(answers):
     async def scenario(net: GrpcNet) -> None:
         async with lying(*answers) as address:
             with pytest.raises(LinkRefused) as refused:
-                await net.link.fetch_mean(address, "digest", MIB, 1.0)
+                await net.link.fetch_mean(address, "digest", LIMITS, 1.0)
         assert refused.value.reply in (m.Reply.MALFORMED, m.Reply.DAMAGED)
 
     play(GrpcNet, scenario)
@@ -914,7 +923,7 @@ def test_crafted_commits_are_refused(answers):
     async def scenario(net: GrpcNet) -> None:
         async with lying(*answers) as address:
             with pytest.raises(LinkRefused) as refused:
-                await net.link.fetch_commits(address, 0, MIB, 1.0)
+                await net.link.fetch_commits(address, 0, LIMITS, 1.0)
         assert refused.value.reply is m.Reply.MALFORMED
 
     play(GrpcNet, scenario)

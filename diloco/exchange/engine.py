@@ -29,6 +29,7 @@ from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.link import (
     Kind,
+    Limits,
     Link,
     LinkDown,
     LinkRefused,
@@ -618,7 +619,7 @@ class Exchange(Background):
             stall_s = self.terms.timing.stall_s
             try:
                 with self._asking(commit.mean_digest, source):
-                    parts = await self.link.fetch_mean(source.address, commit.mean_digest, self.max_part_bytes, stall_s)
+                    parts = await self.link.fetch_mean(source.address, commit.mean_digest, self._limits, stall_s)
             except (_Asked, LinkDown, LinkSlow, LinkRefused):
                 continue
             if is_mean_of(parts, commit, self.terms.lane.layout):
@@ -637,6 +638,15 @@ class Exchange(Background):
         finally:
             self._asked.discard((what, source))
 
+    @property
+    def _limits(self) -> Limits:
+        """Of what others give of their backlogs: these are no larger than ours may be."""
+        rules, lane = self.terms.rules, self.terms.lane
+        parts = max(rules.parts)
+        mean_bytes = parts * self.max_part_bytes
+        kept_bytes = state_bytes(lane.layout, lane.optimizer) + rules.backlog_versions * mean_bytes
+        return Limits(parts, self.max_part_bytes, kept_bytes)
+
     def _since(self) -> int:
         """The version after which commits are missing."""
         return self.machine.version if self.machine.commit is not None else self.machine.version - 1
@@ -646,7 +656,7 @@ class Exchange(Background):
         stall_s = self.terms.timing.stall_s
         try:
             with self._asking("commits", source):
-                missed = await self.link.fetch_commits(source.address, since, self.max_part_bytes, stall_s)
+                missed = await self.link.fetch_commits(source.address, since, self._limits, stall_s)
         except _Asked:
             return
         except (LinkDown, LinkSlow, LinkRefused) as error:

@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -28,6 +29,7 @@ from diloco.errors import ResourceError, UsageError
 from diloco.exchange.address import join_address, split_address
 from diloco.exchange.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.exchange.link import (
+    Limits,
     Link,
     LinkDown,
     LinkRefused,
@@ -43,7 +45,7 @@ from diloco.exchange.outbox import Outbox
 from diloco.exchange.pace import RateLimit, Uplink
 from diloco.types import Closed
 from diloco.wire import convert
-from diloco.wire.chunks import MAX_PARTS, MESSAGE_BYTES, Damaged, Joiner, Pace, cut
+from diloco.wire.chunks import MESSAGE_BYTES, Damaged, Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
 
@@ -143,7 +145,7 @@ class GrpcLink(Link):
             answer = _there(await line.peer().Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
         return _parsed(convert.lanes_from_wire, answer)
 
-    async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
         async with (
@@ -154,10 +156,12 @@ class GrpcLink(Link):
                 if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
                     raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
                 commit = _parsed(convert.commit_from_wire, reply.header.commit)
-                found.append(Closed(commit, await _read_mean(replies, reply.header.parts, max_part_bytes)))
+                mean = await _read_mean(replies, reply.header.parts, limits)
+                limits = replace(limits, total_bytes=limits.total_bytes - sum(map(len, mean)))
+                found.append(Closed(commit, mean))
         return found
 
-    async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
         request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
         async with (
             self._line(address) as line,
@@ -166,7 +170,7 @@ class GrpcLink(Link):
             first = await anext(replies, None)
             if first is None or first.WhichOneof("content") != "parts":
                 raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
-            return await _read_mean(replies, first.parts, max_part_bytes)
+            return await _read_mean(replies, first.parts, limits)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
         async with self._line(address) as line:
@@ -423,10 +427,10 @@ async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> As
         call.cancel()
 
 
-async def _read_mean(replies: AsyncIterator[Any], count: int, max_part_bytes: int) -> list[bytes]:
-    if count > MAX_PARTS:
-        raise LinkRefused(Reply.MALFORMED, f"a mean of {count} parts")
-    joiner = Joiner(max_part_bytes)
+async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) -> list[bytes]:
+    if count > limits.parts:
+        raise LinkRefused(Reply.MALFORMED, f"a mean of {count} parts, at most {limits.parts} may be")
+    joiner = Joiner(limits.part_bytes)
     payloads: list[bytes] = []
     while len(payloads) < count:
         reply = await anext(replies, None)
@@ -436,6 +440,8 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, max_part_bytes: in
             if part.index != len(payloads):
                 raise LinkRefused(Reply.MALFORMED, f"part {part.index} of a mean where {len(payloads)} should be")
             payloads.append(part.payload)
+        if joiner.taken_bytes > limits.total_bytes:
+            raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
     return payloads
 
 

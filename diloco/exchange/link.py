@@ -109,6 +109,18 @@ class StateOffer:
     """`StateChunk.digest` of each chunk in the order of `OuterState.manifest`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of encoded means that are fetched: as much as honest peers give at the most. What goes beyond is MALFORMED."""
+
+    parts: int
+    """Of one mean."""
+    part_bytes: int
+    """Of one part."""
+    total_bytes: int
+    """Of all that one answer has."""
+
+
 class Link(Protocol):
     """What a peer can ask of another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
 
@@ -131,9 +143,9 @@ class Link(Protocol):
         """Where the parts of a round go: part p to the lane p mod their number. Empty: all to that address."""
         ...
 
-    async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]: ...
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]: ...
 
-    async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]: ...
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]: ...
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
         """`have`: digest of the state that we hold, which need not be kept for us."""

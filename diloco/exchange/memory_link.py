@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from diloco.clock import monotonic_s
 from diloco.exchange.link import (
     CHUNK_BYTES,
+    Limits,
     Link,
     LinkDown,
     LinkRefused,
@@ -125,17 +126,16 @@ class _MemoryLink(Link):
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_lanes()))
 
-    async def fetch_commits(self, address: str, since: int, max_part_bytes: int, stall_s: float) -> list[Closed]:
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
-        for closed in found:
-            _check_sizes(closed.parts, max_part_bytes)
+        _check_means([closed.parts for closed in found], limits)
         return found
 
-    async def fetch_mean(self, address: str, mean_digest: str, max_part_bytes: int, stall_s: float) -> list[bytes]:
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
         payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
-        _check_sizes(payloads, max_part_bytes)
+        _check_means([payloads], limits)
         return list(payloads)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
@@ -212,6 +212,15 @@ def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes
 
 def _state_bytes(size_bytes: int) -> Callable[[Service], Awaitable[None]]:
     return lambda service: service.on_state_bytes(size_bytes)
+
+
+def _check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:
+    for mean in means:
+        _check_sizes(mean, limits.part_bytes)
+        if len(mean) > limits.parts:
+            raise LinkRefused(Reply.MALFORMED, f"a mean of {len(mean)} parts, at most {limits.parts} may be")
+    if sum(len(part) for mean in means for part in mean) > limits.total_bytes:
+        raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
 
 
 def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
