@@ -73,15 +73,19 @@ def test_counts_from_the_start_of_a_connection_that_is_older_than_the_counter() 
         assert sample(SocketCounter()).sent >= 1234
 
 
+def one_connection(counter: SocketCounter) -> None:
+    """1,000 bytes over it, counted before it is closed."""
+    client, server = connect()
+    with client, server:
+        transfer(client, server, 1000)
+        sample(counter)
+
+
 def test_closed_connections_still_count_and_new_ones_add_up() -> None:
     counter = SocketCounter()
     before = sample(counter)
     for _ in range(3):
-        client, server = connect()
-        transfer(client, server, 1000)
-        sample(counter)
-        client.close()
-        server.close()
+        one_connection(counter)
     sent, received = moved(counter, before)
     assert sent == 3000
     assert 3000 <= received <= 3003  # a FIN may count as a byte
@@ -91,11 +95,7 @@ def test_closed_connections_are_not_remembered() -> None:
     counter = SocketCounter()
     before = sample(counter)
     for _ in range(20):
-        client, server = connect()
-        transfer(client, server, 1000)
-        sample(counter)
-        client.close()
-        server.close()
+        one_connection(counter)
     assert settles(lambda: sample(counter) is not None and len(counter._bytes) < 20)
     assert moved(counter, before)[0] == 20_000
 
