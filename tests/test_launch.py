@@ -298,7 +298,6 @@ RANK = """
 import os
 from pathlib import Path
 from diloco.clock import new_incarnation
-from diloco.island import elastic
 from diloco.island.elastic import of_this_launch, restarted
 if not restarted():
     os._exit(1)
