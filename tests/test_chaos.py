@@ -227,12 +227,12 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     contract = tmp_path / "contract.toml"
     contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
     options = DrillOptions(
-        contract, tmp_path / "peers", 3, 0.5, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
+        contract, tmp_path / "peers", 3, 0.75, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
     )
     result = run_drill(options, lambda text: None)
     assert result["violation_texts"] == []
     assert result["faults"] >= 5
-    assert result["versions"] >= 10  # of about 40 where nothing else runs
+    assert result["versions"] >= 20
 
 
 @pytest.mark.slow
