@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco.library import Run, found, join
+    from diloco.run.library import Run, found, join
 
 __all__ = ["Run", "found", "join"]
 
@@ -21,7 +21,7 @@ __all__ = ["Run", "found", "join"]
 def __getattr__(name: str) -> Any:
     """Import torch only when something that needs it is asked for."""
     if name in __all__:
-        from diloco import library
+        from diloco.run import library
 
         return getattr(library, name)
     raise AttributeError(f"module 'diloco' has no attribute {name!r}")

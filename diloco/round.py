@@ -17,22 +17,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from diloco import failpoints
-from diloco.align import aligned
-from diloco.average import unpack
-from diloco.clock import monotonic_s
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s
+from diloco.base.memory import empty_as
+from diloco.base.ranks import Alone, Ranks
+from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.compress import Codec, PayloadError
-from diloco.encoding import Encode, encode_now
-from diloco.feedback import left_over, with_residual
-from diloco.fragments import Fragment, Layout, Weights
-from diloco.memory import empty_as
-from diloco.merge import carry, carry_fragment, carry_piece, foresee, mix
-from diloco.outer import FragmentState, OuterOptimizer, OuterState
-from diloco.pseudograd import pseudo_gradient
-from diloco.ranks import Alone, Ranks
-from diloco.telemetry import FLIGHT, timed
-from diloco.types import Closed, Commit, Contribution, Counted, Skip
-from diloco.weighing import Weighing
+from diloco.compress.encoding import Encode, encode_now
+from diloco.observe.telemetry import FLIGHT, timed
+from diloco.outer.align import aligned
+from diloco.outer.average import unpack
+from diloco.outer.feedback import left_over, with_residual
+from diloco.outer.fragments import Fragment, Layout, Weights
+from diloco.outer.merge import carry, carry_fragment, carry_piece, foresee, mix
+from diloco.outer.optimizers import FragmentState, OuterOptimizer, OuterState
+from diloco.outer.pseudograd import pseudo_gradient
+from diloco.outer.weighing import Weighing
 
 LARGEST = torch.finfo(torch.float32).max / 2
 """Of anchor and local weights: the difference of two such is finite."""
@@ -129,7 +129,7 @@ class Line:
     encode: Encode = encode_now
     """On this thread, or ahead of the exchange on another (`Encoder`)."""
     align: bool = False
-    """Late pseudo-gradients are turned towards the outer momentum (`diloco.align`)."""
+    """Late pseudo-gradients are turned towards the outer momentum (`diloco.outer.align`)."""
     since: int = field(init=False)
     """The version at which the progress that is not committed yet began."""
     own: dict[int, FragmentState] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import diloco
-from diloco.config import Contract
+from diloco.config.contract import Contract
 
 CONTRACT = {
     "run": {"name": "own-loop", "total_tokens": 64_000},

@@ -18,7 +18,7 @@ from statistics import mean
 from quality_rows import QUICK, USUAL, Row, Scale, contract_of
 from quality_run import Outcome, get_ready, train
 
-from diloco.errors import DilocoError
+from diloco.base.errors import DilocoError
 
 Results = Mapping[str, Mapping[int, Outcome]]
 """By row, then by seed."""

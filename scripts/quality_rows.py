@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.config import Contract
+from diloco.config.contract import Contract
 
 Sections = Mapping[str, Mapping[str, Any]]
 

@@ -20,22 +20,23 @@ from time import process_time
 import torch
 from torch import nn
 
-from diloco.average import fold, mean_digest
-from diloco.config import Contract, DataSection
-from diloco.data import leases, open_dataset
+from diloco.base.types import Blocks, Closed, Commit, Counted, Member
+from diloco.config.contract import Contract, DataSection
+from diloco.data import open_dataset
 from diloco.data.dataset import Dataset
 from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
-from diloco.fragments import Weights, read_fragment, write_fragment
-from diloco.inner import InnerLoop, evaluate, seed_everything
+from diloco.gossip.pairing import Pairing, pair_mean, settle, spread
+from diloco.inner.loop import InnerLoop, evaluate, seed_everything
 from diloco.models import build_model, count_parameters
-from diloco.outer import FragmentState, OuterState
-from diloco.pairing import Pairing, pair_mean, settle, spread
-from diloco.peer import open_line
+from diloco.outer.average import fold, mean_digest
+from diloco.outer.fragments import Weights, read_fragment, write_fragment
+from diloco.outer.optimizers import FragmentState, OuterState
+from diloco.peer.peer import open_line
+from diloco.peer.schedule import Cadence, Finish
+from diloco.protocol import leases
 from diloco.round import Line, Sent, measure, step_outer
-from diloco.schedule import Cadence, Finish
-from diloco.sim.processes import die_with_parent
-from diloco.types import Blocks, Closed, Commit, Counted, Member
+from diloco.simulate.processes import die_with_parent
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4

@@ -23,7 +23,7 @@ from sync_task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diloco.exchange.sockets import SocketCounter
+from diloco.transport.sockets import SocketCounter
 
 PROGRAM = Path(__file__).with_name("sync_peer.py")
 HEAD_START_S = 0.1

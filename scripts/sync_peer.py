@@ -156,7 +156,7 @@ class Diloco(Moving):
         super().__init__(task, meet)
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
         import diloco
-        from diloco.config import Site
+        from diloco.config.contract import Site
 
         site = Site.model_validate(
             {
@@ -172,7 +172,7 @@ class Diloco(Moving):
         self.meet = self.run.address
 
     def _contract(self) -> Any:
-        from diloco.config import Contract
+        from diloco.config.contract import Contract
 
         name, _, zstd = self.task.codec.partition("+")
         return Contract.model_validate(
@@ -194,7 +194,7 @@ class Diloco(Moving):
     def payload_bytes(self) -> int:
         """Of this peer's next contribution, which is encoded here once more for its size."""
         from diloco.compress import open_codec
-        from diloco.fragments import Layout
+        from diloco.outer.fragments import Layout
 
         contract = self.run.contract
         shapes = [(name, tuple(parameter.shape)) for name, parameter in self.model.named_parameters()]

@@ -24,7 +24,7 @@ from torchft.local_sgd import DiLoCo
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diloco.config import Contract, load_contract
+from diloco.config.contract import Contract, load_contract
 from diloco.models import build_model
 
 VOCABULARY = 256

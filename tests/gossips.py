@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from diloco.checkpoint import Checkpoint
-from diloco.config import Contract, Site
-from diloco.exchange.link import Welcome
-from diloco.exchange.memory_link import MemoryNetwork
-from diloco.exchange.runtime import Runtime
-from diloco.fragments import Weights
-from diloco.gossip import GossipPeer
-from diloco.slices import Slice
-from diloco.telemetry import Event, Events
+from diloco.config.contract import Contract, Site
+from diloco.gossip.peer import GossipPeer
+from diloco.island.slices import Slice
+from diloco.observe.telemetry import Event, Events
+from diloco.outer.fragments import Weights
+from diloco.storage.checkpoint import Checkpoint
+from diloco.transport.link import Welcome
+from diloco.transport.memory_link import MemoryNetwork
+from diloco.transport.runtime import Runtime
 from tests.local import NoDirectory
 from tests.peers import until
 
@@ -60,7 +60,7 @@ def contract(**sections: dict[str, Any]) -> Contract:
 
 
 class MemoryRuntime:
-    """`diloco.exchange.runtime.Runtime` on a network in memory."""
+    """`diloco.transport.runtime.Runtime` on a network in memory."""
 
     def __init__(self, world: World, address: str) -> None:
         self.loop, self.link = world.loop, world.network.link(1.0)
@@ -78,7 +78,7 @@ class MemoryRuntime:
 
 
 class LocalGate:
-    """`diloco.peer.Gate` without a directory."""
+    """`diloco.peer.peer.Gate` without a directory."""
 
     def __init__(self, runtime: Any, welcome: Welcome | None) -> None:
         self.site, self.runtime, self.welcome = SITE, runtime, welcome

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from diloco.config import Contract, Site
-from diloco.exchange.link import Welcome
-from diloco.exchange.memory_link import MemoryNetwork
-from diloco.fragments import Weights
-from diloco.peer import Peer
-from diloco.telemetry import Events
-from diloco.types import Closed, Commit, Counted, Member, Skip
+from diloco.base.types import Closed, Commit, Counted, Member, Skip
+from diloco.config.contract import Contract, Site
+from diloco.observe.telemetry import Events
+from diloco.outer.fragments import Weights
+from diloco.peer.peer import Peer
+from diloco.transport.link import Welcome
+from diloco.transport.memory_link import MemoryNetwork
 from tests.peers import until
 
 ELEMENTS = 5000
@@ -58,7 +58,7 @@ class NoDirectory:
 
 
 class LocalRuntime:
-    """`diloco.exchange.runtime.Runtime` on a network in memory."""
+    """`diloco.transport.runtime.Runtime` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str) -> None:
         self.loop = world.loop
@@ -74,7 +74,7 @@ class LocalRuntime:
 
 
 class LocalGate:
-    """`diloco.peer.Gate` on a network in memory."""
+    """`diloco.peer.peer.Gate` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str, welcome: Welcome | None) -> None:
         self.site = world.site

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.average import fold, mean_digest
-from diloco.checkpoint import save
-from diloco.config import Contract, StorageSection
-from diloco.data.leases import advance, found
-from diloco.fragments import Weights
-from diloco.journal import Journal
-from diloco.ledger import Opening
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import Opening
+from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
+from diloco.config.contract import Contract, StorageSection
 from diloco.models import build_model
-from diloco.peer import open_line, save_line
+from diloco.outer.average import fold, mean_digest
+from diloco.outer.fragments import Weights
+from diloco.peer.peer import open_line, save_line
+from diloco.protocol.leases import advance, found
 from diloco.round import adopt_state, measure, step_outer
-from diloco.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
+from diloco.storage.checkpoint import save
 
 VOCAB = 64
 TOKENS, BLOCKS = 32, 2

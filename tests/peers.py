@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc.aio
 
-from diloco.exchange.grpc_link import channel_credentials
-from diloco.exchange.keys import SERVER_NAME, keys_of
-from diloco.telemetry import read_events
+from diloco.identity.keys import SERVER_NAME, keys_of
+from diloco.observe.telemetry import read_events
+from diloco.transport.grpc_link import channel_credentials
 from tests.warm import Command
 
 DEADLINE_S = 90.0

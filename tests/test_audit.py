@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.audit import Audit, audit, audit_text
-from diloco.checkpoint import _digest, _encode, load
-from diloco.errors import DilocoError, StateError, UsageError
-from diloco.ledger import LEDGER, Record, encode, left_off, read_ledger, sealed_line
-from diloco.peer import restore_line
-from diloco.replay import replay
+from diloco.accounts.audit import Audit, audit, audit_text
+from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger, sealed_line
+from diloco.accounts.replay import replay
+from diloco.base.errors import DilocoError, StateError, UsageError
+from diloco.base.types import Blocks, Commit, Omitted
+from diloco.peer.peer import restore_line
 from diloco.round import Diverged, step_outer, withdraw
-from diloco.types import Blocks, Commit, Omitted
+from diloco.storage.checkpoint import _digest, _encode, load
 from tests.paper import TOKENS, PaperRun
 from tests.peers import run_cli
 

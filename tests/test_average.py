@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, unpack
 from diloco.compress import Codec, PayloadError, bundle, open_codec
-from diloco.config import CodecSection
-from diloco.fragments import Layout
-from diloco.radial import radial_mean
+from diloco.config.contract import CodecSection
+from diloco.outer.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, unpack
+from diloco.outer.fragments import Layout
+from diloco.outer.radial import radial_mean
 
 FP32 = open_codec(CodecSection(name="fp32", zstd=False))
 INT8 = open_codec(CodecSection(name="int8"))

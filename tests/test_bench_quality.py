@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.config import Contract
-from diloco.data import leases
-from diloco.pairing import spread
-from diloco.report import Table
+from diloco.config.contract import Contract
+from diloco.gossip.pairing import spread
+from diloco.observe.report import Table
+from diloco.protocol import leases
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCH = SCRIPTS / "bench-quality"

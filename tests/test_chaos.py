@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.sim.chaos.absence import Scale, run_absences
-from diloco.sim.chaos.drill import DrillOptions, Fault, run_drill
-from diloco.sim.chaos.fleet import Life, Told
-from diloco.sim.chaos.network import Network, Rule
-from diloco.sim.chaos.verdict import by_kind, throughput
-from diloco.sim.processes import Child
+from diloco.simulate.chaos.absence import Scale, run_absences
+from diloco.simulate.chaos.drill import DrillOptions, Fault, run_drill
+from diloco.simulate.chaos.fleet import Life, Told
+from diloco.simulate.chaos.network import Network, Rule
+from diloco.simulate.chaos.verdict import by_kind, throughput
+from diloco.simulate.processes import Child
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,12 +23,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco import checkpoint
-from diloco.checkpoint import Checkpoint, JsonValue, latest, load, outer_state
-from diloco.errors import ResourceError, StateError
-from diloco.fragments import Layout
-from diloco.outer import Nesterov, OuterState, Sgd
-from diloco.slices import Slice, Slices, whole_slices
+from diloco.base.errors import ResourceError, StateError
+from diloco.island.slices import Slice, Slices, whole_slices
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import Nesterov, OuterState, Sgd
+from diloco.storage import checkpoint
+from diloco.storage.checkpoint import Checkpoint, JsonValue, latest, load, outer_state
 
 META = {
     "tokens": 12_345,
@@ -701,8 +701,8 @@ COMMON = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from diloco.checkpoint import load, save
-from diloco.slices import whole_slices
+from diloco.storage.checkpoint import load, save
+from diloco.island.slices import whole_slices
 
 torch.set_num_threads(1)
 directory = Path(sys.argv[1])

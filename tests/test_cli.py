@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from diloco import cli
-from diloco.cli import _PeerLines
-from diloco.errors import ResourceError
+from diloco.base.errors import ResourceError
+from diloco.cli import main as cli
+from diloco.cli.main import _PeerLines
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -169,7 +169,7 @@ def test_full_disk(tmp_path: Path) -> None:
     contract = tiny_contract(tmp_path, tokens=12_288)
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({60_000}, {60_000})); "
     quiet = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    program = limit + quiet + "from diloco.cli import main; main()"
+    program = limit + quiet + "from diloco.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "peer", str(contract), "--dir", str(tmp_path / "p")],
         capture_output=True,
@@ -220,9 +220,9 @@ def run_python(program: str, **streams: Any) -> subprocess.CompletedProcess[str]
 
 SAYING = """
 import sys
-import diloco.cli
-diloco.cli.LAST_LINES_S = 0.1
-with diloco.cli._saying() as say:
+import diloco.cli.main
+diloco.cli.main.LAST_LINES_S = 0.1
+with diloco.cli.main._saying() as say:
     for number in range(20_000):
         say("x" * 100)
 sys.stderr.write("trained on")
@@ -250,7 +250,7 @@ def test_what_is_said_comes_out_whole_and_in_order() -> None:
 
 
 def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
-    program = "import os, signal; from diloco.cli import _signals; stop = _signals(); "
+    program = "import os, signal; from diloco.cli.main import _signals; stop = _signals(); "
     program += "os.kill(os.getpid(), signal.SIGHUP); print(stop())"
     with Path("/dev/full").open("wb") as gone:
         done = run_python(program, stdout=subprocess.PIPE, stderr=gone)
@@ -278,7 +278,7 @@ def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
 def test_a_mistake_is_told_before_torch_is_imported() -> None:
     for arguments in (["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "a:1", "--name", "-"]):
         program = f"import sys, atexit; sys.argv = ['diloco', 'peer', *{arguments}]; "
-        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.cli import main; main()"
+        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.cli.main import main; main()"
         done = run_python(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert done.returncode in (2, 10), done.stderr
         assert done.stdout == "False\n", arguments
@@ -331,7 +331,7 @@ def test_an_eviction_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
 def test_the_environment_says_what_is_logged(level: str | None, shown: list[str]) -> None:
     done = logging_command(level)
     assert done.returncode == 0
-    assert done.stderr.splitlines() == [f"{word.upper()} diloco.peer: of {word}" for word in shown]
+    assert done.stderr.splitlines() == [f"{word.upper()} diloco.peer.peer: of {word}" for word in shown]
 
 
 @pytest.mark.slow(queued=False)
@@ -346,7 +346,7 @@ def logging_command(level: str | None) -> subprocess.CompletedProcess[str]:
     """The entry point, with a command that logs a line of three levels."""
     environment = {name: value for name, value in os.environ.items() if name != "DILOCO_LOG"}
     environment |= {"DILOCO_LOG": level} if level else {}
-    program = "import logging; from diloco import cli; say = logging.getLogger('diloco.peer'); "
+    program = "import logging; from diloco.cli import main as cli; say = logging.getLogger('diloco.peer.peer'); "
     program += "cli.app = lambda **_: [getattr(say, name)('of ' + name) for name in ('debug', 'info', 'warning')]; "
     command = [sys.executable, "-c", program + "cli.main()"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

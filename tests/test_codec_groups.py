@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from diloco.average import max_part_bytes, unpack
+from diloco.accounts.ledger import sealed_line
+from diloco.accounts.recording import RECORDED, recordings
+from diloco.accounts.replay import Verdict, replay
+from diloco.base.errors import ConfigError, StateError
+from diloco.base.types import Omitted
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
-from diloco.config import Contract, contract_from_json, load_contract
-from diloco.errors import ConfigError, StateError
-from diloco.fragments import Fragment, Layout
-from diloco.ledger import sealed_line
-from diloco.peer import rules_of
-from diloco.pseudograd import pseudo_gradient
-from diloco.recording import RECORDED, recordings
-from diloco.replay import Verdict, replay
-from diloco.sim.virtual.plan import draw
-from diloco.sim.virtual.search import tell
-from diloco.types import Omitted
+from diloco.config.contract import Contract, contract_from_json, load_contract
+from diloco.outer.average import max_part_bytes, unpack
+from diloco.outer.fragments import Fragment, Layout
+from diloco.outer.pseudograd import pseudo_gradient
+from diloco.peer.peer import rules_of
+from diloco.simulate.virtual.plan import draw
+from diloco.simulate.virtual.search import tell
 from tests.paper import PaperRun, contract
 from tests.test_fragments import models
 

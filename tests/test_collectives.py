@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.cli_bench import _parse_sizes
-from diloco.errors import UsageError
+from diloco.base.errors import UsageError
+from diloco.cli.bench import _parse_sizes
 from diloco.island import Island
 from diloco.island.collectives import BUS_FACTORS, Measured, measure
 

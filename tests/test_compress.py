@@ -26,7 +26,7 @@ from diloco.compress.e3m0 import E3M0Codec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
 from diloco.compress.sign import SignCodec
-from diloco.config import CodecSection
+from diloco.config.contract import CodecSection
 
 KINDS = (
     {"name": "fp32"},

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from diloco.config import Contract, Site, contract_from_json, load_contract, load_site
-from diloco.errors import ConfigError, DilocoError, IncompatibleError
-from diloco.models.presets import PRESETS
+from diloco.base.errors import ConfigError, DilocoError, IncompatibleError
+from diloco.config.contract import Contract, Site, contract_from_json, load_contract, load_site
+from diloco.config.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.config import DataSection
+from diloco.base.errors import ConfigError, DataError
+from diloco.config.contract import DataSection
 from diloco.data import open_dataset
 from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
 from diloco.data.documents import pieces
@@ -21,7 +22,6 @@ from diloco.data.files import find
 from diloco.data.split import choose, split, tail
 from diloco.data.stdlib import read_library
 from diloco.data.tokenizer import ByteTokenizer, open_tokenizer, token_dtype
-from diloco.errors import ConfigError, DataError
 
 
 def text_section(*paths: str, **keys: Any) -> DataSection:

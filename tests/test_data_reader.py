@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.leases import advance, found
+from diloco.base.errors import IncompatibleError
+from diloco.base.types import Blocks
 from diloco.data.order import block_at
 from diloco.data.reader import BlockReader
-from diloco.errors import IncompatibleError
-from diloco.types import Blocks
+from diloco.protocol.leases import advance, found
 
 
 class Numbered:

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.align import aligned
-from diloco.average import Terms, fold, mean_into, unpack
-from diloco.compress import Codec, build, dct, kernels, open_codec
-from diloco.config import CodecSection
-from diloco.errors import ConfigError
-from diloco.exchange.stepping import Stepping
-from diloco.fragments import Layout
+from diloco.base.errors import ConfigError
+from diloco.base.memory import LEAST_BYTES, empty_as, floats
+from diloco.compress import Codec, dct, kernels, open_codec
+from diloco.config.contract import CodecSection
 from diloco.island import Island
-from diloco.memory import LEAST_BYTES, empty_as, floats
-from diloco.outer import FragmentState, Nesterov, OuterState
-from diloco.slices import Pieces, Slice
+from diloco.island.slices import Pieces, Slice
+from diloco.kernels import build
+from diloco.outer.align import aligned
+from diloco.outer.average import Terms, fold, mean_into, unpack
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import FragmentState, Nesterov, OuterState
+from diloco.outer.stepping import Stepping
 from tests.local import LocalWorld
 
 DTYPES = [torch.float64, torch.bfloat16]

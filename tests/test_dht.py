@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 
-from diloco.config import Site
-from diloco.errors import ResourceError, UnreachableError, UsageError
-from diloco.exchange import presence as presence_module
-from diloco.exchange.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
-from diloco.exchange.link import Welcome
-from diloco.exchange.presence import Presence
-from diloco.exchange.sockets import _socket_inodes
-from diloco.peer import Gate
-from diloco.types import Member
+from diloco.base.errors import ResourceError, UnreachableError, UsageError
+from diloco.base.types import Member
+from diloco.config.contract import Site
+from diloco.peer.peer import Gate
+from diloco.transport import presence as presence_module
+from diloco.transport.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
+from diloco.transport.link import Welcome
+from diloco.transport.presence import Presence
+from diloco.transport.sockets import _socket_inodes
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 
 NOBODY = "12D3KooWRewQaQbxfswwda6yHi83rGL497ErE691b7UYGoAmfTj5"
@@ -122,13 +122,13 @@ def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch:
 
     records = _Records(Node(), "run")
     for now_s in (86_400.0, 0.0, 10.0, 0.0):  # set right, and then a little back
-        monkeypatch.setattr("diloco.exchange.dht.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
+        monkeypatch.setattr("diloco.transport.dht.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
         asyncio.run(records.store("a", b"{}", TTL_S))
     assert expirations == pytest.approx([86_400 + TTL_S, TTL_S, 10 + TTL_S, 10 + TTL_S + 0.001], abs=1e-6)
 
 
 def test_importing_it_is_cheap() -> None:
-    code = "import sys, diloco.exchange.dht; assert not {'hivemind', 'torch', 'grpc'} & set(sys.modules)"
+    code = "import sys, diloco.transport.dht; assert not {'hivemind', 'torch', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
 
 
@@ -349,8 +349,8 @@ def test_outlives_the_thread_that_started_it() -> None:
 
 OWNER = """
 import os, signal, time
-from diloco.exchange.dht import Directory
-from diloco.types import Member
+from diloco.transport.dht import Directory
+from diloco.base.types import Member
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 directory = Directory.start("run")

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.base.types import Counted, Omitted
 from diloco.compress import open_codec
-from diloco.config import CodecSection, OuterSection
-from diloco.fragments import Fragment, Layout, Weights
-from diloco.outer import OuterState, open_outer
+from diloco.config.contract import CodecSection, OuterSection
+from diloco.outer.fragments import Fragment, Layout, Weights
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.weighing import Weighing
 from diloco.round import (
     Line,
     Sent,
@@ -23,8 +25,6 @@ from diloco.round import (
     weights_at_anchor,
     withdraw,
 )
-from diloco.types import Counted, Omitted
-from diloco.weighing import Weighing
 from tests.gossips import World
 from tests.local import LocalPeer, LocalWorld
 from tests.test_schedule import close, commit_of

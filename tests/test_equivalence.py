@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.average import fold, mean_digest, unpack
 from diloco.compress import Codec, open_codec
-from diloco.config import CodecSection, OuterSection
-from diloco.fragments import Layout, named_parameters, read_fragment, write_fragment
-from diloco.merge import carry
-from diloco.outer import OuterState, open_outer
-from diloco.pseudograd import pseudo_gradient
+from diloco.config.contract import CodecSection, OuterSection
+from diloco.outer.average import fold, mean_digest, unpack
+from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
+from diloco.outer.merge import carry
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.pseudograd import pseudo_gradient
 
 FP32 = open_codec(CodecSection(name="fp32"))
 INT8 = open_codec(CodecSection(name="int8", block=64))

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.clock import monotonic_s
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
-from diloco.exchange import coordinating
-from diloco.exchange.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
-from diloco.exchange.messages import FetchMean, Offered, Reply
 from diloco.exchange.statesync import IDLE_S
-from diloco.outer import OuterState
-from diloco.types import Closed, Member, Skip
+from diloco.outer.optimizers import OuterState
+from diloco.protocol import coordinating
+from diloco.protocol.messages import FetchMean, Offered, Reply
+from diloco.transport.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import until
 

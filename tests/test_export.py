@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from diloco.checkpoint import load, save
-from diloco.cli import app
-from diloco.config import (
+from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, StateError, UsageError
+from diloco.base.types import Commit, Leases
+from diloco.cli.main import app
+from diloco.config.contract import (
     Contract,
     DataSection,
     EvalSection,
@@ -26,15 +27,14 @@ from diloco.config import (
     SyncSection,
 )
 from diloco.data import open_dataset
-from diloco.errors import ConfigError, IncompatibleError, ResourceError, StateError, UsageError
-from diloco.export import evaluate_checkpoint, export, weights
-from diloco.fragments import Layout, named_parameters, read_fragment, write_fragment
-from diloco.inner import evaluate
+from diloco.inner.loop import evaluate
+from diloco.island.slices import whole_slices
 from diloco.models import build_model
 from diloco.models.export_map import llama_config
-from diloco.outer import OuterState, open_outer
-from diloco.slices import whole_slices
-from diloco.types import Commit, Leases
+from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.run.export import evaluate_checkpoint, export, weights
+from diloco.storage.checkpoint import load, save
 
 SMALL = ModelSection(layers=3, dim=24, heads=4, kv_heads=2, ffn_dim=20, vocab_size=264, qk_norm=True)
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco import failpoints
-from diloco.errors import UsageError
+from diloco.base import failpoints
+from diloco.base.errors import UsageError
 from diloco.exchange.engine import _FAILPOINTS as STEPS
-from diloco.sim.chaos.sweep import Sweep
+from diloco.simulate.chaos.sweep import Sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def _disarmed() -> Iterator[None]:
 
 def run(settings: str, code: str) -> int:
     """Exit code of a Python that arms failpoints from the environment and runs the code."""
-    program = f"from diloco import failpoints\nfailpoints.arm_from_environment()\n{code}"
+    program = f"from diloco.base import failpoints\nfailpoints.arm_from_environment()\n{code}"
     return subprocess.run(
         [sys.executable, "-c", program], env={failpoints.VARIABLE: settings}, cwd=ROOT, check=False
     ).returncode

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from diloco.errors import ConfigError
-from diloco.fragments import Layout, Weights, named_parameters, read_fragment, write_fragment
+from diloco.base.errors import ConfigError
+from diloco.outer.fragments import Layout, Weights, named_parameters, read_fragment, write_fragment
 
 SHAPE = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 

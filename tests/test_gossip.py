@@ -16,16 +16,16 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.data.order import block_at, own_seed
-from diloco.exchange import acquaintances
-from diloco.exchange.acquaintances import Acquaintances
-from diloco.exchange.messages import Acquaintance, Reply
-from diloco.exchange.swaps import MOST_SERVED, Stage, Swap, Swaps
-from diloco.outer import TILE_ELEMENTS, FragmentState
-from diloco.pairing import Pairing, check_partner, pair_mean, settle, spread
-from diloco.schedule import Settling
-from diloco.types import Member, Phase, Progress
+from diloco.gossip import acquaintances
+from diloco.gossip.acquaintances import Acquaintances
+from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
+from diloco.gossip.swaps import MOST_SERVED, Stage, Swap, Swaps
+from diloco.outer.optimizers import TILE_ELEMENTS, FragmentState
+from diloco.peer.schedule import Settling
+from diloco.protocol.messages import Acquaintance, Reply
 from tests.gossips import contract
 
 NOLOCO = Pairing(0.7, 0.5)

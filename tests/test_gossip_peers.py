@@ -16,22 +16,23 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import load, save
-from diloco.clock import monotonic_s
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import StateError
+from diloco.base.types import Member, Phase, Progress
 from diloco.compress import open_codecs
-from diloco.config import CodecSection
-from diloco.errors import StateError
-from diloco.exchange import statesync, swapping
-from diloco.exchange.grpc_link import GrpcLink
-from diloco.exchange.link import Kind, Link, LinkRefused, Part, StreamHeader
-from diloco.exchange.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
-from diloco.exchange.swapping import Arriving
-from diloco.exchange.swaps import Stage, Swap
-from diloco.fragments import Layout
-from diloco.pairing import Pairing, pair_mean, spread
-from diloco.screen import status_text
-from diloco.slices import whole_slices
-from diloco.types import Member, Phase, Progress
+from diloco.config.contract import CodecSection
+from diloco.exchange import statesync
+from diloco.gossip import swapping
+from diloco.gossip.pairing import Pairing, pair_mean, spread
+from diloco.gossip.swapping import Arriving
+from diloco.gossip.swaps import Stage, Swap
+from diloco.island.slices import whole_slices
+from diloco.observe.screen import status_text
+from diloco.outer.fragments import Layout
+from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
+from diloco.storage.checkpoint import load, save
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.link import Kind, Link, LinkRefused, Part, StreamHeader
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
 

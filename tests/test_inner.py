@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from diloco.config import InnerSection, ModelSection
-from diloco.errors import StateError
-from diloco.inner import (
+from diloco.base.errors import StateError
+from diloco.config.contract import InnerSection, ModelSection
+from diloco.inner.loop import (
     Alone,
     InnerLoop,
     evaluate,
@@ -29,8 +29,8 @@ from diloco.inner import (
     seed_everything,
 )
 from diloco.island.parallel import Copies
+from diloco.island.slices import Pieces, whole_slices
 from diloco.models import build_model
-from diloco.slices import Pieces, whole_slices
 
 CPU = torch.device("cpu")
 SECTION = InnerSection(batch_size=4, lr=1e-2, schedule="constant", warmup=0.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.errors import ResourceError
+from diloco.base.errors import ResourceError
 from diloco.island import Island
 from diloco.island.mesh import Mesh
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until

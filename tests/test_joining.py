@@ -15,16 +15,16 @@ import pytest
 from torch import nn
 
 import diloco
-from diloco.config import Contract, Site
-from diloco.errors import TicketError, UnreachableError, UsageError
-from diloco.exchange import runtime
-from diloco.exchange.keys import VARIABLE
-from diloco.exchange.link import Welcome
-from diloco.exchange.runtime import Runtime, StartingError
-from diloco.launch import knock
-from diloco.peer import Gate
-from diloco.telemetry import Event
-from diloco.types import Member
+from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.base.types import Member
+from diloco.config.contract import Contract, Site
+from diloco.identity.keys import VARIABLE
+from diloco.observe.telemetry import Event
+from diloco.peer.peer import Gate
+from diloco.run.launch import knock
+from diloco.transport import runtime
+from diloco.transport.link import Welcome
+from diloco.transport.runtime import Runtime, StartingError
 from tests.local import NoDirectory
 
 
@@ -44,7 +44,7 @@ class Nowhere(NoDirectory):
 
 @pytest.fixture(autouse=True)
 def _without_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.peer.Directory", Nowhere)
+    monkeypatch.setattr("diloco.peer.peer.Directory", Nowhere)
     monkeypatch.setattr(Gate, "open_directory", lambda gate, run, warn: None)
 
 
@@ -178,7 +178,7 @@ def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytes
     gate, warnings = Gate(Site()), list[str]()
     try:
         gate.welcome = Welcome(b"", "lineage", 0, True, (), ("/dnsaddr/example.org",), "layout", "data")
-        monkeypatch.setattr("diloco.peer.Directory", Nowhere)
+        monkeypatch.setattr("diloco.peer.peer.Directory", Nowhere)
         gate.open_directory("run", warnings.append)
         assert "'/dnsaddr/example.org'; going on without it" in warnings[0]
     finally:
@@ -187,7 +187,7 @@ def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytes
 
 def test_a_secret_that_is_too_short_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("diloco.peer.Directory", lambda: made.append("directory"))
+    monkeypatch.setattr("diloco.peer.peer.Directory", lambda: made.append("directory"))
     monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(UsageError, match="5 characters"):
         Gate(Site())

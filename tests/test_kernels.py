@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.compress import Codec, PayloadError, build, kernels
+from diloco.base.errors import ConfigError
+from diloco.compress import Codec, PayloadError, kernels
 from diloco.compress.binned import WHOLE_PART, BinnedCodec
 from diloco.compress.blocks import BlockCodec
 from diloco.compress.codec import magnitude
@@ -33,10 +34,10 @@ from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
 from diloco.compress.sign import SignCodec
 from diloco.compress.topk import DivideBy, TopKCodec, kept_of
-from diloco.errors import ConfigError
-from diloco.feedback import left_over, with_residual
-from diloco.fragments import Layout
-from diloco.outer import FragmentState, Nesterov
+from diloco.kernels import build
+from diloco.outer.feedback import left_over, with_residual
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import FragmentState, Nesterov
 
 CODECS: list[BlockCodec] = [
     *(kind(block) for kind in (Int8Codec, Int4Codec, E3M0Codec) for block in (8, 64)),

@@ -24,30 +24,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.average import unpack
-from diloco.clock import monotonic_s
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import ResourceError
+from diloco.base.ranks import Alone
+from diloco.base.types import Contribution
 from diloco.compress import PayloadError, open_codec
-from diloco.config import CodecChoice, Contract, OuterSection, Site
-from diloco.errors import ResourceError
+from diloco.config.contract import CodecChoice, Contract, OuterSection, Site
 from diloco.exchange import engine
 from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Head, Lane
 from diloco.exchange.lanes import Door, FirstRank, RemoteLane
-from diloco.exchange.link import StateOffer
-from diloco.exchange.runtime import Runtime
-from diloco.exchange.stepping import Stepping
-from diloco.follower import Follower
-from diloco.fragments import Fragment, Layout, read_fragment, write_fragment
+from diloco.inner.workbench import Bench, Workbench
 from diloco.island import Island
 from diloco.island.bridge import Bridge
-from diloco.outer import OuterState, StateChunk, open_outer
-from diloco.peer import lane_terms, open_line
-from diloco.ranks import Alone
+from diloco.outer.average import unpack
+from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
+from diloco.outer.optimizers import OuterState, StateChunk, open_outer
+from diloco.outer.stepping import Stepping
+from diloco.peer.peer import lane_terms, open_line
 from diloco.round import Line, adopt_state, complete, measure
-from diloco.types import Contribution
-from diloco.workbench import Bench, Workbench
+from diloco.run.follower import Follower
+from diloco.transport.link import StateOffer
+from diloco.transport.runtime import Runtime
 from tests.peers import PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree
 from tests.warm import run_ranks

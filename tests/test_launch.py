@@ -17,18 +17,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diloco.checkpoint import save
-from diloco.clock import new_incarnation
-from diloco.config import Contract, NetworkSection, Site, load_contract
-from diloco.errors import UsageError
+from diloco.accounts.ledger import LEDGER, Opening, Standing, Totals, open_ledger
+from diloco.base.clock import new_incarnation
+from diloco.base.errors import UsageError
+from diloco.base.types import Commit, Leases, Member
+from diloco.config.contract import Contract, NetworkSection, Site, load_contract
 from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
-from diloco.launch import come_back, event_card, run_peer
-from diloco.ledger import LEDGER, Opening, Standing, Totals, open_ledger
-from diloco.options import PeerOptions
-from diloco.peer import known_here_only, listening
-from diloco.slices import whole_slices
-from diloco.types import Commit, Leases, Member
+from diloco.island.slices import whole_slices
+from diloco.peer.peer import known_here_only, listening
+from diloco.run.launch import come_back, event_card, run_peer
+from diloco.run.options import PeerOptions
+from diloco.storage.checkpoint import save
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 
 ME, BOB, EVE = Member("me", 1, "127.0.0.1:1"), Member("bob", 1, "127.0.0.1:2"), Member("eve", 1, "127.0.0.1:3")
@@ -297,7 +297,7 @@ def test_who_went_back_to_an_older_checkpoint_does_not_go_on_from_what_it_left(
 RANK = """
 import os
 from pathlib import Path
-from diloco.clock import new_incarnation
+from diloco.base.clock import new_incarnation
 from diloco.island.elastic import of_this_launch, restarted
 if not restarted():
     os._exit(1)

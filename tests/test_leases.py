@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.data.leases import advance, count, found, front, handed_back, joined, without_front
-from diloco.types import Blocks, Leases
+from diloco.base.types import Blocks, Leases
+from diloco.protocol.leases import advance, count, found, front, handed_back, joined, without_front
 
 
 def positions(held: tuple[Blocks, ...]) -> list[int]:
@@ -81,7 +81,7 @@ def test_front_and_rest() -> None:
 
 
 def test_pure_protocol_loads_neither_torch_nor_numpy() -> None:
-    program = "import sys, diloco.data.leases, diloco.data.order; print({'torch', 'numpy'} & set(sys.modules))"
+    program = "import sys, diloco.protocol.leases, diloco.data.order; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -12,8 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
-from diloco.errors import ResourceError, StateError
-from diloco.ledger import LEDGER, DamagedLine, Ledger, LogFile, Record, Totals, encode, open_ledger, read_ledger, scan
+from diloco.accounts.ledger import (
+    LEDGER,
+    DamagedLine,
+    Ledger,
+    LogFile,
+    Record,
+    Totals,
+    encode,
+    open_ledger,
+    read_ledger,
+    scan,
+)
+from diloco.base.errors import ResourceError, StateError
 
 NOTHING = Totals(0, 0, 0, 0)
 LINES = [encode(Record(n, "discard", {"reason": "ä" * n, "tokens": {}})) for n in range(4)]
@@ -180,8 +191,8 @@ def test_what_was_written_is_there_whatever_the_disk_does(steps: list[str], kept
 ON_A_REAL_DISK = """
 import resource, signal, sys
 from pathlib import Path
-from diloco import failpoints
-from diloco.ledger import LEDGER, Totals, open_ledger
+from diloco.base import failpoints
+from diloco.accounts.ledger import LEDGER, Totals, open_ledger
 
 folder = Path(sys.argv[1])
 ledger = open_ledger(folder, lambda text: print("warned", flush=True))
@@ -241,5 +252,5 @@ def test_tokens_add_up_or_do_not() -> None:
 
 
 def test_the_simulator_can_load_it_without_torch() -> None:
-    code = "import diloco.ledger, diloco.chain, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import diloco.accounts.ledger, diloco.accounts.chain, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 import diloco
-from diloco import library
-from diloco.config import Contract, PeerSection, Site
-from diloco.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
-from diloco.exchange.coordinating import Coordinating
-from diloco.library import AgreedRun
-from diloco.peer import Gate
-from diloco.telemetry import read_events
+from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
+from diloco.config.contract import Contract, PeerSection, Site
+from diloco.observe.telemetry import read_events
+from diloco.peer.peer import Gate
+from diloco.protocol.coordinating import Coordinating
+from diloco.run import library
+from diloco.run.library import AgreedRun
 from tests.local import ELEMENTS, LocalGate, LocalWorld
 from tests.peers import until
 
@@ -188,7 +188,7 @@ def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypa
         gates.append(Gate(site))
         return gates[-1]
 
-    monkeypatch.setattr("diloco.library.Gate", gate)
+    monkeypatch.setattr("diloco.run.library.Gate", gate)
     model = torch.nn.Linear(4, 4)
     tree = {"run": {"name": "freed", "total_tokens": 1000}, "model": {"kind": "external"}}
     nobody = {"codec": {"groups": ({"match": ("nothing*",), "name": "bf16"},)}}

@@ -20,14 +20,16 @@ import grpc.aio
 import pytest
 from google.protobuf.message import Message
 
-from diloco.average import mean_digest
-from diloco.errors import ResourceError, UsageError
-from diloco.exchange import grpc_link
-from diloco.exchange import messages as m
-from diloco.exchange.address import is_loopback, join_address, split_address
-from diloco.exchange.grpc_link import GrpcLink, Server, serve, server_credentials
-from diloco.exchange.keys import keys_of
-from diloco.exchange.link import (
+from diloco.base.errors import ResourceError, UsageError
+from diloco.base.hashing import content_hash
+from diloco.base.types import Closed, Commit, Leases, Member, Progress
+from diloco.identity.keys import keys_of
+from diloco.outer.average import mean_digest
+from diloco.protocol import messages as m
+from diloco.transport import grpc_link
+from diloco.transport.address import is_loopback, join_address, split_address
+from diloco.transport.grpc_link import GrpcLink, Server, serve, server_credentials
+from diloco.transport.link import (
     CHUNK_BYTES,
     Kind,
     Limits,
@@ -39,11 +41,9 @@ from diloco.exchange.link import (
     StateOffer,
     StreamHeader,
     Welcome,
-)  # fmt: skip
-from diloco.exchange.memory_link import MemoryNetwork
-from diloco.exchange.pace import FEWEST_VERSIONS, MEASURED_S, Uplink
-from diloco.hashing import content_hash
-from diloco.types import Closed, Commit, Leases, Member, Progress
+)
+from diloco.transport.memory_link import MemoryNetwork
+from diloco.transport.pace import FEWEST_VERSIONS, MEASURED_S, Uplink
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
@@ -989,7 +989,7 @@ def test_two_servers_on_one_port_is_an_error_with_a_way_out():
 
 SERVER = """
 import asyncio, sys
-from diloco.exchange.grpc_link import serve
+from diloco.transport.grpc_link import serve
 from tests.peers import KEYS
 from tests.test_link import Listener
 

@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.exchange import messages as m
-from diloco.exchange.admission import MOST_NAMES, WINDOW, Admission
-from diloco.exchange.electorate import MOST_EVICTED, Electorate
-from diloco.exchange.lineage import goes_on, parted_at
-from diloco.exchange.machine import Machine
-from diloco.exchange.reduction import Reduction, covers, well_formed
-from diloco.exchange.roster import Roster
-from diloco.exchange.rules import Rules, Timing
+from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.exchange.status import status_json
-from diloco.exchange.tally import Tally
-from diloco.exchange.view import (
+from diloco.protocol import messages as m
+from diloco.protocol.admission import MOST_NAMES, WINDOW, Admission
+from diloco.protocol.electorate import MOST_EVICTED, Electorate
+from diloco.protocol.lineage import goes_on, parted_at
+from diloco.protocol.machine import Machine
+from diloco.protocol.reduction import Reduction, covers, well_formed
+from diloco.protocol.roster import Roster
+from diloco.protocol.rules import Rules, Timing
+from diloco.protocol.tally import Tally
+from diloco.protocol.view import (
     SAME_RATES,
     Policy,
     coordinator,
@@ -32,10 +33,9 @@ from diloco.exchange.view import (
     spans,
     upload_shares,
     votes_needed,
-)  # fmt: skip
-from diloco.sim.virtual.plan import parse
-from diloco.sim.virtual.search import outcome_lines, tell
-from diloco.types import Commit, Counted, Leases, Member, Omitted, Progress
+)
+from diloco.simulate.virtual.plan import parse
+from diloco.simulate.virtual.search import outcome_lines, tell
 
 NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]

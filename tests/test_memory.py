@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.memory import LEAST_BYTES, MOST_SPARE, empty_as
+from diloco.base.memory import LEAST_BYTES, MOST_SPARE, empty_as
 
 ELEMENTS = LEAST_BYTES // 4 + 12_345  # a size that no other test has
 
@@ -57,6 +57,6 @@ def test_no_more_than_a_few_are_kept() -> None:
     places = {tensor.data_ptr() for tensor in many}
     assert len(places) == MOST_SPARE + 3
     del many
-    from diloco.memory import _spare
+    from diloco.base.memory import _spare
 
     assert len(_spare[like.nbytes]) == MOST_SPARE

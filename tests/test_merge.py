@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.merge import carry
-from diloco.pseudograd import pseudo_gradient
+from diloco.outer.merge import carry
+from diloco.outer.pseudograd import pseudo_gradient
 
 FLOATS = st.floats(-1e3, 1e3, width=32)
 

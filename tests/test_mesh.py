@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.config import Contract, MeshSection, ModelSection, Site, load_site
-from diloco.errors import ConfigError, UsageError
+from diloco.base.errors import ConfigError, UsageError
+from diloco.config.contract import Contract, MeshSection, ModelSection, Site, load_site
 from diloco.island import given_ranks
 from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
 from diloco.island.pipeline import SCHEDULES

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco import meter
-from diloco.config import Contract, DeviceSection, load_contract
-from diloco.inner import InnerLoop
-from diloco.meter import Phases, Usage, flops_per_token, memory_of, peak_flops
+from diloco.config.contract import Contract, DeviceSection, load_contract
+from diloco.inner import meter
+from diloco.inner.loop import InnerLoop
+from diloco.inner.meter import Phases, Usage, flops_per_token, memory_of, peak_flops
 from diloco.models import build_model, count_parameters
 from diloco.plan.hardware import DRIVER_NAMES, GPUS, gpu_called
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from diloco.config import ModelSection
-from diloco.errors import ConfigError
+from diloco.base.errors import ConfigError
+from diloco.config.contract import ModelSection
+from diloco.config.presets import PRESETS
 from diloco.models import build_model, count_parameters
 from diloco.models.export_map import llama_config, to_llama
-from diloco.models.presets import PRESETS
 from diloco.models.transformer import INIT_STD, Attention, SwiGLU, rotary_table, rotate
 
 CPU = torch.device("cpu")
@@ -202,7 +202,7 @@ def test_external_and_small_vocabularies_are_config_errors() -> None:
 
 
 def test_presets_are_read_without_importing_torch() -> None:
-    code = "import sys, diloco.config, diloco.models.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, diloco.config.contract, diloco.config.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -214,7 +214,7 @@ def test_preset_has_as_many_parameters_as_its_name_says(name: str) -> None:
     with torch.device("meta"):
         count = count_parameters(build_model(section, section.vocab_size or 256, seed=0))
     assert count == pytest.approx(named, rel=0.15)
-    source = Path(sys.modules["diloco.models.presets"].__file__ or "").read_text()
+    source = Path(sys.modules["diloco.config.presets"].__file__ or "").read_text()
     line = next(line for line in source.splitlines() if f'"{name}":' in line)
     assert line.endswith(f"# {count:,}")
 

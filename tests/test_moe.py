@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.config import DataSection, InnerSection, ModelSection
+from diloco.config.contract import DataSection, InnerSection, ModelSection
 from diloco.data import open_dataset
-from diloco.inner import InnerLoop, evaluate, next_token_loss
+from diloco.inner.loop import InnerLoop, evaluate, next_token_loss
 from diloco.island.parallel import checkpoint_blocks
 from diloco.models import build_model
 from diloco.models.moe import MixtureOfExperts, run_experts

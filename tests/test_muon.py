@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.config import InnerSection, ModelSection
-from diloco.errors import ConfigError, StateError
-from diloco.inner import InnerLoop, learning_rate, next_token_loss
+from diloco.base.errors import ConfigError, StateError
+from diloco.config.contract import InnerSection, ModelSection
+from diloco.inner.loop import InnerLoop, learning_rate, next_token_loss
+from diloco.inner.muon import muon_parameters
 from diloco.models import build_model
-from diloco.muon import muon_parameters
 from tests.test_inner import give, state_of
 
 CPU = torch.device("cpu")

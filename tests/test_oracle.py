@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.average import fold
 from diloco.compress import Codec, open_codec
-from diloco.config import CodecSection, OuterSection
-from diloco.fragments import Fragment, Layout, named_parameters, read_fragment, write_fragment
-from diloco.merge import carry
-from diloco.outer import FragmentState, open_outer
-from diloco.pseudograd import pseudo_gradient
+from diloco.config.contract import CodecSection, OuterSection
+from diloco.outer.average import fold
+from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment, write_fragment
+from diloco.outer.merge import carry
+from diloco.outer.optimizers import FragmentState, open_outer
+from diloco.outer.pseudograd import pseudo_gradient
 
 ORACLE = Path(__file__).parent / "oracle"
 

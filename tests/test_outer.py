@@ -11,10 +11,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from diloco.config import OuterSection
-from diloco.errors import StateError
-from diloco.fragments import MIN_PART_ELEMENTS, Layout
-from diloco.outer import (
+from diloco.base.errors import StateError
+from diloco.config.contract import OuterSection
+from diloco.outer.fragments import MIN_PART_ELEMENTS, Layout
+from diloco.outer.optimizers import (
     FragmentState,
     OuterOptimizer,
     OuterState,

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 
-from diloco.clock import monotonic_s
-from diloco.exchange.link import Part
-from diloco.exchange.outbox import AHEAD_BYTES, Outbox
+from diloco.base.clock import monotonic_s
 from diloco.exchange.outlets import Outlets, Precedence
+from diloco.transport.link import Part
+from diloco.transport.outbox import AHEAD_BYTES, Outbox
 
 PATIENCE_S = 10.0
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.checkpoint import Checkpoint, load
-from diloco.config import Contract, Site
-from diloco.fragments import Layout, write_fragment
+from diloco.config.contract import Contract, Site
+from diloco.inner.workbench import Bench, Workbench
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
-from diloco.slices import whole_slices
-from diloco.workbench import Bench, Workbench
+from diloco.island.slices import whole_slices
+from diloco.outer.fragments import Layout, write_fragment
+from diloco.storage.checkpoint import Checkpoint, load
 from tests.warm import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.base.errors import ConfigError, UsageError
 from diloco.compress import open_codec
-from diloco.config import CodecChoice, Contract, ModelSection, Site, load_contract
-from diloco.errors import ConfigError, UsageError
+from diloco.config.contract import CodecChoice, Contract, ModelSection, Site, load_contract
+from diloco.config.presets import PRESETS
 from diloco.island.mesh import check, sizes_of
 from diloco.models import build_model, count_parameters
-from diloco.models.presets import PRESETS
 from diloco.plan.answer import Plan, make_plan
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, Choice, Job

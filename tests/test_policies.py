@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.ledger import LEDGER, read_ledger
+from diloco.accounts.ledger import LEDGER, read_ledger
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 
 pytestmark = pytest.mark.slow

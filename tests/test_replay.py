@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.audit import audit, audit_text, chain_of, read_books
-from diloco.checkpoint import load
-from diloco.errors import StateError, UsageError
-from diloco.ledger import sealed_line
-from diloco.outer import OuterState
-from diloco.recording import RECORDED, Recorder, recordings
-from diloco.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
-from diloco.types import Contribution, Omitted
-from diloco.weighing import FINE
+from diloco.accounts.audit import audit, audit_text, chain_of, read_books
+from diloco.accounts.ledger import sealed_line
+from diloco.accounts.recording import RECORDED, Recorder, recordings
+from diloco.accounts.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
+from diloco.base.errors import StateError, UsageError
+from diloco.base.types import Contribution, Omitted
+from diloco.outer.optimizers import OuterState
+from diloco.outer.weighing import FINE
+from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract

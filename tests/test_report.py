@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diloco import history, report
-from diloco.errors import ResourceError, UsageError
-from diloco.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
-from diloco.report import Table, write_plot, write_report
-from diloco.telemetry import STEPS
+from diloco.base.errors import ResourceError, UsageError
+from diloco.observe import history, report
+from diloco.observe.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
+from diloco.observe.report import Table, write_plot, write_report
+from diloco.observe.telemetry import STEPS
 from tests.helpers_events import (
     DYING,
     LATE,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.checkpoint import load
-from diloco.sim.local import states_agree
+from diloco.simulate.local import states_agree
+from diloco.storage.checkpoint import load
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 
 

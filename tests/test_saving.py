@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco import checkpoint, saving
-from diloco.checkpoint import load
-from diloco.errors import ResourceError
+from diloco.base.errors import ResourceError
 from diloco.island import Island
-from diloco.saving import Contents, Keeper, Saver, Written
-from diloco.slices import Slices, whole_slices
-from diloco.telemetry import Event, Events
+from diloco.island.slices import Slices, whole_slices
+from diloco.observe.telemetry import Event, Events
+from diloco.storage import checkpoint, saving
+from diloco.storage.checkpoint import load
+from diloco.storage.saving import Contents, Keeper, Saver, Written
 
 
 class Disk:

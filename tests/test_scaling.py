@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.cli import app
-from diloco.cli_bench import _contract_of
-from diloco.config import Contract, Site, load_site
-from diloco.errors import ConfigError, UsageError
-from diloco.report import Table
-from diloco.scaling import jobs, limited
+from diloco.base.errors import ConfigError, UsageError
+from diloco.cli.bench import _contract_of
+from diloco.cli.main import app
+from diloco.config.contract import Contract, Site, load_site
+from diloco.observe.report import Table
+from diloco.run.scaling import jobs, limited
 from tests.peers import run_cli, tiny_contract
 
 PARTED = load_site(None, ["mesh.shard=parameters", "mesh.tp=2"]).value

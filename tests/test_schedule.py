@@ -12,19 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.average import fold, mean_digest
-from diloco.checkpoint import load
+from diloco.base.errors import ConfigError
+from diloco.base.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.compress import PayloadError, open_codec
-from diloco.config import CodecSection, Contract, OuterSection
-from diloco.errors import ConfigError
-from diloco.exchange.stepping import Stepping
-from diloco.exchange.view import in_turn
-from diloco.feedback import left_over, with_residual
-from diloco.fragments import Layout, Weights
-from diloco.merge import mix
+from diloco.config.contract import CodecSection, Contract, OuterSection
 from diloco.models import build_model
-from diloco.outer import OuterState, open_outer
-from diloco.peer import open_line, restore_line, save_line
+from diloco.outer.average import fold, mean_digest
+from diloco.outer.feedback import left_over, with_residual
+from diloco.outer.fragments import Layout, Weights
+from diloco.outer.merge import mix
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.stepping import Stepping
+from diloco.outer.weighing import Weighing
+from diloco.peer.peer import open_line, restore_line, save_line
+from diloco.peer.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
+from diloco.protocol.view import in_turn
 from diloco.round import (
     Ahead,
     Diverged,
@@ -38,9 +40,7 @@ from diloco.round import (
     weights_to_keep,
     withdraw,
 )
-from diloco.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
-from diloco.types import Closed, Commit, Counted, Leases, Member, Omitted
-from diloco.weighing import Weighing
+from diloco.storage.checkpoint import load
 from tests.paper import VOCAB, PaperRun, contract
 
 SIZE = 6000

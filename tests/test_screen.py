@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from diloco.screen import STRAGGLER_S, Screen, status_text, summary_table
+from diloco.observe.screen import STRAGGLER_S, Screen, status_text, summary_table
 from tests.helpers_events import PEERS, peer_events
 
 TOTAL = 1_000_000

@@ -15,14 +15,14 @@ import torch
 import zstandard
 
 import tests.local
-from diloco.average import BadTerm, fold
+from diloco.base.types import Skip
 from diloco.compress import open_codec
-from diloco.config import CodecSection
-from diloco.exchange.grpc_link import GrpcLink, serve
-from diloco.exchange.link import Kind, Link, Part
-from diloco.exchange.messages import Envelope, Reply
-from diloco.outlier import FLOOR_RMS, outlier
-from diloco.types import Skip
+from diloco.config.contract import CodecSection
+from diloco.outer.average import BadTerm, fold
+from diloco.outer.outlier import FLOOR_RMS, outlier
+from diloco.protocol.messages import Envelope, Reply
+from diloco.transport.grpc_link import GrpcLink, serve
+from diloco.transport.link import Kind, Link, Part
 from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS, secure_channel
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.errors import DilocoError, ResourceError, UsageError
-from diloco.sim.local import SimulateOptions, _plan, _prepare, run_simulation
+from diloco.base.errors import DilocoError, ResourceError, UsageError
+from diloco.simulate.local import SimulateOptions, _plan, _prepare, run_simulation
 from tests.peers import tiny_contract
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.config import InnerSection
-from diloco.fragments import Weights, read_fragment
-from diloco.inner import InnerLoop
+from diloco.config.contract import InnerSection
+from diloco.inner.loop import InnerLoop
 from diloco.models import build_model
+from diloco.outer.fragments import Weights, read_fragment
 from tests.paper import BLOCKS, TOKENS, VOCAB, PaperRun, contract
 
 INNER_STEPS, ROUNDS = 5, 6

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import grpc
 import pytest
 
-from diloco.exchange.sockets import SocketBytes, SocketCounter
+from diloco.transport.sockets import SocketBytes, SocketCounter
 
 
 def sample(counter: SocketCounter) -> SocketBytes:

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import diloco.outer
-from diloco.config import NetworkSection, OuterSection, Site
-from diloco.errors import StateError
+import diloco.outer.optimizers
+from diloco.base.errors import StateError
+from diloco.base.types import Closed, Commit
+from diloco.config.contract import NetworkSection, OuterSection, Site
 from diloco.exchange import statesync
-from diloco.exchange.grpc_link import GrpcLink, serve
-from diloco.exchange.link import LinkRefused, StateOffer
-from diloco.exchange.memory_link import MemoryNetwork
-from diloco.exchange.messages import Reply
-from diloco.exchange.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from diloco.exchange.statesync import (
     FRUITLESS_PASSES,
     IDLE_S,
@@ -34,10 +30,14 @@ from diloco.exchange.statesync import (
     make_offer,
     why_useless,
 )
-from diloco.fragments import Layout
-from diloco.outer import OuterState, open_outer
-from diloco.peer import serve_bps_of
-from diloco.types import Closed, Commit
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.peer.peer import serve_bps_of
+from diloco.protocol.messages import Reply
+from diloco.transport.grpc_link import GrpcLink, serve
+from diloco.transport.link import LinkRefused, StateOffer
+from diloco.transport.memory_link import MemoryNetwork
+from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS
 from tests.test_link import Listener, commit
@@ -468,14 +468,14 @@ def test_chunks_that_do_not_exist_are_not_there() -> None:
 
 def test_a_state_is_hashed_once_however_many_joiners_come(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    real = diloco.outer.part_hash
+    real = diloco.outer.optimizers.part_hash
 
     def counting(buffer: torch.Tensor, start_byte: int, stop_byte: int) -> str:
         nonlocal hashed
         hashed += 1
         return real(buffer, start_byte, stop_byte)
 
-    monkeypatch.setattr(diloco.outer, "part_hash", counting)
+    monkeypatch.setattr(diloco.outer.optimizers, "part_hash", counting)
     first = start(3)
     for _ in range(3):
         make_offer(first, None)

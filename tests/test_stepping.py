@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 
-from diloco.average import unpack
 from diloco.compress import PayloadError, open_codec
-from diloco.config import CodecChoice
-from diloco.exchange.stepping import Stepping
-from diloco.fragments import Layout
-from diloco.outer import (
+from diloco.config.contract import CodecChoice
+from diloco.outer.average import unpack
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import (
     Adam,
     DelayedNesterov,
     FragmentState,
@@ -22,6 +21,7 @@ from diloco.outer import (
     Sgd,
     WarmUp,
 )
+from diloco.outer.stepping import Stepping
 
 OPTIMIZERS = [
     Sgd(0.7),

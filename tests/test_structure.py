@@ -23,33 +23,27 @@ GENERATED = ROOT / "diloco" / "wire" / "v1"
 # From the top down: a module imports from its own layer and from those below. A package's line covers its modules,
 # except those with a line of their own. Nothing imports a package that stands above it: not the CLI, not the simulator.
 LAYERS = {
-    "command line": "diloco diloco.__main__ diloco.cli diloco.cli_plan diloco.cli_bench",
+    "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
-        diloco.launch diloco.witness diloco.library diloco.trainer diloco.gossip_trainer diloco.follower
-        diloco.workbench diloco.sim
-        diloco.operate diloco.export diloco.report diloco.screen diloco.history diloco.audit diloco.replay
-        diloco.scaling""",
-    "peer": "diloco.peer diloco.gossip diloco.journal",
-    "round": "diloco.round diloco.inner diloco.exchange diloco.schedule diloco.encoding",
+        diloco.inner.workbench diloco.simulate diloco.accounts diloco.observe diloco.run""",
+    "peer": "diloco.gossip.peer diloco.accounts.journal diloco.peer",
+    "round": """
+        diloco.round diloco.inner.loop diloco.exchange diloco.peer.schedule diloco.compress.encoding
+        diloco.outer.stepping diloco.gossip.swapping diloco.transport""",
     "edges": """
-        diloco.exchange.grpc_link diloco.exchange.outbox diloco.exchange.dht diloco.exchange.keys diloco.compress.build
-        diloco.exchange.sockets diloco.wire diloco.island diloco.clock diloco.checkpoint diloco.saving diloco.telemetry
-        diloco.meter diloco.tracing diloco.failpoints diloco.ledger diloco.recording diloco.data diloco.models
-        diloco.ranks""",
+        diloco.transport.grpc_link diloco.transport.outbox diloco.transport.dht diloco.transport.sockets
+        diloco.wire diloco.island diloco.base.clock diloco.observe.telemetry diloco.base.failpoints
+        diloco.accounts.ledger diloco.accounts.recording diloco.data diloco.models diloco.base.ranks
+        diloco.identity diloco.inner diloco.kernels diloco.storage""",
     "tensor maths": """
-        diloco.pseudograd diloco.compress diloco.average diloco.align diloco.outer diloco.merge diloco.fragments
-        diloco.memory diloco.models.transformer diloco.models.moe diloco.models.export_map diloco.outlier diloco.muon
-        diloco.feedback diloco.radial diloco.pairing diloco.slices""",
+        diloco.compress diloco.base.memory diloco.models.transformer diloco.models.moe diloco.models.export_map
+        diloco.inner.muon diloco.gossip.pairing diloco.island.slices diloco.outer""",
     "protocol": """
-        diloco.exchange.machine diloco.exchange.standing diloco.exchange.committing diloco.exchange.coordinating
-        diloco.exchange.reducing diloco.exchange.parting diloco.exchange.rules diloco.exchange.messages
-        diloco.exchange.view diloco.exchange.electorate diloco.exchange.lineage diloco.exchange.admission
-        diloco.exchange.roster diloco.exchange.tally diloco.exchange.reduction diloco.exchange.link
-        diloco.exchange.acquaintances diloco.exchange.swaps diloco.exchange.address diloco.exchange.pace diloco.chain
-        diloco.data.leases diloco.data.order""",
+        diloco.transport.link diloco.transport.address diloco.transport.pace diloco.accounts.chain
+        diloco.data.order diloco.gossip diloco.protocol""",
     "values": """
-        diloco.types diloco.weighing diloco.chain diloco.suggest diloco.hashing diloco.errors diloco.config
-        diloco.models.presets diloco.plan diloco.columns diloco.options""",
+        diloco.outer.weighing diloco.accounts.chain diloco.plan.suggest diloco.plan diloco.run.options
+        diloco.base diloco.config""",
 }
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 
@@ -62,23 +56,23 @@ EFFECTS = """
 FORBIDDEN = {"tensor maths": EFFECTS, "protocol": EFFECTS + " numpy torch", "values": EFFECTS + " numpy torch"}
 
 OWNERS = {
-    "blake3": "diloco.hashing",
-    "cryptography": "diloco.exchange.keys",
+    "blake3": "diloco.base.hashing",
+    "cryptography": "diloco.identity.keys",
     "datasets": "diloco.data.hf",
-    "google.protobuf": "diloco.exchange.grpc_link diloco.wire",
-    "grpc": "diloco.exchange.grpc_link diloco.wire",
-    "hivemind": "diloco.exchange.dht",
-    "jinja2": "diloco.report",
-    "markupsafe": "diloco.report",
-    "matplotlib": "diloco.report",
-    "pydantic": "diloco.config",
-    "rich": "diloco.cli diloco.screen",
-    "safetensors": "diloco.checkpoint",
+    "google.protobuf": "diloco.transport.grpc_link diloco.wire",
+    "grpc": "diloco.transport.grpc_link diloco.wire",
+    "hivemind": "diloco.transport.dht",
+    "jinja2": "diloco.observe.report",
+    "markupsafe": "diloco.observe.report",
+    "matplotlib": "diloco.observe.report",
+    "pydantic": "diloco.config.contract",
+    "rich": "diloco.cli.main diloco.observe.screen",
+    "safetensors": "diloco.storage.checkpoint",
     "tokenizers": "diloco.data.hf diloco.models.hf",
     "torch.distributed": "diloco.island",
     "transformers": "diloco.data.hf diloco.models.hf",
-    "typer": "diloco.cli diloco.cli_plan diloco.cli_bench",
-    "zstandard": "diloco.compress",
+    "typer": "diloco.cli.main diloco.cli.plan diloco.cli.bench",
+    "zstandard": "diloco.compress diloco.kernels.build",
 }
 DISTRIBUTIONS = {"google": "protobuf", "grpc": "grpcio"}  # where the import's name is not the package's
 LONGEST_FUNCTION = 60
@@ -88,8 +82,10 @@ FACTORIES = """
     scalar_tensor tensor zeros"""
 """Of torch, which take a dtype and a device that are not named from the process. Those of `torch.*_like`, `new_*` and
 `from_numpy` have them from another tensor."""
-# A model, its training and the simulator own their process. diloco.exchange.swapping: its one factory is to follow.
-DEFAULTS_ALLOWED = "diloco.models diloco.inner diloco.workbench diloco.sim diloco.data"
+# A model, its training and the simulator own their process. diloco.gossip.swapping: its one factory is to follow.
+DEFAULTS_ALLOWED = """
+        diloco.models diloco.inner.loop diloco.inner.workbench diloco.simulate diloco.data
+        diloco.protocol.leases diloco.config.presets"""
 
 # The public API. A change here is an entry in CHANGELOG.md.
 PUBLIC = ["Run", "found", "join"]
@@ -178,15 +174,15 @@ if TYPE_CHECKING:
 else:
     import socket
 def f():
-    from diloco.exchange import dht
+    from diloco.transport import dht
     return torch.distributed.get_rank()
 """
     names = {found.name for found in imports(ast.parse(code))}
-    assert names == {"typing.TYPE_CHECKING", "torch", "socket", "diloco.exchange.dht", "torch.distributed"}
+    assert names == {"typing.TYPE_CHECKING", "torch", "socket", "diloco.transport.dht", "torch.distributed"}
 
 
 def test_the_most_specific_line_decides_the_layer() -> None:
-    assert layer_of("diloco.exchange.machine") == "protocol"
+    assert layer_of("diloco.protocol.machine") == "protocol"
     assert layer_of("diloco.exchange.engine") == "round"
     assert layer_of("diloco") == "command line"
     assert layer_of("diloco.unheard_of") is None
@@ -266,7 +262,7 @@ def test_every_dependency_is_declared() -> None:
 def test_only_the_command_line_prints() -> None:
     problems = []
     for module in modules():
-        if module.name in {"diloco.cli", "diloco.cli_plan", "diloco.cli_bench", "diloco.screen"}:
+        if module.name in {"diloco.cli.main", "diloco.cli.plan", "diloco.cli.bench", "diloco.observe.screen"}:
             continue
         for node in ast.walk(module.tree):
             prints = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
@@ -346,13 +342,13 @@ def test_public_api() -> None:
 
 
 def test_importing_the_package_is_cheap() -> None:
-    """The public names are loaded when they are used, so that `diloco.config` can be read without torch."""
+    """The public names are loaded when they are used, so that `diloco.config.contract` can be read without torch."""
     assert "torch" not in loaded_after("import diloco")
 
 
 ALL_HELP = """
 import typer
-from diloco.cli import app
+from diloco.cli.main import app
 from typer.testing import CliRunner
 
 def ask(command, path):

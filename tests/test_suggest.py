@@ -7,9 +7,9 @@ import tomllib
 
 import pytest
 
-from diloco.config import Contract
-from diloco.errors import UsageError
-from diloco.suggest import outer_lr, parse_parameters, predicted_loss, suggest, to_toml
+from diloco.base.errors import UsageError
+from diloco.config.contract import Contract
+from diloco.plan.suggest import outer_lr, parse_parameters, predicted_loss, suggest, to_toml
 from tests.peers import run_cli
 
 # Held-out loss with 1, 2, 4 and 8 peers (arXiv 2503.09799); 4B and 10B were not trained by 8.

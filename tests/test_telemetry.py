@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.errors import ResourceError
-from diloco.telemetry import (
+from diloco.base.errors import ResourceError
+from diloco.observe.telemetry import (
     TAIL_BYTES,
     Events,
     departures,
@@ -150,7 +150,9 @@ def test_numbers_read_as_people_write_them(text: str, expected: str) -> None:
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    program = f"import sys; from pathlib import Path; from diloco.telemetry import *; path = Path({str(path)!r}); "
+    program = (
+        f"import sys; from pathlib import Path; from diloco.observe.telemetry import *; path = Path({str(path)!r}); "
+    )
     program += "Events(path, 'a'); read_events(path); print(flush=True); sys.stdin.read()"  # which leaves it the lock
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.checkpoint import Checkpoint, load
-from diloco.clock import monotonic_s
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Member
 from diloco.exchange.statesync import IDLE_S
 from diloco.island import Island
-from diloco.telemetry import Events
-from diloco.trainer import Trainer
-from diloco.types import Member
+from diloco.observe.telemetry import Events
+from diloco.run.trainer import Trainer
+from diloco.storage.checkpoint import Checkpoint, load
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
 from tests.peers import until
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.errors import UsageError
-from diloco.replay import Verdict
-from diloco.sim.virtual import planted
-from diloco.sim.virtual.network import Cut
-from diloco.sim.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, Plan, draw, parse
-from diloco.sim.virtual.search import (
+from diloco.accounts.replay import Verdict
+from diloco.base.errors import UsageError
+from diloco.simulate.virtual import planted
+from diloco.simulate.virtual.network import Cut
+from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, Plan, draw, parse
+from diloco.simulate.virtual.search import (
     BATCH,
     RULE,
     Choice,
@@ -33,10 +33,10 @@ from diloco.sim.virtual.search import (
     search,
     tell,
 )
-from diloco.sim.virtual.shrink import kind_of, shrink
-from diloco.sim.virtual.swarm import Options, measure_swarm
-from diloco.sim.virtual.violation import Violation
-from diloco.sim.virtual.world import World
+from diloco.simulate.virtual.shrink import kind_of, shrink
+from diloco.simulate.virtual.swarm import Options, measure_swarm
+from diloco.simulate.virtual.violation import Violation
+from diloco.simulate.virtual.world import World
 from tests.peers import run_cli
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -83,7 +83,7 @@ def test_seeds_hold(first: int) -> None:
 
 
 def test_seeds_that_once_broke_something_hold() -> None:
-    """Those of the table in diloco/exchange/README.md that the range above leaves out."""
+    """Those of the table in diloco/protocol/README.md that the range above leaves out."""
     seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
     assert not run_seeds(seeds, Choice(rare=False)).violations
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations

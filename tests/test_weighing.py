@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.config import Contract, OuterSection
-from diloco.outer import open_outer
-from diloco.types import Counted, Member
-from diloco.weighing import FINE, Weighing
+from diloco.base.types import Counted, Member
+from diloco.config.contract import Contract, OuterSection
+from diloco.outer.optimizers import open_outer
+from diloco.outer.weighing import FINE, Weighing
 
 
 def weighing(policy: str = "async", **outer: object) -> Weighing:

@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.exchange import messages as m
-from diloco.exchange.link import Kind, Part, StateOffer, StreamHeader, Welcome
-from diloco.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
+from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
+from diloco.protocol import messages as m
+from diloco.transport.link import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 

@@ -2,11 +2,10 @@
 
 import torch
 
-import diloco.cli
-import diloco.cli_bench
-import diloco.cli_plan
-import diloco.launch
-import diloco.report
-import diloco.screen  # noqa: F401
+import diloco.cli.bench
+import diloco.cli.main
+import diloco.cli.plan
+import diloco.observe.report
+import diloco.observe.screen  # noqa: F401
 
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first one has torch import its compiler

@@ -17,7 +17,7 @@ from diloco.compress.lowrank import LowRankCodec
 from diloco.compress.sign import SignCodec
 from diloco.compress.topk import CHUNK, TopKCodec, kept_of
 from diloco.compress.zstd import ZstdCodec
-from diloco.config import GATHERED_CODECS, CodecChoice, CodecSection
+from diloco.config.contract import GATHERED_CODECS, CodecChoice, CodecSection
 
 __all__ = ["Codec", "PayloadError", "open_codec", "open_codecs"]
 

@@ -73,7 +73,7 @@ def _table(bundle: bytes) -> tuple[int, list[tuple[int, int]]]:
 def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:
     """Fill `out`, flat contiguous fp32 on the host, with the mean of a bundle, the same bits on any CPU.
 
-    Only ratios of weights count, as in `diloco.average.fold`. Raises PayloadError; `out` may then hold anything.
+    Only ratios of weights count, as in `diloco.outer.average.fold`. Raises PayloadError; `out` may then hold anything.
     """
     terms = split(bundle, codec.max_bytes(out.numel()))
     unit = math.gcd(*(weight for weight, _ in terms)) or 1

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diloco.base.memory import floats
 from diloco.compress import kernels
-from diloco.memory import floats
 
 
 class PayloadError(ValueError):

@@ -1,5 +1,5 @@
 """The compiled twins of the block codecs, of top-k, of `magnitude`, of error feedback and of the Nesterov outer step,
-where `diloco.compress.build` installed them; else nothing happens here.
+where `diloco.kernels.build` installed them; else nothing happens here.
 
 The same bits as in eager torch, five to twenty times faster (`scripts/bench-codecs`). C through ctypes and not
 `torch.compile`, which is half as fast here and takes half a minute per process: nothing is traced or compiled again in
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diloco.memory import floats
+from diloco.base.memory import floats
 
 MOST_PACKED = 1024
 """Values of a block of codes below 8 bits, at most (`CHUNK` in kernels.c)."""
@@ -146,7 +146,7 @@ def magnitude(values: Tensor) -> float | None:
 
 
 def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
-    """`diloco.feedback.with_residual`. None: not here."""
+    """`diloco.outer.feedback.with_residual`. None: not here."""
     flat = (gradient, residual, out)
     library = installed()
     if library is None or not all(_is_plain(one, out.numel()) for one in flat):
@@ -164,7 +164,7 @@ def nesterov(
     momentum: float,
     rate: float,
 ) -> bool:
-    """`diloco.outer.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
+    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
     flat = (mean, *before, *after)
     library = installed()
     if library is None or not all(_is_plain(one, mean.numel()) for one in flat):

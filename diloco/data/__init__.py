@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diloco.config import DataSection
+    from diloco.config.contract import DataSection
     from diloco.data.dataset import Dataset
 
 

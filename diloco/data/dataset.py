@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from diloco.errors import DataError
+from diloco.base.errors import DataError
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 

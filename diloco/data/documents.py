@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco.base.errors import DataError
 from diloco.data.dataset import TokenArray
 from diloco.data.files import unreadable
 from diloco.data.tokenizer import Tokenizer, token_dtype
-from diloco.errors import DataError
 
 PIECE_BYTES = 16 * 2**20
 """A text file is tokenised in pieces of about this size, each to the end of a line."""

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 
-from diloco.errors import ConfigError, DataError
+from diloco.base.errors import ConfigError, DataError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
 """What is read from a folder as text; a file that is named, or matches a glob, may be called anything."""

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from diloco.config import DataSection
+from diloco.base.errors import ConfigError, DataError
+from diloco.config.contract import DataSection
 from diloco.data.dataset import Dataset, TokenArray, fingerprint
 from diloco.data.documents import text_of
 from diloco.data.files import find, unreadable
 from diloco.data.tokenizer import Tokenizer, open_tokenizer, token_dtype
-from diloco.errors import ConfigError, DataError
 
 try:
     import datasets

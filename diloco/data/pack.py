@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.base.errors import DataError, ResourceError, UsageError
 from diloco.data.documents import pieces
 from diloco.data.files import TEXT_SUFFIXES, expand
 from diloco.data.shards import HEADER_BYTES, ShardHeader
 from diloco.data.tokenizer import Tokenizer, token_dtype
-from diloco.errors import DataError, ResourceError, UsageError
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes there are."""

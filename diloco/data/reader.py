@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from diloco.base.errors import IncompatibleError
+from diloco.base.types import Blocks
 from diloco.data.dataset import Dataset
-from diloco.data.leases import count, front, joined, without_front
 from diloco.data.order import block_at
-from diloco.errors import IncompatibleError
-from diloco.types import Blocks
+from diloco.protocol.leases import count, front, joined, without_front
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from tokenize import TokenError
 
 import numpy as np
 
-from diloco.config import DataSection
+from diloco.base.errors import DataError
+from diloco.config.contract import DataSection
 from diloco.data.dataset import ArrayDataset, Dataset, TokenArray, fingerprint
 from diloco.data.files import find, unreadable
 from diloco.data.split import tail
-from diloco.errors import DataError
 
 MAGIC = b"DILOCO\0T"
 VERSION = 1

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.config import DataSection
+from diloco.base.errors import ConfigError, DataError
+from diloco.config.contract import DataSection
 from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
 from diloco.data.files import read_bytes, walk
 from diloco.data.split import split
 from diloco.data.tokenizer import ByteTokenizer
-from diloco.errors import ConfigError, DataError
 
 _SKIP_FOLDERS = frozenset(
     # not the standard library, or compiled

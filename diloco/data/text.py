@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco.config import DataSection
+from diloco.config.contract import DataSection
 from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
 from diloco.data.documents import pieces
 from diloco.data.files import TEXT_SUFFIXES, find

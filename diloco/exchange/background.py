@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
-from diloco.clock import monotonic_s
-from diloco.errors import StateError
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import StateError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,14 +20,20 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from diloco import failpoints
-from diloco.average import digest_of, is_mean_of
-from diloco.clock import monotonic_s
-from diloco.exchange import messages as m
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.background import Background
 from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import RemoteLane
-from diloco.exchange.link import (
+from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
+from diloco.exchange.status import status_json
+from diloco.outer.average import digest_of, is_mean_of
+from diloco.outer.optimizers import OuterState, state_bytes
+from diloco.protocol import messages as m
+from diloco.protocol.machine import Machine
+from diloco.protocol.rules import Rules, Timing
+from diloco.transport.link import (
     Kind,
     Limits,
     Link,
@@ -38,15 +44,9 @@ from diloco.exchange.link import (
     StateOffer,
     StreamHeader,
     Welcome,
-)  # fmt: skip
-from diloco.exchange.machine import Machine
-from diloco.exchange.pace import RateLimit
-from diloco.exchange.probe import nobody_listens
-from diloco.exchange.rules import Rules, Timing
-from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
-from diloco.exchange.status import status_json
-from diloco.outer import OuterState, state_bytes
-from diloco.types import Closed, Commit, Contribution, Member, Progress, Skip
+)
+from diloco.transport.pace import RateLimit
+from diloco.transport.probe import nobody_listens
 
 logger = logging.getLogger(__name__)
 

@@ -18,22 +18,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from diloco import failpoints
-from diloco.average import max_part_bytes
+from diloco.base import failpoints
+from diloco.base.hashing import content_hash
+from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import Codec, PayloadError
-from diloco.encoding import Encoded
-from diloco.exchange import messages as m
+from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
-from diloco.exchange.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
 from diloco.exchange.outlets import Outlets, Precedence
-from diloco.exchange.stepping import Stepping
 from diloco.exchange.work import BadContribution, Work
-from diloco.fragments import Layout
-from diloco.hashing import content_hash
-from diloco.outer import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
+from diloco.outer.average import max_part_bytes
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
+from diloco.outer.stepping import Stepping
+from diloco.outer.weighing import Weighing
+from diloco.protocol import messages as m
 from diloco.round import Ahead
-from diloco.types import Closed, Commit, Contribution, Member
-from diloco.weighing import Weighing
+from diloco.transport.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class LaneTerms:
     max_norm_ratio: float = 0.0
     """A contribution that is so many times larger than the others' is refused; 0: none is."""
     radial: bool = False
-    """Lengths and directions are averaged apart (`diloco.radial`)."""
+    """Lengths and directions are averaged apart (`diloco.outer.radial`)."""
     ahead: bool = True
     """Outer steps are made part by part as the mean arrives; else in place, when the version is applied."""
 

@@ -20,13 +20,13 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from diloco.clock import monotonic_s
-from diloco.errors import ResourceError
-from diloco.exchange import messages as m
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import ResourceError
+from diloco.base.types import Closed, Commit, Member
 from diloco.exchange.lane import Head, Key, Lane
-from diloco.exchange.link import LinkRefused, Part, Service, StateOffer, StreamHeader, Welcome
-from diloco.outer import StateChunk
-from diloco.types import Closed, Commit, Member
+from diloco.outer.optimizers import StateChunk
+from diloco.protocol import messages as m
+from diloco.transport.link import LinkRefused, Part, Service, StateOffer, StreamHeader, Welcome
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from diloco import failpoints
-from diloco.clock import monotonic_s
-from diloco.exchange.link import Part
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s
+from diloco.transport.link import Part
 
 
 class Precedence:

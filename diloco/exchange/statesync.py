@@ -17,13 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from diloco.errors import StateError
-from diloco.exchange.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
-from diloco.exchange.messages import Reply
-from diloco.fragments import Layout
-from diloco.hashing import content_hash
-from diloco.outer import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk, manifest_digest, part_bytes, places
-from diloco.types import Closed, Commit
+from diloco.base.errors import StateError
+from diloco.base.hashing import content_hash
+from diloco.base.types import Closed, Commit
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizers import (
+    ELEMENT_BYTES,
+    OuterOptimizer,
+    OuterState,
+    StateChunk,
+    manifest_digest,
+    part_bytes,
+    places,
+)
+from diloco.protocol.messages import Reply
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from diloco.data.leases import count
-from diloco.exchange.acquaintances import Acquaintances
-from diloco.exchange.machine import Machine
-from diloco.exchange.messages import Acquaintance
-from diloco.outer import OuterState
-from diloco.types import Member, Progress
+from diloco.base.types import Member, Progress
+from diloco.gossip.acquaintances import Acquaintances
+from diloco.outer.optimizers import OuterState
+from diloco.protocol.leases import count
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import Acquaintance
 
 
 def status_json(

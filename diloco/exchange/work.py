@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from diloco.average import BadTerm, check_mean, fold, max_mean_bytes
+from diloco.base.types import Contribution
 from diloco.compress import Codec, PayloadError, bundle
-from diloco.exchange.link import Kind
-from diloco.exchange.messages import Begin, Span
-from diloco.fragments import Fragment
-from diloco.types import Contribution
+from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
+from diloco.outer.fragments import Fragment
+from diloco.protocol.messages import Begin, Span
+from diloco.transport.link import Kind
 
 
 class BadContribution(Exception):

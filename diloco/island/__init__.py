@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
-from diloco.errors import ResourceError, UsageError
+from diloco.base.errors import ResourceError, UsageError
 
 COLLECTIVE_S = 600.0
 """`timeouts.collective_s`, where there is no site."""

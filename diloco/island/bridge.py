@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diloco.fragments import Entry, Fragment, NamedShapes, Spot, Weights
+from diloco.base.memory import floats
 from diloco.island import Island
-from diloco.memory import floats
+from diloco.outer.fragments import Entry, Fragment, NamedShapes, Spot, Weights
 
 AHEAD = 4
 """Parts of a fragment that a rank has gathered, and not encoded yet."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from diloco.clock import monotonic_s
-from diloco.errors import UsageError
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import UsageError
 from diloco.island import Island
 from diloco.plan.layout import PLACED, Layout
 

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.clock import monotonic_s, new_incarnation
-from diloco.errors import (
+from diloco.base.clock import monotonic_s, new_incarnation
+from diloco.base.errors import (
     ConfigError,
     EvictedError,
     IncompatibleError,

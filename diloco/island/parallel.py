@@ -39,15 +39,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from diloco.config import MeshSection, Site
-from diloco.errors import ConfigError
+from diloco.base.errors import ConfigError
+from diloco.config.contract import MeshSection, Site
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh
 from diloco.island.shares import held
+from diloco.island.slices import Slice
 from diloco.models.moe import MixtureOfExperts, routers
 from diloco.models.transformer import Block, Transformer
-from diloco.slices import Slice
 
 Checkpointing = Literal["none", "selective", "full"]
 

@@ -29,16 +29,16 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from diloco.config import MeshSection, ModelSection, PipelineSchedule
-from diloco.fragments import named_parameters
+from diloco.config.contract import MeshSection, ModelSection, PipelineSchedule
 from diloco.island.bridge import Column
 from diloco.island.mesh import Mesh
 from diloco.island.parallel import give_back
 from diloco.island.shares import held
+from diloco.island.slices import Slice
 from diloco.island.stages import LOOPED, count_stages, cut, home_of, layer_costs, stages_of
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
-from diloco.slices import Slice
+from diloco.outer.fragments import named_parameters
 
 SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -121,7 +121,8 @@ def column_of(
 
 
 class Pipelined:
-    """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of diloco.inner)."""
+    """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of
+    diloco.inner.loop)."""
 
     bf16 = False  # a stage takes care of it
 

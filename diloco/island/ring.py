@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from diloco.errors import ConfigError
+from diloco.base.errors import ConfigError
 
 HALVES = 2
 """Chunks of a sequence that a rank has."""

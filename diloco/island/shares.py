@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from diloco.slices import Slice
+from diloco.island.slices import Slice
 
 
 def held(name: str, tensor: Tensor) -> Slice:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from diloco.config import MeshSection, ModelSection, PipelineSchedule
+from diloco.config.contract import MeshSection, ModelSection, PipelineSchedule
 
 LOOPED: tuple[PipelineSchedule, ...] = ("interleaved-1f1b", "zero-bubble", "zbv")
 """Schedules under which a rank has several stages, `mesh.chunks` of them."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.errors import ConfigError
+from diloco.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from diloco.config import ModelSection
+    from diloco.config.contract import ModelSection
 
 
 def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = Path(".")) -> nn.Module:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diloco.config import ModelSection
+from diloco.config.contract import ModelSection
 from diloco.models.transformer import INIT_STD, NORM_EPS
 
 TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}

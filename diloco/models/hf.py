@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diloco.config import ModelSection
-from diloco.errors import ConfigError
+from diloco.base.errors import ConfigError
+from diloco.config.contract import ModelSection
 
 
 class CausalLM(nn.Module):

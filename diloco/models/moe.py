@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diloco.config import ModelSection
+from diloco.config.contract import ModelSection
 from diloco.models.transformer import SwiGLU
 
 

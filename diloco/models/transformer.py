@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diloco.config import ModelSection
+from diloco.config.contract import ModelSection
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02

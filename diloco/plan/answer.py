@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from diloco.errors import UsageError
+from diloco.base.errors import UsageError
 from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job, Recompute
 from diloco.plan.layout import Layout
 from diloco.plan.memory import Memory, host_memory, memory_of

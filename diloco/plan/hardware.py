@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.errors import UsageError
+from diloco.base.errors import UsageError
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan fills: CUDA's context, NCCL's buffers and gaps between blocks need the rest."""

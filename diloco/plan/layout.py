@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 
-from diloco.errors import UsageError
+from diloco.base.errors import UsageError
 from diloco.plan.hardware import Hardware
 from diloco.plan.model import Model
 

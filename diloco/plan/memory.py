@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from diloco.config import GATHERED_CODECS, Contract
+from diloco.config.contract import GATHERED_CODECS, Contract
 from diloco.plan.job import Choice, Job, Precision, Recompute
 from diloco.plan.layout import Layout
 
@@ -123,7 +123,7 @@ def _buffers(layer_parameters: float, precision: Precision, stage: int) -> float
 
 
 OUTER_BUFFERS = {"sgd": 1, "nesterov": 2, "buffered_nesterov": 3, "delayed_nesterov": 3, "adam": 3}
-"""fp32 values per parameter that `diloco.outer` keeps: the anchor and each moment."""
+"""fp32 values per parameter that `diloco.outer.optimizers` keeps: the anchor and each moment."""
 
 
 def host_memory(contract: Contract, parameters: int, bits: float, peers: int = 1) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco.config import ModelSection
-from diloco.errors import ConfigError, UsageError
+from diloco.base.errors import ConfigError, UsageError
+from diloco.config.contract import ModelSection
 
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768

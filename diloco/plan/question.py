@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from diloco.config import Contract, ModelSection, load_contract
-from diloco.errors import ConfigError, UsageError
-from diloco.models.presets import PRESETS
+from diloco.base.errors import ConfigError, UsageError
+from diloco.config.contract import Contract, ModelSection, load_contract
+from diloco.config.presets import PRESETS
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.layout import Layout, parse_layout, problem
 from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
+from diloco.plan.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
 from diloco.plan.syncing import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
-from diloco.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
 
 USUAL_SEQUENCE = 2048
 USUAL_PEERS = 2

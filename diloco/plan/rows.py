@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.plan.answer import MemoryRow, Plan
 from diloco.plan.job import STAGES
-from diloco.suggest import TOKENS_PER_PARAMETER
+from diloco.plan.suggest import TOKENS_PER_PARAMETER
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.config import GATHERED_CODECS, CodecChoice, Contract
+from diloco.config.contract import GATHERED_CODECS, CodecChoice, Contract
 
 SENT_BITS = 16
 """Of a value where no codec is chosen: what the published table assumes, and gradients under mixed precision have."""

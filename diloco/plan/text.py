@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 
-from diloco.columns import aligned
+from diloco.base.columns import aligned
 from diloco.plan.answer import DAY_S, WANTED_UTILISATION, Plan, WanRow
 from diloco.plan.hardware import USABLE, Hardware
 from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job
 from diloco.plan.published import UTILISATIONS, Cell
 from diloco.plan.ranking import Ranked
 from diloco.plan.step import Step
-from diloco.suggest import TOKENS_PER_PARAMETER
+from diloco.plan.suggest import TOKENS_PER_PARAMETER
 
 SHOWN_LAYOUTS = 8
 

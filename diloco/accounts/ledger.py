@@ -1,0 +1,435 @@
+"""What one peer did, for ever: an append-only file that says which versions it applied and where its tokens went.
+
+    <directory>/ledger.jsonl      one record per line: xxh3-64 of the JSON (16 digits), a blank, canonical JSON
+
+    open     a life begins: peer, incarnation, contract, lineage, the version and state it stands on
+    commit   a version was applied: the commit itself, the digest of the state *after* it, whether it counts us
+    adopt    a state was copied: version, digests, the tokens that a version counts which was passed over for it, and
+             those that were given up
+    discard  tokens that will never be counted, and why
+    close    the life ended in good order
+    gap      records that a full disk refused
+
+Records are numbered (`n`), and each has the tokens of this life so far: `trained` = `committed` + `discarded` +
+`uncommitted`, of which the first is counted where the inner steps are and the others where they go. What a life takes
+over from a checkpoint counts as trained in it, too.
+
+A record is on the disk when `write` returns, and a peer goes on only then. Measured on ext4 with four peers in the
+view: 1.6 kB and 0.75 ms per version (of 20 the slowest: 6.3 ms), of which 0.13 ms is encoding and the rest fsync. A
+full disk ends no training: the record is dropped with one warning, and a `gap` says so once there is room again.
+
+`scan` and `encode` are pure; `LogFile` is the seam to the disk, behind which a simulated one may forget what was not
+synced. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from xxhash import xxh3_64_hexdigest
+
+from diloco.base import failpoints
+from diloco.base.errors import ResourceError, StateError
+from diloco.base.types import Commit, Member
+
+FORMAT = 1
+LEDGER = "ledger.jsonl"
+CHECKSUM_DIGITS = 16
+FIELDS: Mapping[str, Mapping[str, type]] = {
+    "open": {
+        "peer": str, "incarnation": int, "run": str, "contract_digest": str, "lineage": str, "founds": bool,
+        "resumed": bool, "version": int, "digest": str, "state": str, "contract": dict,
+    },
+    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
+    "adopt": {"version": int, "digest": str, "state": str, "discarded": int},
+    "discard": {"discarded": int, "version": int, "reason": str},
+    "close": {"reason": str},
+    "gap": {"dropped": int},
+}  # fmt: skip
+"""What a record of each kind has, beside its tokens."""
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
+"""Of every field, also of one that older ledgers lack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Tokens of one life of a peer."""
+
+    trained: int
+    committed: int
+    discarded: int
+    uncommitted: int
+    """In the local weights, not counted by any version yet."""
+
+    @property
+    def balanced(self) -> bool:
+        """I2: every token that was trained is in one place."""
+        return self.uncommitted >= 0 and self.trained == self.committed + self.discarded + self.uncommitted
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a life begins: one process of a peer, from its start to its end."""
+
+    peer: str
+    incarnation: int
+    """At its start: a peer that was out of the view for a while goes on under another."""
+    run: str
+    contract_digest: str
+    lineage: str
+    founds: bool
+    """Whether the lineage is new and begins with this life."""
+    resumed: bool
+    """Whether it goes on from a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A place in the chain."""
+
+    version: int
+    digest: str
+    """Of the commit that made it; empty before the founding."""
+    state: str
+    """Digest of anchor and outer state (`OuterState.digest`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line."""
+
+    number: int
+    kind: str
+    fields: Mapping[str, Any]
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(**self.fields["tokens"])
+
+    @property
+    def commit(self) -> Commit:
+        """The commit of a `commit` record. Raises ValueError."""
+        try:
+            return Commit.from_bytes(_canonical(self.fields["commit"]))
+        except RecursionError as error:
+            raise ValueError("its commit is in too many brackets") from error
+
+    @property
+    def commit_digest(self) -> str:
+        """`Commit.digest` of it, without the work of parsing it (20 µs instead of 800)."""
+        return hashlib.sha256(_canonical(self.fields["commit"])).hexdigest()
+
+
+# ---------------------------------------------------------------- the format
+
+
+def encode(record: Record) -> bytes:
+    """The line of one record."""
+    return sealed_line({**record.fields, "n": record.number, "kind": record.kind})
+
+
+def sealed_line(tree: Mapping[str, Any]) -> bytes:
+    """Canonical JSON on a line that begins with its checksum."""
+    data = _canonical(tree)
+    return xxh3_64_hexdigest(data).encode() + b" " + data + b"\n"
+
+
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """What `sealed_line` wrote (without the line's end), or None for anything else."""
+    checksum, blank, data = line[:CHECKSUM_DIGITS], line[CHECKSUM_DIGITS : CHECKSUM_DIGITS + 1], line[17:]
+    if blank != b" " or checksum != xxh3_64_hexdigest(data).encode():
+        return None
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What is in a ledger's bytes."""
+
+    records: tuple[Record, ...]
+    whole_bytes: int
+    """Where the last whole record ends; what follows was being written when the peer or the machine died."""
+    torn_bytes: int
+
+
+class DamagedLine(Exception):
+    """A line is not what was written, and whole lines follow: no crash does that."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(f"line {line} {why}")
+        self.line = line
+
+
+def scan(data: bytes) -> Scan:
+    """All records up to a torn tail: half a line, zeros, or any bytes behind which no whole record follows.
+
+    Raises DamagedLine, which counts lines from 1, for damage that a crash cannot explain.
+    """
+    records: list[Record] = []
+    whole_bytes = 0
+    for index, line in enumerate(_lines(data)):
+        tree = unsealed(line)
+        if tree is None:
+            _refuse_damage(data[whole_bytes:], index + 1)
+            break
+        record = Record(tree.pop("n", -1), tree.pop("kind", ""), tree)
+        if record.number != len(records):
+            raise DamagedLine(index + 1, f"holds record {record.number}, record {len(records)} was expected")
+        records.append(record)
+        whole_bytes += len(line) + 1
+    return Scan(tuple(records), whole_bytes, len(data) - whole_bytes)
+
+
+def _refuse_damage(rest: bytes, line: int) -> None:
+    """Raises DamagedLine when a whole record follows in what should be a torn tail."""
+    if any(unsealed(later) is not None for later in _lines(rest)):
+        raise DamagedLine(line, "was changed: its checksum does not fit, or it holds no record")
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """Complete lines, without their ends."""
+    return data.split(b"\n")[:-1]
+
+
+def _canonical(tree: Any) -> bytes:
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_record(record: Record) -> None:
+    """Raises ValueError unless a record has the fields of its kind, as they should be: a ledger from elsewhere may have
+    anything under the right checksum. Whether its commit is one, `Record.commit` tells, at forty times the cost."""
+    if not isinstance(record.kind, str) or record.kind not in FIELDS:
+        raise ValueError("it is of no kind that there is")
+    fields, tokens = record.fields, record.fields.get("tokens")
+    missing = FIELDS[record.kind].keys() - fields.keys()
+    if missing:
+        raise ValueError(f"{min(missing)} is missing")
+    wrong = [name for name, value in fields.items() if name in _TYPES and not _is(value, _TYPES[name])]
+    if wrong:
+        raise ValueError(f"its {wrong[0]} is malformed")
+    names = {one.name for one in dataclass_fields(Totals)}
+    if not isinstance(tokens, dict) or tokens.keys() != names or not all(_is(one, int) for one in tokens.values()):
+        raise ValueError("its tokens are malformed")
+    if record.kind == "open" and not isinstance(fields["contract"].get("membership"), dict):
+        raise ValueError("its contract is malformed")
+    if "commit" in fields and not _is(fields["commit"].get("version"), int):
+        raise ValueError("its commit is malformed")
+
+
+def _is(value: object, kind: type) -> bool:
+    return type(value) is kind and (kind is not int or -(2**63) <= cast(int, value) < 2**63)
+
+
+# ---------------------------------------------------------------- the seam
+
+
+class LogFile(Protocol):
+    """A file that grows at its end. Every method raises OSError."""
+
+    def read(self) -> bytes:
+        """All of it."""
+
+    def append(self, data: bytes) -> None:
+        """Write at the end; after an error any part of it may be there."""
+
+    def sync(self) -> None:
+        """Return when everything appended would survive a loss of power."""
+
+    def truncate(self, size: int) -> None:
+        """Cut at `size` bytes, durably after the next `sync`."""
+
+    def close(self) -> None: ...
+
+
+class DiskFile:
+    """The real thing."""
+
+    def __init__(self, path: Path) -> None:
+        """Creates the file when it is not there. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._path, self._descriptor = path, os.open(path, flags, 0o644)
+        sync_path(path.parent)
+
+    def read(self) -> bytes:
+        return self._path.read_bytes()
+
+    def append(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def sync(self) -> None:
+        failpoints.hit("before-ledger-sync")
+        os.fsync(self._descriptor)
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self._descriptor, size)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def sync_path(path: Path) -> None:
+    """Return when a file or folder is on the disk. A new name in a folder is there when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- writing
+
+
+class Ledger:
+    """The writing end. One peer, one ledger; for one thread at a time."""
+
+    def __init__(self, file: LogFile, warn: Callable[[str], None]) -> None:
+        """Cut off a torn tail and go on behind the last whole record. `warn` is told of that, and of a full disk.
+
+        Raises DamagedLine and OSError.
+        """
+        found = scan(file.read())
+        self._file, self._warn = file, warn
+        self._number, self._bytes = len(found.records), found.whole_bytes
+        self._dropped = 0
+        if found.torn_bytes:
+            warn(f"the ledger ended in {found.torn_bytes} bytes of a record that was never finished: cut off")
+            file.truncate(self._bytes)
+            file.sync()
+
+    def opened(self, opening: Opening, contract: Mapping[str, Any], standing: Standing, totals: Totals) -> None:
+        """A life begins, at a checkpoint's version or at the model as it was built."""
+        fields = {"format": FORMAT, **asdict(opening), **asdict(standing), "contract": dict(contract)}
+        self.write("open", fields, totals)
+
+    def committed(self, commit: Commit, state_digest: str, own: bool, totals: Totals) -> None:
+        """A version was applied; `state_digest` is that of the state it made."""
+        fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
+        self.write("commit", fields, totals)
+
+    def adopted(self, standing: Standing, counted: int, discarded: int, totals: Totals) -> None:
+        """A state was copied. Tokens of a contribution that others hold: `counted`, as a version says that was passed
+        over; or `discarded`, and a version may count it."""
+        self.write("adopt", {**asdict(standing), "counted": counted, "discarded": discarded}, totals)
+
+    def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
+        """Progress on the anchor of `version` was thrown away."""
+        self.write("discard", {"discarded": tokens, "version": version, "reason": reason}, totals)
+
+    def closed(self, reason: str, totals: Totals) -> None:
+        """The life ended in good order."""
+        self.write("close", {"reason": reason}, totals)
+
+    def write(self, kind: str, fields: Mapping[str, Any], totals: Totals) -> None:
+        """Append a record and sync it; where the disk refuses, warn once and count it for the next `gap`."""
+        tokens = asdict(totals)
+        records = [Record(self._number, kind, {**fields, "tokens": tokens})]
+        if self._dropped:
+            gap = Record(self._number, "gap", {"dropped": self._dropped, "tokens": tokens})
+            records = [gap, replace(records[0], number=self._number + 1)]
+        data = b"".join(map(encode, records))
+        try:
+            if self._dropped:
+                self._file.truncate(self._bytes)  # half a record must not stay: the next one would stand behind it
+            self._file.append(data)
+            self._file.sync()
+        except OSError as error:
+            self._on_refused(kind, error)
+            return
+        self._number, self._bytes, self._dropped = self._number + len(records), self._bytes + len(data), 0
+
+    def _on_refused(self, kind: str, error: OSError) -> None:
+        if not self._dropped:
+            self._warn(f"no {kind} record in the ledger: {error.strerror}; training goes on, and a gap will tell")
+        self._dropped += 1
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def open_ledger(directory: Path, warn: Callable[[str], None]) -> Ledger:
+    """The ledger in a peer's folder, a new one or to be continued. Raises ResourceError and StateError."""
+    path = directory / LEDGER
+    try:
+        return Ledger(DiskFile(path), warn)
+    except OSError as error:
+        raise ResourceError(f"cannot write the ledger {path}: {error.strerror}", "choose another --dir") from error
+    except DamagedLine as error:
+        raise _damaged(path, error) from error
+
+
+def read_ledger(path: Path) -> Scan:
+    """The records of a file, which may be growing, as `check_record` wants them. Raises StateError."""
+    try:
+        found = scan(path.read_bytes())
+    except OSError as error:
+        raise StateError(f"ledger {path} cannot be read: {error.strerror}", "give the folder of a peer") from error
+    except DamagedLine as error:
+        raise _damaged(path, error) from error
+    for line, record in enumerate(found.records, 1):
+        try:
+            check_record(record)
+        except ValueError as error:
+            raise forged(path, line, error) from error
+    return found
+
+
+def forged(path: Path, line: int, why: ValueError) -> StateError:
+    """What to say of a line that no peer writes, though its checksum is right."""
+    cause = f"ledger {path}: line {line} is no record of a peer: {why}"
+    return StateError(cause[:400], "ask whoever sent it for the ledger as the peer wrote it, or leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOff:
+    """Where a peer stood when its last life ended."""
+
+    peer: str
+    contract_digest: str
+    began_us: int
+    """When that life began (`new_incarnation`)."""
+    version: int
+    commit: Commit | None
+    """The last that it applied in the run that it founded or joined last; None when it died before the first."""
+
+    @property
+    def others(self) -> tuple[Member, ...]:
+        """Who was in the run with it, as far as it knew."""
+        return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
+
+
+def left_off(records: Sequence[Record]) -> LeftOff | None:
+    """What the end of a ledger says; None when no life began. Raises ValueError for a last commit that is none."""
+    opening: Mapping[str, Any] = {}
+    last: Record | None = None
+    version = 0
+    for record in records:
+        fields = record.fields
+        if record.kind == "open":
+            if fields["founds"] or fields["contract_digest"] != opening.get("contract_digest"):
+                last = None  # those of before are not in this run, or in a lineage that was left on purpose
+            opening, version = fields, fields["version"]
+        elif record.kind == "commit":
+            last, version = record, fields["commit"]["version"]
+        elif record.kind == "adopt":
+            version = fields["version"]
+    if not opening:
+        return None
+    commit = last.commit if last else None
+    return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit)
+
+
+def _damaged(path: Path, error: DamagedLine) -> StateError:
+    return StateError(f"ledger {path}: {error}", "move it away, and keep it: no crash of a peer does that")

@@ -1,0 +1,147 @@
+"""A peer's own contributions as files, so that `diloco replay` can make every version again.
+
+    <directory>/recorded/v00000012.f0.5f2c9a7e.00c3a1b2d4e5.bin
+        version of the anchor it was measured on . fragment . digest of that version's commit . incarnation
+
+    line 1    checksum and JSON: peer, sizes of the fragment, counts, and of every encoded part [bytes, SHA-256]
+    then      the encoded parts, one behind the other
+
+A file is complete and on the disk before anybody is offered the contribution. What other peers wrote is data: sizes
+and hashes are checked, nothing is unpickled. Measured on ext4: 1.0 ms for 100 kB, 3.0 ms for 1 MB, 26 ms for 16 MB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.accounts.ledger import sealed_line, sync_path, unsealed
+from diloco.base.errors import StateError
+from diloco.base.types import Contribution, Counted
+from diloco.outer.fragments import Fragment
+
+RECORDED = "recorded"
+MAX_HEADER_BYTES = 2**26  # half a million parts
+_NAME = re.compile(r"v(\d{8,18})\.f(\d{1,6})\.[0-9a-f]{8}\.[0-9a-f]{12,16}\.bin")
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """The writing end."""
+
+    directory: Path
+    peer: str
+    incarnation: int
+    versions: int
+    """How many versions' contributions are kept; 0: all."""
+    warn: Callable[[str], None]
+
+    def keep(self, contribution: Contribution, fragment: Fragment, base: str) -> None:
+        """Write a contribution measured on the commit with digest `base`. A disk that refuses is a warning: it makes
+        a version that cannot be replayed, not one that cannot be trained."""
+        name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.incarnation:012x}.bin"
+        path = self.directory / name
+        beside = path.with_name(f".{name}.tmp")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._write(beside, contribution, fragment)
+            beside.replace(path)
+            sync_path(self.directory)
+            self._forget(contribution.base_version)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            self.warn(f"a contribution is not recorded: {error.strerror}")
+
+    def _write(self, path: Path, contribution: Contribution, fragment: Fragment) -> None:
+        header = {
+            "peer": self.peer,
+            "fragment": fragment.index,
+            "groups": fragment.groups,
+            "part_elements": fragment.part_elements,
+            **{name: getattr(contribution, name) for name in ("base_version", "weight", "tokens", "blocks")},
+            "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in contribution.parts],
+        }
+        with path.open("wb") as file:
+            file.write(sealed_line(header))
+            file.writelines(contribution.parts)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _forget(self, newest: int) -> None:
+        if self.versions:
+            for path in self.directory.iterdir():
+                match = _NAME.fullmatch(path.name)
+                if match and int(match[1]) <= newest - self.versions:
+                    path.unlink()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded contribution; its parts stay on the disk until they are asked for."""
+
+    path: Path
+    fragment: Fragment
+    counted: Counted
+    """As a commit counts it."""
+    offset: int
+    """Of the first part, in the file."""
+    parts: tuple[tuple[int, str], ...]
+    """Size in bytes and SHA-256 of each."""
+
+    def payloads(self) -> Iterator[bytes]:
+        """The parts, in order, verified. Raises StateError."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            for number, (size, sha256) in enumerate(self.parts):
+                payload = file.read(size)
+                if hashlib.sha256(payload).hexdigest() != sha256:
+                    raise _damaged(self.path, f"part {number} was changed")
+                yield payload
+
+
+def recordings(directory: Path) -> list[Recording]:
+    """All in a peer's folder, by name. Raises StateError."""
+    folder = directory / RECORDED
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [_open(path) for path in paths if _NAME.fullmatch(path.name)]
+
+
+def _open(path: Path) -> Recording:
+    with path.open("rb") as file:
+        line = file.readline(MAX_HEADER_BYTES)
+        header = unsealed(line.removesuffix(b"\n"))
+    if header is None:
+        raise _damaged(path, "its first line was changed")
+    try:
+        return _recording(path, header, len(line))
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise _damaged(path, f"its first line is malformed: {error!r}"[:200]) from error
+
+
+def _recording(path: Path, header: Mapping[str, Any], offset: int) -> Recording:
+    """Raises StateError, KeyError, TypeError, ValueError and ArithmeticError."""
+    counts = ("base_version", "weight", "tokens", "blocks")
+    if any(type(header[name]) is not int for name in (*counts, "fragment", "part_elements")):
+        raise TypeError("a count is no whole number")
+    parts = tuple((int(size), str(sha256)) for size, sha256 in header["parts"])
+    if path.stat().st_size != offset + sum(size for size, _ in parts):
+        raise _damaged(path, "it has another size than its first line says")
+    groups = header.get("groups", [[0, header.get("elements")]])  # without: of a diloco before there were groups
+    sizes = tuple((int(group), int(elements)) for group, elements in groups)
+    made = sum(-(-elements // header["part_elements"]) for _, elements in sizes)
+    if made != len(parts):
+        raise _damaged(path, f"{len(parts)} parts, its groups make {made}")
+    fragment = Fragment(header["fragment"], (), sizes, header["part_elements"])
+    counted = Counted(str(header["peer"]), *(header[name] for name in counts))
+    return Recording(path, fragment, counted, offset, parts)
+
+
+def _damaged(path: Path, why: str) -> StateError:
+    return StateError(f"recorded contribution {path}: {why}", "copy it again from where it is whole, or leave it out")

@@ -1,0 +1,264 @@
+"""The plain values that travel through the system: members, leases, contributions, commits, outcomes.
+
+Nothing here imports torch, a socket, a clock or a random source. A `Commit` is the record that makes a version;
+its canonical JSON is what is hashed, sent and kept, so two peers that hold the same bytes hold the same record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One peer as the others know it."""
+
+    peer: str
+    """Name, unique in the run; kept when the peer comes back."""
+    incarnation: int
+    """Larger at each start of the process (`clock.new_incarnation`), so that no earlier life is taken for this one."""
+    address: str
+    """`host:port` of its exchange."""
+    witness: bool = False
+    """It only votes: it holds no state, trains nothing, owns no parts and coordinates nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Data blocks `start` to `stop` (exclusive), counted over all epochs: epoch = position // blocks per epoch."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """Which data blocks belong to whom at one version. See `diloco.protocol.leases`."""
+
+    cursor: int
+    """First block that was never given to anybody."""
+    held: dict[str, tuple[Blocks, ...]]
+    """Blocks a peer may train on and has not contributed yet, in order."""
+    returned: tuple[Blocks, ...] = ()
+    """Handed back by leavers; given out again first."""
+    lost: int = 0
+    """Blocks that went away with dead peers, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """One contribution as a commit counts it."""
+
+    peer: str
+    base_version: int
+    """The version whose anchor it is measured against."""
+    weight: int
+    """Its share in the mean is weight / sum of weights."""
+    tokens: int
+    """Tokens trained for it."""
+    blocks: int
+    """Data blocks used for it, from the front of the peer's lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Omitted:
+    """Parts `start` to `stop` (exclusive) of a mean without a contribution that the mean counts elsewhere.
+
+    The contributor's progress in these parts stays its own and goes into its next pseudo-gradient.
+    """
+
+    peer: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The record that makes a version. Commits form a chain by `previous`."""
+
+    version: int
+    previous: str
+    """Digest of the commit before; the contract's digest for the first."""
+    lineage: str
+    """Which founding this chain descends from: a new one at each `diloco peer CONTRACT` and each refounding resume."""
+    fragment: int
+    """The fragment whose anchor moves; -1 for a founding, which moves none."""
+    view: tuple[Member, ...]
+    """Who is in the run from this version on, in order of admission."""
+    counted: tuple[Counted, ...]
+    """In the order of summation; each counts in at least one part."""
+    omitted: tuple[Omitted, ...]
+    """Where somebody counted does not count, by peer, then by part; empty when all went well."""
+    mean_digest: str
+    """`diloco.outer.average.mean_digest` of the encoded mean's parts; empty for a founding."""
+    tokens: int
+    """Tokens committed since the run began, this version included."""
+    leases: Leases
+    state_digest: str
+    """Digest of anchor and outer state *before* this commit (`OuterState.digest`), on which all counted peers agree."""
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON (UTF-8, sorted keys, no blanks)."""
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        """Made once, and sent to all: with 256 members they are 60 kB."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of `to_bytes()`, hexadecimal."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def counts(self, peer: str, part: int) -> bool:
+        """Whether this part of the mean counts the contribution of `peer`."""
+        omitted = any(entry.peer == peer and entry.start <= part < entry.stop for entry in self.omitted)
+        return not omitted and any(counted.peer == peer for counted in self.counted)
+
+    def member(self, peer: str) -> Member | None:
+        """The entry of `peer` in the view."""
+        return next((member for member in self.view if member.peer == peer), None)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Commit:
+        """Parse what `to_bytes` wrote. Raises ValueError on anything else, however hostile."""
+        try:
+            tree = json.loads(data)
+            commit = _commit(tree)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a commit: {error!r}") from error
+        if commit.to_bytes() != data:
+            raise ValueError("not a commit in canonical form")
+        return commit
+
+
+def _commit(tree: dict[str, Any]) -> Commit:
+    return Commit(
+        version=_int(tree["version"]),
+        previous=_text(tree["previous"]),
+        lineage=_text(tree["lineage"]),
+        fragment=_int(tree["fragment"], low=-1),
+        view=tuple(_member(entry) for entry in tree["view"]),
+        counted=tuple(_counted(entry) for entry in tree["counted"]),
+        omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
+        mean_digest=_text(tree["mean_digest"]),
+        tokens=_int(tree["tokens"]),
+        leases=_leases(tree["leases"]),
+        state_digest=_text(tree["state_digest"]),
+    )
+
+
+def _member(tree: dict[str, Any]) -> Member:
+    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]), _flag(tree["witness"]))
+
+
+def _counted(tree: dict[str, Any]) -> Counted:
+    names = ("base_version", "weight", "tokens", "blocks")
+    return Counted(_text(tree["peer"]), *(_int(tree[name]) for name in names))
+
+
+def _omitted(tree: dict[str, Any]) -> Omitted:
+    return Omitted(_text(tree["peer"]), _int(tree["start"]), _int(tree["stop"]))
+
+
+def _leases(tree: dict[str, Any]) -> Leases:
+    held = {_text(peer): _ranges(ranges) for peer, ranges in tree["held"].items()}
+    return Leases(_int(tree["cursor"]), held, _ranges(tree["returned"]), _int(tree["lost"]))
+
+
+def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
+    return tuple(Blocks(_int(entry["start"]), _int(entry["stop"], low=entry["start"])) for entry in entries)
+
+
+def _int(value: Any, low: int = 0) -> int:
+    if type(value) is not int or not low <= value < 2**63:
+        raise ValueError(f"expected a whole number of at least {low}, got {value!r}"[:100])
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"expected true or false, got {value!r}"[:100])
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > 256:
+        raise ValueError(f"expected a short text, got {value!r}"[:100])
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one peer adds to a version: an encoded pseudo-gradient and what it stands for."""
+
+    fragment: int
+    base_version: int
+    weight: int
+    tokens: int
+    blocks: int
+    parts: Sequence[bytes]
+    """One encoded part each, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A version that closed: its commit and the encoded mean, one entry per part (none for a founding)."""
+
+    commit: Commit
+    parts: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A round that was not applied: nothing changed, and the progress counts next time."""
+
+    reason: str
+    exposed: bool = False
+    """Others have bytes of the contribution, so that a later attempt may still count it: until the version closes,
+    only the very same contribution may be offered again."""
+
+
+class Phase(StrEnum):
+    """What a peer is doing, for people."""
+
+    WAITING = "waiting"  # for the run to start
+    JOINING = "joining"
+    TRAINING = "training"
+    SYNCING = "syncing"
+    AVERAGING = "averaging"  # gossip's final average: nothing is trained any more
+    WITNESS = "witness"  # votes, and does not train
+    LEAVING = "leaving"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a peer is; travels with its heartbeats."""
+
+    phase: str = Phase.JOINING
+    version: int = 0
+    inner_step: int = 0
+    """Inner steps since the peer started."""
+    tokens: int = 0
+    """Tokens it has trained since it started."""
+    tokens_per_s: float = 0.0
+    """Since it started, waiting and all."""
+    pace: float = 0.0
+    """Tokens per second of the inner steps of its last round, alone; 0 before. Steps are counted with the contract's
+    tokens, whatever a caller's own loop (`diloco.run.library`) puts into one: it says how long one takes."""
+    loss: float = 0.0
+    """Training loss, mean over the last round (nats per token); 0 before the first."""
+    wire_bytes_sent: int = 0
+    first_counted_version: int = -1
+    """The version that counted its first contribution; -1 before."""

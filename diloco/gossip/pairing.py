@@ -1,0 +1,95 @@
+"""What two peers do with each other's weights under gossip (NoLoCo, arXiv 2506.10911): no all-reduce, only pairs.
+
+Each peer has slow weights θ of its own (its anchor) and a momentum m. With δ = local - θ, a swap is
+
+    m ← β m + η mean(δ) + η (mean(θ) - θ);   θ ← θ + m        means over the two
+
+Both terms have one coefficient, so that only the mean of the two local weights is needed, and one payload travels in
+each direction:
+
+    m ← β m + η (mean(local) - θ);   θ ← θ + m
+
+The sum of what both gain is η (δ₁ + δ₂), so that no progress is lost; and each is pulled towards the other, or the
+peers would drift apart for ever. Among many peers that meet at random the pull wins if η < 2 (1 - β²): written as a
+linear recursion of E θ², E θ m and E m² over peers of mean zero, the largest eigenvalue is 1 there. Beyond it momentum
+carries the peers past each other, further at each swap.
+
+fp32 on the host, each operation rounded on its own, as in `diloco.outer.optimizers`. Nobody compares bits here, but a
+swap that is
+replayed gives the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diloco.compress import PayloadError
+from diloco.compress.codec import magnitude
+from diloco.outer.optimizers import FragmentState, tiles
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A pure function from a peer's state and the mean of two local weights to its next state."""
+
+    lr: float
+    """η."""
+    momentum: float
+    """β."""
+
+    def step(self, state: FragmentState, mean: Tensor) -> FragmentState:
+        """The state after a swap. `mean`: `pair_mean` of the two local weights."""
+        after = state.unfilled()
+        for tile in tiles(mean.numel()):
+            pull = (mean[tile] - state.anchor[tile]).mul_(self.lr)
+            momentum = torch.mul(state.slots["momentum"][tile], self.momentum, out=after.slots["momentum"][tile])
+            torch.add(state.anchor[tile], momentum.add_(pull), out=after.anchor[tile])
+        return replace(after, steps=state.steps + 1)
+
+
+def settle(state: FragmentState, mean: Tensor) -> FragmentState:
+    """The state after a swap of the final average: the mean itself, and no momentum any more."""
+    return FragmentState(mean, {"momentum": torch.zeros_like(mean)}, state.steps + 1, state.fragment)
+
+
+def pair_mean(mine: Tensor, theirs: Tensor, out: Tensor | None = None) -> Tensor:
+    """The mean of two local weights, flat fp32: `out`, which may be one of them, or new. Halves are summed, lest a sum
+    overflow."""
+    mean = torch.empty_like(mine) if out is None else out
+    for tile in tiles(mine.numel()):
+        torch.add(mine[tile] * 0.5, theirs[tile] * 0.5, out=mean[tile])
+    return mean
+
+
+def spread(mine: Tensor, theirs: Tensor) -> float:
+    """How far two weights are apart: root mean square of their difference over that of the weights; 0: nothing.
+
+    For people, and for when the final average is over: a sum over elements is not the same bits everywhere.
+    """
+    apart, size = 0.0, 0.0
+    for tile in tiles(mine.numel()):
+        apart += _squares(mine[tile] - theirs[tile])
+        size += (_squares(mine[tile]) + _squares(theirs[tile])) / 2
+    return math.sqrt(apart / size) if size else 0.0
+
+
+def check_partner(mine: Tensor, theirs: Tensor, max_norm_ratio: float) -> None:
+    """Raises PayloadError when the other's weights are so many times larger than ours that no honest peer has them.
+
+    `max_norm_ratio` 0: any size will do, but none may overflow.
+    """
+    own, other = (math.sqrt(_squares(values) / max(values.numel(), 1)) for values in (mine, theirs))
+    if max_norm_ratio and own and other > max_norm_ratio * own:
+        raise PayloadError(f"the weights are absurdly large: root mean square {other:.3g}, ours {own:.3g}")
+    if not magnitude(mine) + magnitude(theirs) <= torch.finfo(torch.float32).max / 4:
+        raise PayloadError("the weights are too large to be averaged")
+
+
+def _squares(values: Tensor) -> float:
+    """Their sum. The squares of what fp32 holds do not fit in it."""
+    wide = (values[tile].double() for tile in tiles(values.numel()))
+    return math.fsum(float(torch.dot(tile, tile)) for tile in wide)

@@ -1,0 +1,1 @@
+"""Who is who: the run's secret, keys and certificates."""

@@ -1,0 +1,424 @@
+"""The inner loop: what one peer does between two rounds, as any PyTorch training script would.
+
+A step takes a block of sequences through forward, backward, clipping and the inner optimizer. The learning rate
+follows the tokens of the whole run and not a count of steps, so it means the same whoever takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diloco.base.errors import StateError
+from diloco.config.contract import InnerSection
+from diloco.inner.meter import Phases
+from diloco.inner.muon import LR_RATIO, MuonAdamW, muon_parameters
+from diloco.island.slices import Pieces, Shape, Slice
+from diloco.models.moe import routers
+from diloco.models.transformer import token_loss
+from diloco.outer.fragments import named_parameters
+
+Forward = Callable[[Tensor], Tensor]
+Reduce = Callable[[list[nn.Parameter]], None]
+State = dict[str, Tensor | int | float]
+
+
+def learning_rate(section: InnerSection, total_tokens: int, tokens: int) -> float:
+    """Inner learning rate of the step that ends when the run has trained `tokens` of `total_tokens`.
+
+    Linear warm-up over the first `warmup` share of the run; then cosine to `final_lr` x `lr`; or constant; or, for
+    `wsd`, constant until a linear fall to `final_lr` x `lr` over the last `decay` share (arXiv 2404.06395, section 4).
+    """
+    position = min(tokens / total_tokens, 1.0)
+    rise = _ramp(position, 0.0, section.warmup)
+    if section.schedule == "cosine":
+        fall = (1 - math.cos(math.pi * _ramp(position, section.warmup, 1.0))) / 2
+    elif section.schedule == "wsd":
+        fall = _ramp(position, 1 - section.decay, 1.0)
+    else:
+        fall = 0.0
+    return section.lr * rise * (1 - (1 - section.final_lr) * fall)
+
+
+def _ramp(position: float, start: float, stop: float) -> float:
+    """0 up to `start`, 1 from `stop` on, linear between."""
+    return min(max((position - start) / (stop - start), 0.0), 1.0) if start < stop else float(position >= stop)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once.
+
+    A router's bias is not the optimizer's: its gradient is a load error (`diloco.models.moe`).
+    """
+    balancing = {id(router.bias) for router in routers(model)}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in balancing]
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [{"params": part, "weight_decay": weight_decay} for part in by_mesh(decayed)]
+    return groups + [{"params": part, "weight_decay": 0.0} for part in by_mesh(others)]
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Tensors that lie on one device mesh, or on none, together: torch's functions of lists mix no two.
+
+    Divided experts are on another one than all else.
+    """
+    parts: dict[object, list[T]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(parts.values())
+
+
+def next_token_loss(model: Forward, block: Tensor) -> Tensor:
+    """Mean cross-entropy (nats, fp32 scalar) of each token of `block`, int64 (n, L + 1), given those before it."""
+    return token_loss(model(block[:, :-1]), block[:, 1:])
+
+
+class Pipeline(Protocol):
+    """What inner steps ask of ranks that have some layers of the model each (`diloco.island.pipeline`)."""
+
+    whole_model: nn.Module
+    """On the meta device: all parameters, of which a rank has some."""
+
+    def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Add the gradient of the mean loss over micro-batches of one shape. Returns that loss."""
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """`next_token_loss`, without a gradient."""
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a parameter is this rank's to count in the norm."""
+
+    def norm(self, own: Tensor) -> Tensor:
+        """Of the whole gradient, from the norm of what each rank counts."""
+
+
+class Ranks(Protocol):
+    """What inner steps ask of whoever spreads the model over ranks (`diloco.island.parallel`)."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """Where a rank has some layers of the model only."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """What to call: the model itself, or what wraps it."""
+
+    @property
+    def bf16(self) -> bool:
+        """Whether parameters come as bf16 where they are used: without autocast they would meet fp32."""
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; the gradient must be complete after the `last` of a step."""
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A loss, or the norm of the gradient, of which this rank may hold a part."""
+
+    def settle(self) -> None:
+        """After forward passes without backward passes."""
+
+    def held(self, name: str, value: Tensor) -> Slice:
+        """What this rank holds of a tensor that is laid out like a parameter, or the same everywhere: a view."""
+
+
+class Alone:
+    """One process that has the whole model."""
+
+    pipeline = None
+    bf16 = False
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.forward = forward
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value
+
+    def settle(self) -> None:
+        pass
+
+    def held(self, name: str, value: Tensor) -> Slice:
+        return Slice.whole(name, value)
+
+
+class InnerLoop:
+    """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        section: InnerSection,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        compile: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
+
+        `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
+        """
+        self.model = model if ranks else model.to(device)
+        self._ranks = ranks or Alone(self.model)
+        self.section = section
+        self.total_tokens = total_tokens
+        self.device = device
+        self.optimizer = make_optimizer(model, section)
+        self.steps = 0
+        self.nonfinite_steps = 0
+        """Steps without an update because the gradient was infinite or NaN."""
+        self.lr = 0.0
+        """Learning rate of the last step."""
+        forward = self._ranks.forward
+        self._forward: Forward = torch.compile(forward) if compile else forward
+        self._parameters: list[nn.Parameter] = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self._routers = routers(model)
+        self.phases = Phases(device)
+        """Seconds of `forward`, `backward`, `reduce` (where the caller does that) and `optimizer`."""
+
+    def step(self, block: Tensor, tokens: int, reduce: Reduce | None = None) -> float:
+        """One inner step on `block`, int64 (batch_size x accumulation, L + 1). Returns the mean loss in nats per token.
+
+        `tokens`: how many the run has trained at the end of this step; sets the learning rate. `reduce` may average the
+        gradients over an island's ranks in place, after the last backward pass and before clipping.
+        """
+        self.lr = learning_rate(self.section, self.total_tokens, tokens)
+        loss = self._backward(block.to(self.device))
+        if reduce is not None:
+            with self.phases.device("reduce"):
+                reduce(self._parameters)
+        with self.phases.device("optimizer"):
+            self._update()
+        self.steps += 1
+        value = loss.item()  # the device is done
+        self.phases.read()
+        return value
+
+    def _backward(self, block: Tensor) -> Tensor:
+        """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
+        micro_batches = torch.split(block, self.section.batch_size)
+        if self._ranks.pipeline is not None:
+            with self.phases.device("pipeline"):
+                return self._ranks.pipeline.backward(micro_batches)
+        total = torch.zeros((), device=self.device)
+        for index, micro_batch in enumerate(micro_batches):
+            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
+                bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16")
+                with self.phases.device("forward"), bf16:
+                    loss = objective = self._ranks.whole(next_token_loss(self._forward, micro_batch))
+                share = len(micro_batch) / len(block)
+                for router in self._routers:
+                    objective = objective + router.take_loss()
+                with self.phases.device("backward"):
+                    torch.autograd.backward(objective * share)
+            total += loss.detach() * share
+        return total
+
+    def _norm(self) -> Tensor:
+        """The global norm of the gradient."""
+        pipeline = self._ranks.pipeline
+        counted = [p for p in self._parameters if pipeline is None or pipeline.counts(p)]
+        gradients = [p.grad for p in counted if p.grad is not None]
+        norms = [self._ranks.whole(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
+        norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+        return norm if pipeline is None else pipeline.norm(norm)
+
+    def _update(self) -> None:
+        """Clip by the global norm and let the optimizer move the parameters."""
+        norm = self._norm()
+        if math.isfinite(norm.item()):
+            if self.section.clip:
+                for part in by_mesh(self._parameters):
+                    torch.nn.utils.clip_grads_with_norm_(part, self.section.clip, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr * group.get(LR_RATIO, 1.0)
+            self.optimizer.step()
+            for router in self._routers:
+                router.rebalance()
+        else:
+            # One bad batch would turn every parameter into NaN, and the next pseudo-gradient would poison the anchor
+            # of all peers.
+            self.nonfinite_steps += 1
+        self.model.zero_grad(set_to_none=True)
+
+    def expert_imbalance(self) -> list[float]:
+        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model. Of a pipeline: of the
+        blocks that this rank has."""
+        return [round(router.imbalance(), 3) for router in self._routers]
+
+    def numbers(self) -> dict[str, int]:
+        """Step counts."""
+        return {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
+
+    def weights(self) -> list[Slice]:
+        """What this rank holds of each trainable parameter: views."""
+        return [self._ranks.held(name, parameter) for name, parameter in self._named_parameters()]
+
+    def state(self) -> list[Slice]:
+        """What this rank holds of the optimizer's state, as `<parameter>/<key>`: views, which the next step moves."""
+        return [
+            self._ranks.held(f"{name}/{key}", value)
+            for name, parameter in self._named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        ]
+
+    def load_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str] = ()) -> None:
+        """Take back what `numbers` and `state` gave, on all ranks or on others than these: this rank's slices of it.
+
+        `elsewhere`: entries of parameters that only other ranks hold. Raises StateError when it belongs to another
+        model or optimizer.
+        """
+        self._check_state(numbers, state, elsewhere)
+        self.steps, self.nonfinite_steps = int(numbers["steps"]), int(numbers["nonfinite_steps"])
+        named = dict(self._named_parameters())
+        self.optimizer.state.clear()
+        for entry in state:
+            name, _, key = entry.rpartition("/")
+            if name in named:
+                parameter = named[name].detach()
+                value = torch.empty_like(parameter) if state.shape(entry) else torch.empty((), device=parameter.device)
+                state.read(self._ranks.held(entry, value))
+                self.optimizer.state[named[name]][key] = value
+
+    def foreign(self, state: Iterable[str]) -> set[str]:
+        """Entries of an optimizer's state that are of no parameter that this rank holds."""
+        named = dict(self._named_parameters())
+        return {entry for entry in state if entry.rpartition("/")[0] not in named}
+
+    def _check_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str]) -> None:
+        if not all(type(numbers.get(name)) is int for name in ("steps", "nonfinite_steps")):
+            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
+        shapes = {entry: state.shape(entry) for entry in state if entry not in elsewhere}
+        _check_state(shapes, dict(self._named_parameters()), _state_keys(self.optimizer))
+
+    def _named_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(named_parameters(self.model).items())
+
+
+def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
+    """The contract's inner optimizer over `parameter_groups`. SGD is plain: no momentum, so nothing to remember.
+
+    Raises ConfigError when this torch does not have it.
+    """
+    groups = parameter_groups(model, section.weight_decay)
+    match section.optimizer:
+        case "sgd":
+            return torch.optim.SGD(groups, lr=section.lr)
+        case "muon":
+            return MuonAdamW(groups, muon_parameters(model), section)
+        case "adamw":
+            # Fused is one pass over memory, on the CPU too: 0.75 ms for 1M parameters on one core, foreach takes 2.5.
+            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _state_keys(optimizer: torch.optim.Optimizer) -> dict[Tensor, set[str]]:
+    """What the optimizer remembers of each parameter once that has moved, told from the settings of its group."""
+    return {p: _group_keys(group) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _group_keys(group: Mapping[str, Any]) -> set[str]:
+    if "betas" in group:
+        return {"step", "exp_avg", "exp_avg_sq"}
+    return {"momentum_buffer"} if "ns_steps" in group else set()
+
+
+def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys: Mapping[Tensor, set[str]]) -> None:
+    """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
+    got: dict[str, set[str]] = {}
+    for entry, found_shape in shapes.items():
+        name, _, key = entry.rpartition("/")
+        got.setdefault(name, set()).add(key)
+        parameter = named.get(name)
+        shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
+        if found_shape != shape:
+            raise StateError(
+                f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}",
+                "resume with the contract that wrote the checkpoint",
+            )
+    for name, found in got.items():
+        expected = keys[named[name]]
+        if found != expected:
+            raise StateError(
+                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
+                "resume with the contract that wrote the checkpoint",
+            )
+
+
+def evaluate(
+    model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: Ranks | None = None
+) -> float:
+    """Mean loss in nats per token over `blocks`, int64 (n, L + 1), `batch_size` sequences at a time, in fp32 but where
+    ranks have parameters as bf16 only.
+
+    Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
+    `ranks` that a model is spread over evaluate the same blocks together.
+    """
+    ranks = ranks or Alone(model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=ranks.bf16)
+        with torch.no_grad(), ranks.micro_batch(last=True), autocast:
+            batches = torch.split(blocks, batch_size)
+            losses = (_loss(ranks, rows.to(device)).item() for rows in batches)
+            total = math.fsum(loss * len(rows) for loss, rows in zip(losses, batches, strict=True))
+    finally:
+        ranks.settle()
+        for module, training in modes:
+            module.training = training
+    return total / len(blocks)
+
+
+def _loss(ranks: Ranks, rows: Tensor) -> Tensor:
+    if ranks.pipeline is not None:
+        return ranks.pipeline.loss(rows)
+    return ranks.whole(next_token_loss(ranks.forward, rows))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global random states of Python, NumPy and torch (CPU and GPUs)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_states() -> State:
+    """The global random states of Python, NumPy and torch (CPU and the current GPU), as tensors and plain numbers."""
+    _, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    states: State = {
+        "python": torch.tensor(words),
+        "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_position": numpy_state["state"]["pos"],
+        "numpy_has_gauss": numpy_state["has_gauss"],
+        "numpy_gauss": numpy_state["gauss"],
+        "torch": torch.get_rng_state(),
+    }
+    if gauss is not None:
+        states["python_gauss"] = gauss
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Put back what `random_states` gave; a GPU's state only where there is a GPU. Raises KeyError if one is absent."""
+    random.setstate((3, tuple(states["python"].tolist()), states.get("python_gauss")))
+    keys = states["numpy"].numpy().astype(np.uint32)
+    gauss = (states["numpy_position"], states["numpy_has_gauss"], states["numpy_gauss"])
+    np.random.set_state(("MT19937", keys, *gauss))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

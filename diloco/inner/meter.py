@@ -1,0 +1,156 @@
+"""What inner steps make of the hardware: seconds of each phase, memory, and FLOP/s beside the device's peak (MFU).
+
+FLOPs are the model's, 6 N and attention's per token (`diloco.plan.model`), whatever a rank computes twice to save
+memory. MFU is what of the peak of all ranks they make up (arXiv 2204.02311, appendix B): once of the time of the inner
+steps, once of all time, with syncs, waiting, evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.base.clock import monotonic_s
+from diloco.config.contract import Contract, DeviceSection
+from diloco.observe.telemetry import timed
+from diloco.plan.hardware import gpu_called
+from diloco.plan.model import model_of_section
+
+MEMORY = ("host_peak_bytes", "device_peak_bytes", "device_reserved_bytes")
+"""What a rank says of its memory: the most that the process ever had in RAM; the most that tensors took of the GPU, and
+what torch holds of it now (both 0 without one)."""
+
+
+class Phases:
+    """Seconds of each phase of inner steps on this rank, added up.
+
+    On a GPU, phases are marked on its stream by events, and read where a step has waited for it anyway, so nothing is
+    synchronised for their sake. A collective that overlaps with a phase is in it: gradients are reduced in `backward`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def device(self, name: str) -> Iterator[None]:
+        """Around work of the device; on a GPU, around what enqueues it."""
+        with torch.profiler.record_function(name):
+            if not self._on_gpu:
+                with timed(self.seconds, name):
+                    yield
+                return
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+            yield
+            ended.record()
+            self._marks.append((name, began, ended))
+
+    @contextmanager
+    def host(self, name: str) -> Iterator[None]:
+        """Around work of the host, waiting included."""
+        with torch.profiler.record_function(name), timed(self.seconds, name):
+            yield
+
+    def read(self) -> None:
+        """Read what was marked. Only where the device has nothing left to do of it."""
+        for name, began, ended in self._marks:
+            self.seconds[name] = self.seconds.get(name, 0.0) + began.elapsed_time(ended) / 1000
+        self._marks.clear()
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase since they were taken last."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+
+def memory_of(device: torch.device) -> list[int]:
+    """This process's `MEMORY`, in bytes."""
+    if device.type != "cuda":
+        return [_host_peak_bytes(), 0, 0]
+    return [_host_peak_bytes(), torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)]
+
+
+def _host_peak_bytes() -> int:
+    status = Path("/proc/self/status")  # of this program; what getrusage says may be that of who started it
+    if status.is_file():
+        found = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if found:
+            return int(found[0]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
+    """Of training the contract's model with so many rows in its embedding; None where the contract does not tell its
+    sizes (kinds `hf` and `external`)."""
+    if contract.model.kind != "transformer":
+        return None
+    model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
+    return model.flops_per_token(contract.data.sequence_length)
+
+
+def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:
+    """Of one rank's device, per second: the site's, else for bf16 that of a known GPU; None: not known."""
+    if section.peak_tflops is not None:
+        return section.peak_tflops * 1e12
+    if device.type != "cuda" or precision != "bf16":
+        return None
+    gpu = gpu_called(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.flops
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver calls it; a CPU is a "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+class Usage:
+    """What a peer's inner steps came to since that was told last."""
+
+    def __init__(self, flops_per_token: float | None, peak_flops: float | None, ranks: int, phases: Phases) -> None:
+        """`peak_flops`: of one of `ranks`, per second."""
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self._peak_of_all = None if peak_flops is None else peak_flops * ranks
+        self._phases = phases
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._tokens, self._inner_s, self._since_s = 0, 0.0, monotonic_s()
+        self._phases.take()
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """An inner step of the whole island."""
+        self._tokens += tokens
+        self._inner_s += seconds
+
+    def told(self) -> dict[str, Any]:
+        """Fields of a "usage" event; what is not known is None. Begins anew."""
+        wall_s = monotonic_s() - self._since_s
+        flops = None if self.flops_per_token is None else self._tokens * self.flops_per_token
+        inner, wall = _rate(flops, self._inner_s), _rate(flops, wall_s)
+        fields = {
+            "inner_tokens": self._tokens,
+            "inner_s": round(self._inner_s, 6),
+            "wall_s": round(wall_s, 6),
+            "phases": {name: round(seconds, 6) for name, seconds in self._phases.take().items()},
+            "flops": flops,
+            "flops_per_s": inner,
+            "flops_per_s_wall": wall,
+            "mfu": _rate(inner, self._peak_of_all),
+            "mfu_wall": _rate(wall, self._peak_of_all),
+        }
+        self.begin()
+        return fields
+
+
+def _rate(amount: float | None, over: float | None) -> float | None:
+    return amount / over if amount is not None and over else None

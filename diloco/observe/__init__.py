@@ -1,0 +1,1 @@
+"""What happened: events, the history read from them, report, live screen."""

@@ -1,0 +1,503 @@
+"""The report of a run: one HTML page that opens offline, and a picture of the loss.
+
+Figures are drawn twice, for a wide and for a narrow screen, and their colours are CSS variables, so that the page
+follows the reader's window and light or dark scheme. Names come from other machines: the template escapes everything,
+and no figure reads them as mathematics.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import matplotlib
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
+
+from diloco.base.errors import ResourceError, UsageError
+from diloco.observe.history import PHASES, Curve, Point, Run, Version, outcomes, read_run
+from diloco.observe.telemetry import (
+    NOTHING,
+    STEPS,
+    readable_bytes,
+    readable_count,
+    readable_duration,
+    readable_flops,
+    readable_loss,
+    readable_percent,
+    readable_share,
+    readable_text,
+    readable_times,
+)
+
+COLORS = {
+    # name: (on light paper, on dark paper). Series are Okabe and Ito's, which stay apart for colour-blind readers.
+    "ink": ("#1d2430", "#e6e9ee"),
+    "muted": ("#5c6675", "#9aa5b4"),
+    "grid": ("#e3e7ec", "#2b323c"),
+    "paper": ("#ffffff", "#14181e"),
+    "diloco": ("#0072b2", "#5eb3ec"),
+    "ddp": ("#d55e00", "#f08a4b"),
+    "average": ("#009e73", "#3cc79b"),
+    "alone": ("#a0699b", "#d09bcb"),
+    "another": ("#7f7f7f", "#a8a8a8"),
+    "stay": ("#8fbcdb", "#2f6488"),
+    "died": ("#b3261e", "#ff8a80"),
+    "step-inner": ("#d3dae2", "#384250"),
+    "step-pseudo_gradient": ("#56b4e9", "#8fd0f5"),
+    "step-compress": ("#009e73", "#3cc79b"),
+    "step-exchange": ("#0072b2", "#3f8fcf"),
+    "step-average": ("#e6a000", "#f0bd4a"),
+    "step-outer": ("#a0699b", "#d09bcb"),
+    "step-merge": ("#d55e00", "#f08a4b"),
+    "step-other": ("#98a1ac", "#6f7a88"),
+}
+Ink = Mapping[str, str]
+"""Colour by name, as matplotlib takes it."""
+LIGHT: Ink = {name: light for name, (light, _) in COLORS.items()}
+MARKERS = {"joined": (">", "▶"), "left": ("s", "■"), "died": ("X", "✖"), "skipped": ("|", "|")}
+"""What happened to a peer: matplotlib's marker, and the sign in the legend."""
+SHOWN = 0.95
+"""Share of the points that the loss axis shows, if they are not few."""
+FEW = 30
+NICE_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400)
+"""Distances of ticks on a time axis, in seconds."""
+WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
+"""Widths of figures and size of their text; one point is shown as about one CSS pixel."""
+MOST_ROWS = 400
+"""Of the table of versions. Of more, a quarter for the newest, a quarter for those with something to say, and half for
+the rest, some to a row."""
+PLACES = 300
+"""Along the time axis: of the same that happened to a peer at one of them, one is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What the loss is drawn against."""
+
+    label: str
+    of: Callable[[Point], float]
+    text: Callable[[float], str]
+    log: bool = False
+    time: bool = False
+
+
+AXES = (
+    Axis("tokens trained on", lambda point: point.tokens, readable_count),
+    Axis("wall time", lambda point: point.wall_s, readable_duration, time=True),
+    Axis("bytes sent per peer, logarithmic", lambda point: point.sent_bytes, readable_bytes, log=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a bench measured, to stand in a report beside the run."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def read(path: Path) -> Table:
+        """From the `--json` file of a bench that writes one. Raises UsageError."""
+        fix = "give what `scripts/bench-async --json FILE` or `scripts/bench-quality --json FILE` wrote"
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))["table"]
+            table = Table(str(tree["title"]), _texts(tree["header"]), tuple(map(_texts, tree["rows"])))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}", fix) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} holds no table", fix) from error
+        if any(len(row) != len(table.header) for row in table.rows):
+            raise UsageError(f"{path}: a row of its table is not as long as the header", fix)
+        return table
+
+
+def _texts(cells: Sequence[object]) -> tuple[str, ...]:
+    return tuple(str(cell).replace("`", "") for cell in cells)
+
+
+def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
+    """Write `report.html` into the directory of a simulation or of one peer; its path. Raises ResourceError."""
+    path = directory / "report.html"
+    page = _page(read_run(directory), tables)
+    with _writing(path):
+        path.write_text(page, encoding="utf-8")
+    return path
+
+
+def write_plot(directory: Path) -> Path:
+    """Write `plot.png`, the loss against tokens, wall time and bytes sent per peer; its path. Raises ResourceError."""
+    run = read_run(directory)
+    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained", facecolor=LIGHT["paper"])
+    for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
+        _draw_loss(axes, run.curves, axis, LIGHT)
+    figure.axes[0].set_ylabel("loss, nats per token", color=LIGHT["muted"])
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.axes[0].legend(handles[::-1], labels[::-1], frameon=False, labelcolor=LIGHT["ink"])
+    path = directory / "plot.png"
+    with _writing(path):
+        figure.savefig(path)
+    return path
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        fix = "free the disk, or copy the folder to where you may write"
+        raise ResourceError(f"cannot write {path}: {error.strerror}", fix) from error
+
+
+# ---------------------------------------------------------------- drawing
+
+
+def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> None:
+    """Training loss as a thin line, held-out loss as dots."""
+    _calm(axes, ink)
+    axes.set_xlabel(axis.label, color=ink["muted"], fontsize=TEXT_PT)
+    if not any(_at(axis, [*curve.train, *curve.held_out])[0] for curve in curves):
+        axes.set(xticks=[], yticks=[])
+        style = {"ha": "center", "color": ink["muted"], "fontsize": TEXT_PT}
+        axes.text(0.5, 0.5, "no data yet", style, transform=axes.transAxes)
+        return
+    for curve in reversed(curves):  # ours on top
+        color = ink[_color_name(curve.key)]
+        axes.plot(*_at(axis, curve.train), color=color, lw=1.5, alpha=0.75, solid_capstyle="round")
+        size, edge = (5.5, 1.0) if len(curve.held_out) <= FEW else (3.5, 0.0)
+        (dots,) = axes.plot(*_at(axis, curve.held_out), "o", ms=size, mew=edge, color=color, mec=ink["paper"], zorder=3)
+        dots.set_label(curve.name)
+    _cut_the_beginning(axes, [point.loss for curve in curves for point in (*curve.train, *curve.held_out)])
+    if axis.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=5))
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(_seconds_ticks(axes, 4) if axis.time else MaxNLocator(4))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(axis.text(value))))
+
+
+def _cut_the_beginning(axes: Axes, losses: Sequence[float]) -> None:
+    """Where the loss still falls steeply it would flatten all the rest, so the axis leaves the highest few out."""
+    low, top = min(losses), sorted(losses)[int(SHOWN * len(losses))]
+    if len(losses) >= FEW:
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
+
+
+def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
+    """A row per peer, in order of arrival: a bar while it was in the view, markers for what happened to it."""
+    _calm(axes, ink, grid="x")
+    peers = list(dict.fromkeys(stay.peer for stay in run.stays))
+    for stay in run.stays:
+        width_s = max(stay.stop_s - stay.start_s, 0.1)
+        axes.barh(peers.index(stay.peer), width_s, left=stay.start_s, height=0.5, color=ink["stay"], lw=0)
+    for wait in run.waits:
+        if wait.peer in peers:
+            left_s, color = wait.start_s, ink["step-exchange"]
+            axes.barh(peers.index(wait.peer), wait.stop_s - left_s, left=left_s, height=0.5, color=color, lw=0)
+    for flight in run.flights:
+        if flight.peer in peers:
+            row, color = peers.index(flight.peer) + 0.36, ink["average"]
+            axes.plot((flight.start_s, flight.stop_s), (row, row), color=color, lw=1.5, solid_capstyle="butt")
+            axes.plot(flight.stop_s, row, "o", ms=3.5, mew=0, color=color)
+    place_s = max((stay.stop_s for stay in run.stays), default=0.0) / PLACES or 1.0
+    marks = [mark for mark in run.marks if mark.peer in peers and mark.kind in MARKERS]
+    for mark in {(mark.peer, mark.kind, mark.at_s // place_s): mark for mark in marks}.values():
+        color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
+        row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
+        axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
+    for at_s in run.resumed_s:
+        axes.axvline(at_s, color=ink["muted"], lw=1, ls=(0, (3, 3)))
+    axes.set_yticks(range(len(peers)), [readable_text(peer, 20) for peer in peers], parse_math=False)
+    axes.tick_params(axis="y", labelcolor=ink["ink"], pad=8)
+    axes.set_ylim(len(peers) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(_seconds_ticks(axes, 6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(readable_duration(value))))
+
+
+def _draw_steps(axes: Axes, bars: Sequence[tuple[int, Mapping[str, float]]], steps: Sequence[str], ink: Ink) -> None:
+    """A stacked bar per version (or per few of them): seconds of each of `steps`."""
+    _calm(axes, ink)
+    versions = [version for version, _ in bars]
+    gap = min((later - sooner for sooner, later in pairwise(versions)), default=1)
+    bottoms = [0.0] * len(bars)
+    for step in steps:
+        heights = [seconds[step] for _, seconds in bars]
+        axes.bar(versions, heights, 0.8 * gap, bottoms, color=ink[f"step-{step}"], lw=0)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    margin = max(0.6 * gap, (8 * gap - (versions[-1] - versions[0])) / 2)  # a few bars stay slim
+    axes.set_xlim(versions[0] - margin, versions[-1] + margin)
+    axes.xaxis.set_major_locator(FixedLocator(versions) if len(versions) <= 12 else MaxNLocator(10, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+
+
+def _calm(axes: Axes, ink: Ink, grid: Literal["x", "y"] = "y") -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(ink["grid"])
+    axes.tick_params(length=0, labelcolor=ink["muted"], labelsize=TEXT_PT)
+    axes.grid(axis=grid, color=ink["grid"], lw=0.8)
+    axes.set_axisbelow(True)
+    axes.set_facecolor("none")
+
+
+def _seconds_ticks(axes: Axes, most: int) -> MultipleLocator:
+    """Ticks at round seconds, minutes, hours or days: about `most` at most."""
+    left, right = axes.get_xlim()
+    fitting = (step for step in NICE_S if (right - left) / step <= most + 1)
+    return MultipleLocator(next(fitting, NICE_S[-1] * math.ceil((right - left) / NICE_S[-1] / most)))
+
+
+def _at(axis: Axis, points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Where the points that cost anything lie, and their losses."""
+    costly = [point for point in points if axis.of(point) > 0]
+    return [axis.of(point) for point in costly], [point.loss for point in costly]
+
+
+def _color_name(key: str) -> str:
+    return key if key in ("diloco", "ddp", "average", "alone") else "another"
+
+
+def _tick(text: str) -> str:
+    """Without zeros that say nothing: 1.50 MB -> 1.5 MB, 10.0k -> 10k."""
+    return re.sub(r"\.?0+(?=\D*$)", "", text) if "." in text else text
+
+
+def _binned(versions: Sequence[Version], most: int) -> list[tuple[int, dict[str, float]]]:
+    """(first version, mean seconds per step) of at most `most` equal groups of versions that have timings."""
+    timed = [row for row in versions if row.seconds]
+    size = -(-len(timed) // most) or 1
+    groups = [timed[start : start + size] for start in range(0, len(timed), size)]
+    return [(rows[0].version, {step: fmean(row.seconds[step] for row in rows) for step in STEPS}) for rows in groups]
+
+
+# ---------------------------------------------------------------- figures of the page
+
+_STAND_IN = {name: f"#fe01{index:02x}" for index, name in enumerate(COLORS)}
+"""Colours drawn with, each to be replaced by the CSS variable of its name."""
+_SVG_SETTINGS = threading.Lock()
+"""How text is written to SVG is a process-wide setting of matplotlib."""
+
+
+def _loss_figures(run: Run) -> list[Markup]:
+    figures = []
+    for axis in AXES:
+        figure = _figure(PANEL_PT, 290)
+        _draw_loss(figure.subplots(), run.curves, axis, _STAND_IN)
+        figures.append(_svg(figure, "loss" + axis.label[0], f"loss against {axis.label}"))
+    return figures
+
+
+def _view_figure(run: Run, width_pt: int) -> Markup:
+    figure = _figure(width_pt, 40 + 30 * len({stay.peer for stay in run.stays}))
+    _draw_view(figure.subplots(), run, _STAND_IN)
+    return _svg(figure, f"view{width_pt}", "peers in the view over time")
+
+
+def _steps_figure(run: Run, width_pt: int) -> Markup:
+    """The whole round above, and below it all but the inner steps, which dwarf the rest."""
+    figure = _figure(width_pt, 380)
+    bars = _binned(run.versions, most=width_pt // 12)
+    whole, sync = figure.subplots(2, 1, sharex=True)
+    _draw_steps(whole, bars, STEPS, _STAND_IN)
+    _draw_steps(sync, bars, STEPS[1:], _STAND_IN)
+    for axes, title in ((whole, "Whole round, seconds"), (sync, "Without the inner steps, seconds")):
+        axes.set_title(title, loc="left", fontsize=TEXT_PT, color=_STAND_IN["ink"])
+    sync.set_xlabel("version", color=_STAND_IN["muted"], fontsize=TEXT_PT)
+    return _svg(figure, f"steps{width_pt}", "seconds per step of the line for each version")
+
+
+def _figure(width_pt: int, height_pt: int) -> Figure:
+    return Figure(figsize=(width_pt / 72, height_pt / 72), layout="constrained")
+
+
+def _svg(figure: Figure, name: str, title: str) -> Markup:
+    """The figure as an `<svg>` element that takes its font, colours and width from the page.
+
+    `name` keeps its ids apart from those of the other figures. Nothing in it refers to anything outside.
+    """
+    out = io.StringIO()
+    with _SVG_SETTINGS, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg ") :], flags=re.DOTALL)
+    size = re.search(r'viewBox="[^"]*"', svg)
+    assert size is not None
+    svg = f'<svg role="img" aria-label="{title}" {size[0]}>' + svg[svg.index(">") + 1 :]
+    svg = re.sub(r'\bid="', f'id="{name}-', svg.replace("xlink:href", "href"))
+    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    names = list(COLORS)
+    return Markup(re.sub(r"#fe01([0-9a-f]{2})", lambda found: f"var(--{names[int(found[1], 16)]})", svg))
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _page(run: Run, tables: Sequence[Table]) -> str:
+    folder = Path(__file__).parent
+    jinja = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    jinja.filters |= {
+        "bytes": readable_bytes,
+        "count": readable_count,
+        "duration": readable_duration,
+        "flops": readable_flops,
+        "loss": readable_loss,
+        "most": lambda values: max(values, default=0) or None,
+        "percent": readable_percent,
+        "share": readable_share,
+        "text": readable_text,
+        "times": readable_times,
+        "color": _color_name,
+    }
+    steps = _step_totals(run.versions)
+    return jinja.get_template("report.html").render(
+        run=run,
+        cards=list(_cards(run)),
+        methods=outcomes(run.summary),
+        tables=tables,
+        rows=_rows(run.versions),
+        steps=steps,
+        phases=[name for name in PHASES if any(one.phases.get(name) for one in run.hardware)],
+        attempts=any(row.attempts for row in run.versions),
+        fragments=any(row.fragment for row in run.versions),
+        spreads=any(row.spread is not None for row in run.versions),
+        colors=COLORS,
+        signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},
+        loss_figures=_loss_figures(run),
+        view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
+        step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if steps else [],
+        nothing=NOTHING,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of the table of versions: one of them, or the versions from `first` on as one."""
+
+    first: int
+    of: int
+    shown: Version
+
+
+def _rows(versions: Sequence[Version]) -> list[Row]:
+    if len(versions) <= MOST_ROWS:
+        return [Row(row.version, 1, row) for row in versions]
+    older, newest = versions[: -MOST_ROWS // 4], versions[-MOST_ROWS // 4 :]
+    full = [row for row in older if row.notes or len(row.digests) > 1][-MOST_ROWS // 4 :]
+    size = -(-len(older) // (MOST_ROWS // 2))
+    groups = [older[start : start + size] for start in range(0, len(older), size)]
+    folded = [Row(group[0].version, len(group), _as_one(group)) for group in groups]
+    rows = [*folded, *(Row(row.version, 1, row) for row in (*full, *newest))]
+    return sorted(rows, key=lambda row: (row.first, -row.of))
+
+
+def _as_one(group: Sequence[Version]) -> Version:
+    """The last of them, with what the others say beside it."""
+    losses = [row.loss for row in group if row.loss is not None]
+    spreads = [row.spread for row in group if row.spread is not None]
+    fewest = min(group, key=lambda row: row.counted)
+    notes = sum(len(row.notes) for row in group)
+    return replace(
+        group[-1],
+        counted=fewest.counted,
+        members=fewest.members,
+        loss=fmean(losses) if losses else None,
+        val_loss=next((row.val_loss for row in reversed(group) if row.val_loss is not None), None),
+        tokens_per_s=fmean(row.tokens_per_s for row in group),
+        attempts=max(row.attempts for row in group),
+        digests=max((row.digests for row in reversed(group)), key=len),
+        spread=fmean(spreads) if spreads else None,
+        notes=[f"{notes} note{'' if notes == 1 else 's'}"] if notes else [],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A headline: what, the number, and a line to read it by."""
+
+    title: str
+    value: str
+    note: str
+
+
+def _cards(run: Run) -> Iterator[Card]:
+    facts = run.summary
+    ours, *others = outcomes(facts)
+    base = others[0] if facts.get("baseline") else None
+    if base and ours.worse is not None:
+        note = f"{readable_loss(ours.val_loss)} beside {readable_loss(base.val_loss)}"
+        yield Card(f"Held-out loss vs {base.name}", readable_percent(ours.worse), note)
+    else:
+        note = "no baseline to compare with" if ours.val_loss is not None else "no data yet"
+        yield Card("Held-out loss", readable_loss(ours.val_loss), note)
+    sent = readable_bytes(ours.wire_bytes_sent)
+    if base and ours.fewer is not None:
+        note = f"{sent} per peer beside {readable_bytes(base.wire_bytes_sent)}"
+        yield Card(f"Fewer bytes than {base.name}", readable_times(ours.fewer), note)
+    else:
+        yield Card("Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet")
+    steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
+    gossips = any(row.spread is not None for row in run.versions)
+    yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
+    yield _spread_card(run) if gossips else _digest_card(run)
+    note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
+    yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
+
+
+def _tokens_per_s(versions: Sequence[Version]) -> float | None:
+    """Committed tokens per second, since the run began or since what is known of it begins."""
+    if not versions:
+        return None
+    first, last = versions[0], versions[-1]
+    tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
+    return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
+
+
+def _spread_card(run: Run) -> Card:
+    return Card("Spread between peers", readable_share(run.summary.get("spread")), "of the weights, when they met last")
+
+
+def _digest_card(run: Run) -> Card:
+    agree, digest = run.summary.get("digests_agree"), str(run.summary.get("digest", ""))[:12]
+    if agree is None:
+        return Card("Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet")
+    if not agree:
+        return Card("Digests", "differ", "a defect: the peers' states are not the same")
+    return Card("Digests", "agree", f"{digest}, the same on all peers")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotal:
+    """One step of the line over the whole run, mean over peers."""
+
+    name: str
+    key: str
+    total_s: float
+    mean_s: float
+    share: float
+
+
+def _step_totals(versions: Sequence[Version]) -> list[StepTotal]:
+    timed = [row.seconds for row in versions if row.seconds]
+    totals = {step: sum(seconds[step] for seconds in timed) for step in STEPS}
+    whole = sum(totals.values()) or 1.0
+    return [
+        StepTotal(step.replace("_", "-"), step, total, total / max(1, len(timed)), total / whole)
+        for step, total in totals.items()
+        if timed
+    ]

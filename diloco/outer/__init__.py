@@ -1,0 +1,1 @@
+"""Tensor maths of the line: fragments, pseudo-gradient, feedback, mean, outer step and state, merge, resync."""

@@ -1,0 +1,182 @@
+"""The weighted mean of contributions, part by part, and the digest of what came out.
+
+A part's owner folds and encodes; everybody, the owner too, goes on with the encoded bytes, so that what a lossy
+codec drops is dropped for all alike. Where the codec's sums do not stay small, these bytes are a bundle of the
+contributions themselves (`diloco.compress.bundle`), and everybody takes the mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from diloco.base.hashing import content_hash
+from diloco.base.memory import floats
+from diloco.base.types import Commit
+from diloco.compress import Codec, PayloadError, bundle
+from diloco.outer.fragments import Fragment, Layout
+from diloco.outer.outlier import outlier
+from diloco.outer.radial import radial_mean
+
+Terms = Sequence[tuple[int, bytes]]
+"""Contributions to a part: (weight >= 0, encoded values)."""
+
+
+class BadTerm(PayloadError):
+    """One of the contributions to a part is refused."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(reason)
+        self.index = index
+        """Its place among the payloads."""
+
+
+def fold(
+    payloads: Terms,
+    elements: int,
+    codec: Codec,
+    max_norm_ratio: float = 0.0,
+    trained: Sequence[int] = (),
+    radial: bool = False,
+) -> bytes:
+    """One part's mean as its owner sends it: sum of weight * values, over the sum of weights; or the bundle of them.
+
+    `payloads` are (weight >= 0, encoded values), at least one, in the order of the view, never of arrival: the sum
+    is separately rounded fp32 in that order. Only ratios of weights count, so a common divisor is taken out first:
+    equal weights give the plain mean's bits and a single contribution its own. A sum that overflows saturates, lest
+    one hostile contribution make a mean that everybody has to refuse; without any weight the mean is zero.
+    `radial`: the mean of `diloco.outer.radial`, which a bundle cannot be; all contributions are in memory, then.
+
+    Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
+    size of the others (`diloco.outer.outlier`; 0: never). `trained`: tokens behind each payload. Who was alone for long
+    has
+    gone far, and honestly: at most as many times as far as it trained more.
+    """
+    reduce = _gather if codec.gathered else _sum_radially if radial else _sum
+    squares, mean = reduce(payloads, elements, codec)
+    shares = _shares(trained) if trained else [1.0] * len(payloads)
+    sizes = [math.sqrt(square / elements) / share for square, share in zip(squares, shares, strict=True)]
+    absurd = outlier(sizes, max_norm_ratio)
+    if absurd is not None:
+        raise BadTerm(absurd, f"a part is absurdly large: root mean square {sizes[absurd]:.3g}")
+    return mean
+
+
+def _sum(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
+    """Each contribution's sum of squares, and the encoded mean."""
+    weights = [weight for weight, _ in payloads]
+    unit = math.gcd(*weights) or 1
+    squares = []
+    total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+    for index, (weight, payload) in enumerate(payloads):
+        with _blaming(index):
+            squares.append(codec.fold(payload, float(weight // unit), total))
+    return squares, codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
+
+
+def _sum_radially(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
+    """The same, of the radial-directional mean."""
+    decoded = []
+    for index, (_, payload) in enumerate(payloads):
+        with _blaming(index):
+            decoded.append(codec.decode(payload, elements))
+    squares = [float(torch.dot(values, values)) for values in decoded]
+    return squares, codec.encode(radial_mean(decoded, [weight for weight, _ in payloads]))
+
+
+def _gather(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
+    """Each contribution's sum of squares, and the bundle."""
+    squares = []
+    for index, (_, payload) in enumerate(payloads):
+        with _blaming(index):
+            squares.append(codec.squares(payload, elements))
+    if len(payloads) > bundle.MAX_CONTRIBUTIONS:
+        raise BadTerm(bundle.MAX_CONTRIBUTIONS, f"more contributions than the {bundle.MAX_CONTRIBUTIONS} of a bundle")
+    return squares, bundle.join(payloads)
+
+
+@contextmanager
+def _blaming(index: int) -> Iterator[None]:
+    """What does not decode here is that contribution's fault."""
+    try:
+        yield
+    except PayloadError as error:
+        raise BadTerm(index, str(error)) from error
+
+
+def _shares(trained: Sequence[int]) -> list[float]:
+    """How many times more than usual (the lower median) each has trained; at least 1."""
+    some = sorted(tokens for tokens in trained if tokens > 0)
+    usual = some[(len(some) - 1) // 2] if some else 1
+    return [max(tokens / usual, 1.0) for tokens in trained]
+
+
+def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
+    """Fill `out`, flat contiguous fp32 on the host, with the mean that `fold` made, the same bits on any CPU.
+
+    Raises PayloadError; `out` may then hold anything.
+    """
+    if codec.gathered:
+        bundle.mean_into(payload, codec, out)
+    else:
+        codec.decode_into(payload, out)
+
+
+def check_mean(payload: bytes, codec: Codec, elements: int) -> None:
+    """Raises PayloadError where `mean_into` would, for less."""
+    if codec.gathered:
+        bundle.check(payload, codec, elements)
+    else:
+        codec.decode(payload, elements)
+
+
+def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_CONTRIBUTIONS) -> int:
+    """The most bytes that `fold` makes of a part of so many elements and contributions."""
+    return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)
+
+
+def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
+    """The most bytes of the mean of any part; `codecs` by group of parameters."""
+    sizes = (
+        max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
+        for fragment in layout.fragments
+        for group, elements in fragment.groups
+    )
+    return max(sizes, default=0)
+
+
+def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
+    """What is held here of a fragment's mean, flat fp32; `parts`: encoded, by number; `codecs` by group of parameters.
+
+    Raises PayloadError.
+    """
+    if len(parts) != fragment.parts:
+        raise PayloadError(f"{len(parts)} parts, fragment {fragment.index} has {fragment.parts}")
+    mean = floats(fragment.elements)
+    for part, (start, stop) in fragment.cuts.items():
+        mean_into(parts[part], codecs[fragment.group_of(part)], mean[start:stop])
+    return mean
+
+
+def mean_digest(parts: Sequence[bytes]) -> str:
+    """SHA-256, hexadecimal, over the `content_hash` of each encoded part in order (`Commit.mean_digest`)."""
+    return digest_of(map(content_hash, parts))
+
+
+def digest_of(contents: Iterable[bytes]) -> str:
+    """`mean_digest`, from the hashes of the parts."""
+    return hashlib.sha256(b"".join(contents)).hexdigest()
+
+
+def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:
+    """Whether these are the encoded parts of the mean that a commit names; of a founding there are none."""
+    if commit.fragment == -1:
+        return not parts
+    if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
+        return False
+    return mean_digest(parts) == commit.mean_digest

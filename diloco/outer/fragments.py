@@ -1,0 +1,424 @@
+"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts.
+
+It depends on names and shapes only, so islands with different meshes, devices and dtypes agree on it. A
+*fragment* is synchronised on its own; a *part* of one has one owner in the reduction. (Streaming DiLoCo, arXiv
+2501.18512: layer i goes to fragment i mod P, "strided", which beats consecutive layers.) Parameters with a codec of
+their own are a *group*, and a part has parameters of one group only: one part, one codec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from diloco.base.errors import ConfigError
+from diloco.base.memory import empty_as, floats
+from diloco.compress.codec import magnitude
+from diloco.config.contract import Contract
+
+PARTS_PER_FRAGMENT = 64
+"""Aimed at when no part size is given: enough for owners in proportion to bandwidth, each part a good message."""
+MIN_PART_ELEMENTS = 2**12
+MAX_PART_ELEMENTS = 2**20
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
+"""A name up to its first number, which is an index of a module list: `blocks.3` of `blocks.3.attention.q.weight`."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
+_HOLD_FP32 = (torch.float32, torch.float64)
+"""Dtypes of parameters to which fp32 is not rounded."""
+
+NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a fragment's flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first element, in elements."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A piece of a parameter in a flat buffer."""
+
+    name: str
+    start: int
+    """Its first element in the parameter, flattened."""
+    stop: int
+    offset: int
+    """The place of its first element in the buffer."""
+
+    @property
+    def elements(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """The place behind its last one in the buffer."""
+        return self.offset + self.elements
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The parameters that are synchronised together, one behind the other in a flat buffer: by group, then as in the
+    model."""
+
+    index: int
+    entries: tuple[Entry, ...]
+    groups: tuple[tuple[int, int], ...]
+    """(number, elements > 0) of each group that is here, by number; 0 is of the parameters that are in no group."""
+    part_elements: int
+    lane: int = 0
+    lanes: int = 1
+    """Of an island that divides the fragment over its ranks: this rank holds every `lanes`-th part, from `lane` on."""
+
+    @cached_property
+    def elements(self) -> int:
+        """Of the parts that are held here: the length of flat buffers."""
+        return sum(stop - start for start, stop in self.cuts.values())
+
+    @cached_property
+    def total(self) -> int:
+        """Elements of all parts."""
+        return sum(elements for _, elements in self.groups)
+
+    @cached_property
+    def parts(self) -> int:
+        """How many parts in all; only the last one of a group may be shorter than `part_elements`."""
+        return len(self._places)
+
+    @cached_property
+    def cuts(self) -> Mapping[int, tuple[int, int]]:
+        """The parts that are held here, in order, and their bounds in a flat buffer of them."""
+        cuts, begin = {}, 0
+        for part in range(self.lane, self.parts, self.lanes):
+            cuts[part] = begin, begin + self.size_of(part)
+            begin = cuts[part][1]
+        return cuts
+
+    def part_bounds(self, part: int) -> tuple[int, int]:
+        """In a flat buffer, the first element of a part that is held here and the one behind its last."""
+        return self.cuts[part]
+
+    def place_of(self, part: int) -> tuple[int, int]:
+        """The same among all elements of the fragment, of any part."""
+        start, stop, _ = self._places[part]
+        return start, stop
+
+    def size_of(self, part: int) -> int:
+        """Elements of any part."""
+        start, stop = self.place_of(part)
+        return stop - start
+
+    def group_of(self, part: int) -> int:
+        """The number of a part's group."""
+        return self._places[part][2]
+
+    def on_lane(self, lane: int, lanes: int) -> Fragment:
+        """What one of several ranks holds of it: nothing from `lanes` on."""
+        return replace(self, lane=lane if lane < lanes else self.parts, lanes=lanes)
+
+    @cached_property
+    def spots(self) -> tuple[Spot, ...]:
+        """The pieces of parameters that the parts held here consist of, in the order of a flat buffer."""
+        return tuple(spot for spots in self.spots_of.values() for spot in spots)
+
+    @cached_property
+    def spots_of(self) -> Mapping[int, Sequence[Spot]]:
+        """The same by part."""
+        ends = [entry.offset + entry.elements for entry in self.entries]
+        found: dict[int, list[Spot]] = {}
+        for part, (begin, _) in self.cuts.items():
+            start, stop = self.place_of(part)
+            found[part] = []
+            for entry in self.entries[bisect_right(ends, start) :]:
+                if entry.offset >= stop:
+                    break
+                first, last = max(start, entry.offset), min(stop, entry.offset + entry.elements)
+                if first < last:
+                    spot = Spot(entry.name, first - entry.offset, last - entry.offset, begin + first - start)
+                    found[part].append(spot)
+        return found
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int, int], ...]:
+        """Bounds and group of each part."""
+        places, begin = [], 0
+        for group, elements in self.groups:
+            end = begin + elements
+            starts = range(begin, end, self.part_elements)
+            places += [(start, min(start + self.part_elements, end), group) for start in starts]
+            begin = end
+        return tuple(places)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All fragments of a model. Every element of every parameter is in exactly one of them."""
+
+    fragments: tuple[Fragment, ...]
+
+    @staticmethod
+    def of(
+        named_shapes: NamedShapes,
+        fragments: int = 1,
+        order: str = "strided",
+        part_elements: int | None = None,
+        groups: Sequence[Sequence[str]] = (),
+    ) -> Layout:
+        """Cut parameters, given as (name, shape) in model order with tied ones once.
+
+        A layer is a name up to its first module-list index (`blocks.<i>.`) and stays in one piece. `order` is
+        `strided` (layer i to fragment i mod P) or `sequential` (consecutive layers together). What is in no layer
+        (embeddings, final norm, head) goes, the largest first, to the fragment that is smallest so far.
+
+        `part_elements`: a power of two that makes about 64 parts of each fragment when not given. `groups`: names of
+        parameters as globs; who fits several groups is in the first.
+        Raises ConfigError when there are more fragments than layers, nothing to cut, or nothing in a group.
+        """
+        _check(named_shapes, order, part_elements)
+        homes = _homes(named_shapes, fragments, order)
+        numbers = _numbers([name for name, _ in named_shapes], groups)
+        by_group = sorted(named_shapes, key=lambda pair: numbers[pair[0]])  # stable: the model's order inside a group
+        pieces = [[pair for pair in by_group if homes[pair[0]] == index] for index in range(fragments)]
+        return Layout(tuple(_fragment(index, piece, numbers, part_elements) for index, piece in enumerate(pieces)))
+
+    @staticmethod
+    def agreed(named_shapes: NamedShapes, contract: Contract) -> Layout:
+        """The layout that a contract gives to these parameters. Raises ConfigError."""
+        sync, groups = contract.sync, [group.match for group in contract.codec.groups]
+        return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
+
+    def on_lane(self, lane: int, lanes: int) -> Layout:
+        """What one of several ranks holds of each fragment."""
+        return Layout(tuple(fragment.on_lane(lane, lanes) for fragment in self.fragments))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit.
+
+        Which names are a group is the contract's, whose digest peers compare before this one.
+        """
+        tree = [[f.part_elements, [[entry.name, entry.shape] for entry in f.entries]] for f in self.fragments]
+        return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
+
+
+class Weights:
+    """A model's parameters as a round reads and writes them.
+
+    Here they are the model's own. Where several ranks hold the model, `diloco.island.bridge` moves what is needed.
+
+    They have any floating dtype, and the anchor is fp32: local weights without progress are the anchor as it is
+    `rounded`, and progress is measured from there. What bf16 or fp16 cannot hold of a small outer step is not lost, for
+    the anchor has it. But progress that is carried onto a new anchor is rounded with it, to the dtype of the sum.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        """By name, in model order."""
+
+    @staticmethod
+    def of(model: nn.Module) -> Weights:
+        """The trainable parameters of a model that this process has all of."""
+        return Weights(named_parameters(model))
+
+    @property
+    def shapes(self) -> NamedShapes:
+        """Of all parameters, whole, in model order."""
+        return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
+
+    def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
+        """What is held here of a fragment, as `read_fragment` has it."""
+        return read_fragment(self.parameters, fragment, into)
+
+    def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        """What is held here of a fragment, part by part: its number, and what gives its values, flat fp32 on the host,
+        to be read and not kept.
+
+        Any thread may ask for them, each once, while nobody writes to the parameters.
+        """
+        for part, spots in fragment.spots_of.items():
+            yield part, partial(self._part, spots)
+
+    def _part(self, spots: Sequence[Spot]) -> Tensor:
+        """May be a view of a parameter."""
+        pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
+        held = [piece.to("cpu", torch.float32) for piece in pieces]
+        return held[0] if len(held) == 1 else torch.cat(held)
+
+    def within(self, fragment: Fragment, limit: float) -> bool:
+        """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""
+        names = [entry.name for entry in fragment.entries if entry.name in self.parameters]
+        return all(magnitude(self._held(self.parameters[name])) <= limit for name in names)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        """What this process holds of it."""
+        return parameter.detach()
+
+    def write(self, fragment: Fragment, flat: Tensor) -> None:
+        """Overwrite a fragment's parameters with what is held here of it."""
+        write_fragment(self.parameters, fragment, flat)
+
+    def rounded(self, fragment: Fragment, flat: Tensor) -> Tensor:
+        """What `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
+
+        `flat`: fp32 on the host. A rank without a parameter, at another stage of a pipeline, takes it for fp32.
+        """
+        held = [(spot, self.parameters[spot.name].dtype) for spot in fragment.spots if spot.name in self.parameters]
+        narrow = [(slice(spot.offset, spot.end), dtype) for spot, dtype in held if dtype not in _HOLD_FP32]
+        if not narrow:
+            return flat
+        copy = empty_as(flat).copy_(flat)
+        for at, dtype in narrow:
+            copy[at] = flat[at].to(dtype)
+        return copy
+
+    def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
+        """Overwrite a fragment's parameters piece by piece with what `changed` makes of each.
+
+        It is given a piece, flat fp32 on the host, and where that is in a flat buffer of the fragment.
+        """
+        with torch.no_grad():
+            for entry in fragment.entries:
+                parameter, piece = self.parameters[entry.name], slice(entry.offset, entry.offset + entry.elements)
+                local = parameter.detach().to("cpu", torch.float32)
+                parameter.copy_(changed(local.flatten(), piece).view(entry.shape))
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
+    return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
+    """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
+    flat = floats(fragment.elements) if into is None else into
+    for parameter, piece in pieces(parameters, fragment, flat):
+        piece.copy_(parameter.detach())
+    return flat
+
+
+def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
+    """Copy a flat host tensor into a fragment's parameters, in place, rounding to their dtype."""
+    with torch.no_grad():
+        for parameter, piece in pieces(parameters, fragment, flat):
+            parameter.copy_(piece)
+
+
+def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter beside its piece of `flat`, in the parameter's shape."""
+    assert fragment.lanes == 1
+    assert flat.shape == (fragment.elements,)
+    for entry in fragment.entries:
+        parameter = parameters[entry.name]
+        assert parameter.shape == entry.shape, f"{entry.name}: {tuple(parameter.shape)} is not {entry.shape}"
+        yield parameter, flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
+
+
+def _check(named_shapes: NamedShapes, order: str, part_elements: int | None) -> None:
+    if not any(math.prod(shape) for _, shape in named_shapes):
+        raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
+    if order not in ("strided", "sequential"):
+        raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
+    if part_elements is not None and part_elements < 1:
+        raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
+
+
+def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
+    """The index of each parameter's fragment."""
+    layers = _layer_homes(named_shapes, fragments, order)
+    homes: dict[str, int] = {}
+    filled = [0] * fragments
+    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
+        layer = _layer(name)
+        home = filled.index(min(filled)) if layer is None else layers[layer]
+        filled[home] += math.prod(shape)
+        homes[name] = home
+    assert len(homes) == len(named_shapes), "two parameters have one name"
+    return homes
+
+
+def _layer_homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
+    """The index of each layer's fragment."""
+    layers = list(dict.fromkeys(layer for name, _ in named_shapes if (layer := _layer(name)) is not None))
+    if not 1 <= fragments <= max(len(layers), 1):
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but the model has {len(layers)} layers",
+            "a fragment holds at least one layer: use fewer fragments",
+        )
+    if order == "strided":
+        return {layer: i % fragments for i, layer in enumerate(layers)}
+    return {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
+
+
+def _layer(name: str) -> str | None:
+    match = _LAYER.match(name)
+    return match.group() if match else None
+
+
+def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
+    """The number of each parameter's group: from 1; 0 for none. Raises ConfigError where a group has nothing in it."""
+    numbers = dict.fromkeys(names, 0)
+    for number, patterns in enumerate(groups, 1):
+        free = [name for name in names if numbers[name] == 0]
+        fitting = [name for name in free if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not fitting:
+            left = " that groups before it leave" if number > 1 else ""
+            cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter{left} has such a name"
+            near = _some(_nearest(free, patterns[0])) or "none"
+            raise ConfigError(cause, f"correct its `match`, or take it out; nearest names{left}: {near}")
+        numbers |= dict.fromkeys(fitting, number)
+    return numbers
+
+
+def _nearest(names: Sequence[str], pattern: str) -> list[str]:
+    return sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())[:6]
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first and the last few, in one line; they may be a stranger's."""
+    few = names if len(names) <= 6 else (*names[:3], *names[-3:])
+    return ", ".join(ascii(name[:30]) for name in few)
+
+
+def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int], part_elements: int | None) -> Fragment:
+    entries = []
+    elements = 0
+    sizes: Counter[int] = Counter()
+    for name, shape in named_shapes:
+        entries.append(Entry(name, tuple(shape), elements))
+        elements += entries[-1].elements
+        sizes[numbers[name]] += entries[-1].elements
+    groups = tuple((number, size) for number, size in sizes.items() if size)
+    return Fragment(index, tuple(entries), groups, part_elements or _fitting_part(elements))
+
+
+def _fitting_part(elements: int) -> int:
+    least = math.ceil(elements / PARTS_PER_FRAGMENT)
+    return min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

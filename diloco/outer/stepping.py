@@ -1,0 +1,98 @@
+"""Average and outer step of a version, part by part: while later parts of its mean are still on their way, or in place.
+
+Ahead of its commit, each part is stepped as its mean arrives, into new buffers; so the step is over when the exchange
+is. That takes a fragment once more for the anchor, and once for each slot. In place it waits for the commit, and
+overwrites the state before it; of a mean that arrives it is only seen that it can be decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diloco.base.memory import floats
+from diloco.compress import Codec
+from diloco.compress.codec import magnitude
+from diloco.outer.average import check_mean, mean_into
+from diloco.outer.fragments import Fragment
+from diloco.outer.optimizers import FragmentState, OuterOptimizer, OuterState, part_hash
+
+
+class Stepping:
+    """The next state of one fragment, as far as its mean is known. Not for several threads at once.
+
+    Outer steps go element by element (`diloco.outer.optimizers`), so a part takes no more than its own mean, and the
+    bits are
+    those of one step over all, and hashed at once. What a repair changes is stepped again.
+    Host memory: 4 bytes per parameter and buffer, which become the next state; in place, of one part.
+    """
+
+    def __init__(
+        self,
+        state: OuterState,
+        fragment: Fragment,
+        codecs: Sequence[Codec],
+        optimizer: OuterOptimizer,
+        share: float = 1.0,
+        ahead: bool = True,
+    ) -> None:
+        self.state = state
+        """That the version is made on."""
+        self.fragment = fragment
+        self.share = share
+        """Of an outer step (`diloco.outer.weighing`)."""
+        self._codecs = codecs
+        self._optimizer = optimizer
+        self._ahead = ahead
+        self._before = state.fragments[fragment.index]
+        self._after: FragmentState | None = None
+        self._means: dict[int, bytes] = {}
+        """What each part was stepped by, or, if not ahead, is known to be decodable."""
+        self._hashes: dict[str, dict[int, str]] = {}
+        self._largest: dict[int, float] = {}
+        """Of each part's anchor."""
+
+    def take(self, part: int, mean: bytes) -> None:
+        """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
+        if self._ahead:
+            self._step(part, self._decoded(part, mean))
+        else:
+            check_mean(mean, self._codecs[self.fragment.group_of(part)], self.fragment.size_of(part))
+        self._means[part] = mean
+
+    def finish(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:
+        """The state after these means, of all parts, most of which were taken before. Nothing may be taken afterwards.
+
+        `in_place`: the state before may be overwritten, if nothing was done ahead. Raises PayloadError, with nothing
+        overwritten, when one of them is no mean.
+        """
+        for part in self.fragment.cuts:
+            if self._means.get(part) is not means[part]:
+                self.take(part, means[part])
+        if not self._ahead:
+            self._after = self._before if in_place else None
+            for part in self.fragment.cuts:
+                self._step(part, self._decoded(part, means[part]))
+        after = replace(self._after or self._before.unfilled(), steps=self._before.steps + 1)
+        hashes = {name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()}
+        # Not by max(), which drops a nan where it is not the first.
+        after.keep(hashes, magnitude(torch.tensor(list(self._largest.values()), dtype=torch.float32, device="cpu")))
+        return after
+
+    def _decoded(self, part: int, mean: bytes) -> Tensor:
+        values = floats(self.fragment.size_of(part))
+        mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
+        return values
+
+    def _step(self, part: int, mean: Tensor) -> None:
+        start, stop = self.fragment.part_bounds(part)
+        if self._after is None:
+            self._after = self._before.unfilled()
+        into = self._after.part(start, stop)
+        self._optimizer.step(self._before.part(start, stop), mean, into, self.share)
+        self._largest[part] = magnitude(into.anchor)
+        for name, buffer in into.buffers().items():
+            self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)

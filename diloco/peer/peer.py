@@ -1,0 +1,810 @@
+"""One peer's life as the world sees it: found or join, get the state, close versions, leave.
+
+    gate = Gate(site)                       # thread, link, directory process
+    contract = gate.knock(address)          # a joiner only: who is there, and what do they train
+    peer = Peer(name, contract, site, Weights.of(model), gate, events)
+    peer.enter(patience)                    # state is here, and the view includes us
+    peer.round(inner_steps, ...)            # as often as wanted: see diloco/round.py
+    peer.leave(reason, on_closed)
+
+`diloco.run.trainer` puts our inner loop around it, `diloco.run.library` somebody else's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import Opening
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s, new_incarnation
+from diloco.base.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
+from diloco.base.ranks import Alone
+from diloco.base.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
+from diloco.compress import PayloadError, open_codecs
+from diloco.compress.bundle import MAX_CONTRIBUTIONS
+from diloco.compress.encoding import Encode, Encoder, encode_now
+from diloco.config.contract import Contract, NetworkSection, Site, contract_from_json
+from diloco.exchange.engine import Exchange, Terms
+from diloco.exchange.lane import LaneTerms
+from diloco.exchange.lanes import Door
+from diloco.identity.keys import VARIABLE, secret_from_environment
+from diloco.island import Island
+from diloco.island.slices import Slice
+from diloco.kernels.build import compiled_codecs
+from diloco.observe.telemetry import Events
+from diloco.outer.fragments import Layout, Weights
+from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.weighing import Weighing
+from diloco.peer.schedule import OFFERED_AGAIN, Cadence, Finish
+from diloco.protocol.leases import handed_back
+from diloco.protocol.messages import Reply
+from diloco.protocol.rules import Rules, Timing
+from diloco.protocol.view import Policy
+from diloco.round import (
+    Diverged,
+    Line,
+    Trained,
+    adopt_state,
+    adopted,
+    begin_round,
+    drop_progress,
+    finish_round,
+    keep_local,
+    run_round,
+    step_outer,
+)  # fmt: skip
+from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
+from diloco.storage.saving import Contents
+from diloco.transport.address import is_loopback, split_address
+from diloco.transport.dht import Directory
+from diloco.transport.link import StateOffer, Welcome
+from diloco.transport.pace import SERVE_BPS_PER_CORE
+from diloco.transport.presence import Presence
+from diloco.transport.runtime import Runtime, reachable
+from diloco.transport.sockets import SocketBytes, SocketCounter
+
+logger = logging.getLogger(__name__)
+
+
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
+
+
+class RunOver(Exception):
+    """Nothing more is to be contributed."""
+
+
+class Gate:
+    """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
+
+    def __init__(self, site: Site, lanes: int = 1) -> None:
+        """`lanes`: so many ranks of an island share `network.send_bps`."""
+        failpoints.arm_from_environment()
+        listen = site.network.listen
+        secret = secret_from_environment()
+        if not (is_loopback(listen) or site.network.insecure or secret):
+            cause = f"listening on {listen} without a secret lets anybody in who can reach it"
+            fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
+            raise UsageError(cause, fix)
+        self.site = site
+        self.directory = Directory()
+        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
+        self.welcome: Welcome | None = None
+
+    def knock(
+        self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
+    ) -> Contract:
+        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and
+        trains what it should.
+
+        `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
+        Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
+        ticket.
+        """
+        doors = dict(_door(ticket) for ticket in tickets.split(","))
+
+        def checked(address: str, welcome: Welcome) -> Contract:
+            contract, expected = contract_from_json(welcome.contract), doors[address]
+            if not contract.digest.startswith(expected):
+                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
+                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+            return contract
+
+        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
+        return contract
+
+    def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
+        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others,
+        and `Presence` tries again."""
+        network = self.site.network
+        if self.welcome is None and (warning := known_here_only(network)):
+            warn(warning)
+        host, _ = split_address(network.listen)
+        self.directory.open(run, host, network.dht_port)
+        if not self.directory.addresses:
+            warn("the peer directory is slow to start: going on without it until it has")
+        elif self.welcome is not None and self.welcome.directory:
+            try:
+                self.directory.join(self.welcome.directory)
+            except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
+                warn(f"{error.cause}; going on without it, and trying again later")
+
+    def close(self) -> None:
+        """End link, server and directory."""
+        self.runtime.close()
+        self.directory.close()
+
+
+def known_here_only(network: NetworkSection) -> str:
+    """What to say to a founder that listens for others, and does not know at which address; empty: it does."""
+    if network.advertise is not None or is_loopback(network.listen):
+        return ""
+    address = reachable(network.listen, None)
+    if not is_loopback(address):
+        return ""
+    return f"no route tells this machine's address: others are told {split_address(address)[0]}; set network.advertise"
+
+
+def listening(site: Site, tickets: str | None) -> Site:
+    """The site of who joins with these tickets. It listens on loopback by default, where members on other machines
+    would not reach it: then on a free port of all addresses instead. Raises UsageError."""
+    network = site.network
+    if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
+        return site
+    away = [address for address, _ in map(_door, tickets.split(",")) if not is_loopback(address)]
+    if not away:
+        return site
+    listen = "[::]:0" if all(address.startswith("[") for address in away) else "0.0.0.0:0"
+    return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
+
+
+def _door(ticket: str) -> tuple[str, str]:
+    """Address, and the beginning of the contract's digest, if it is said. Raises UsageError."""
+    address, slash, expected = ticket.strip().partition("/")
+    split_address(address)
+    if slash and not _DIGEST.fullmatch(expected):
+        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
+        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
+    return address, expected
+
+
+class Peer:
+    """The outer side of one peer. All methods are for the training thread."""
+
+    def __init__(
+        self,
+        name: str,
+        contract: Contract,
+        site: Site,
+        weights: Weights,
+        gate: Gate,
+        events: Events,
+        checkpoint: Checkpoint | None = None,
+        data: str = "",
+        directory: Path | None = None,
+        island: Island | None = None,
+    ) -> None:
+        """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
+        where the ledger goes, if anywhere. `island`: whose ranks divide the outer state; None: this process is all."""
+        self.contract, self.site, self.gate, self.events = contract, site, gate, events
+        self.island = island
+        self.counter = SocketCounter()
+        self._encoder = Encoder()
+        compiled_codecs(site.device.compile_codecs)
+        self.line = open_line(name, contract, weights, self._encoder, island, lanes_of(site, island))
+        terms = self._terms(data)
+        self.ending = Finish.of(contract, terms.rules.policy.most_peers)
+        if checkpoint is not None:
+            commit = restore_line(self.line, checkpoint)
+            if commit is not None:
+                self.ending.passed(commit, copied=True)
+        welcome = gate.welcome
+        lineage = welcome.lineage if welcome else secrets.token_hex(8)
+        me = Member(name, new_incarnation(), "")
+        link, loop = gate.runtime.link, gate.runtime.loop
+        forks = welcome.forks if welcome else ()
+        self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
+        self.line.spare = self._spare
+        self.hide(Cadence.of(contract))
+        self.address = ""
+        opening = Opening(
+            peer=name,
+            incarnation=me.incarnation,
+            run=contract.run.name,
+            contract_digest=contract.digest,
+            lineage=lineage,
+            founds=welcome is None,
+            resumed=checkpoint is not None,
+        )
+        self.journal = Journal(opening, self.line, directory, site.storage, self._warn)
+        self._outgoing = self.journal.outgoing(self.exchange, self.exchange.whole)
+        self.void_tokens = 0
+        """Tokens of all peers, committed on lineages that we followed and that ended."""
+        self.progress = Progress()
+        self._told_s = monotonic_s()
+        self._presence: Presence | None = None
+        self.idle: Callable[[], bool] = lambda: True
+        """Asked now and then whether we still want a state; the other ranks of an island are not to give us up."""
+        self.copied: Callable[[], None] = lambda: None
+        """Told that the line stands at a state that was copied, before anything is made of it."""
+        self.saving: Callable[[], bool] = lambda: False
+        """Whether a checkpoint is being written: of the outer state itself."""
+
+    # ------------------------------------------------------------ entering
+
+    @property
+    def name(self) -> str:
+        return self.line.peer
+
+    @property
+    def ticket(self) -> str:
+        """What others give to `diloco peer --join`."""
+        return f"{self.address}/{self.contract.digest[:12]}"
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has all its tokens."""
+        return self.ending.done
+
+    def open(self) -> None:
+        """Listen, find the others, get the state. Afterwards `enter` waits for the view to include us.
+
+        Raises ResourceError (port in use), StateError (nobody gives the state), IncompatibleError (other model).
+        """
+        network = self.site.network
+        welcome = self.gate.welcome
+        if welcome is not None:
+            check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
+        served = self.gate.runtime.serve(self.exchange, network.listen)
+        self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
+        self.gate.open_directory(self.contract.run.name, self._warn)
+        self.exchange.start(self.address, self.gate.directory.addresses, self._meet_ranks(welcome))
+        self.journal.opened(self.contract)
+        if welcome is not None:
+            self.journal.discarded(drop_progress(self.line), "the run may have counted it before the restart")
+            self._meet_members(welcome)
+            self._get_state(welcome)
+        self.exchange.hold(self.line.state, self.line.commit, copied=True)
+        self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
+        self.events.emit("listening", address=self.address, ticket=self.ticket)
+
+    def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:
+        """Have the other ranks open their lanes. Returns where those listen."""
+        island = self.island
+        if island is None or island.size == 1:
+            return ()
+        key = secrets.token_bytes(32)
+        door = Door(island.host, key)
+        toward = welcome.members[0].address if welcome else None
+        island.announce("meet", host=island.host, port=door.port, key=key.hex(), name=self.name, toward=toward)
+        others = door.let_in(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
+        self.exchange.seat(others)
+        self.exchange.lane.hold(self.line.state)
+        island.all(True)
+        return tuple(address for address in island.gather("") if address)
+
+    def wire(self) -> SocketBytes | None:
+        """Bytes sent and received so far, by all ranks of the island. None where nobody can tell."""
+        own, others = self.counter.sample(), self.exchange.elsewhere_bytes()
+        return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
+
+    def _meet_members(self, welcome: Welcome) -> None:
+        found = self.gate.directory.lookup()
+        known = {member.peer: member for member in (*found.values(), *welcome.members)}
+        if self.name in known and self.line.commit is None:
+            self._check_namesake(known[self.name].address)
+        self.exchange.meet([member for name, member in known.items() if name != self.name])
+
+    def _check_namesake(self, address: str) -> None:
+        """Raises EvictedError where another peer of our name answers now. It may be a former life of ours, which does
+        not; at our own address, we answer."""
+        answer = self.gate.runtime.answer_of(address)
+        there = answer.members[0] if answer is not None else None
+        if there is not None and there.peer == self.name and there.incarnation != self.exchange.machine.me.incarnation:
+            cause = f"the run has a live peer named {self.name}, at {address}"
+            raise EvictedError(cause, "choose another --name, or --resume its folder once it is gone")
+        logger.warning("the run has, or had, a peer named %s", self.name)
+
+    def _get_state(self, welcome: Welcome) -> None:
+        """From a checkpoint, if the run still goes on from there; else copied from the members."""
+        if self.line.commit is not None and self.line.commit.lineage == welcome.lineage:
+            return
+        self.copy_state([member.address for member in welcome.members])
+
+    def copy_state(self, sources: Sequence[str]) -> None:
+        """Copy anchor and outer state from these members. Raises StateError."""
+        self.report(phase=Phase.JOINING)
+        total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
+        self.events.emit("copying", done_bytes=0, total_bytes=total_bytes)
+        timeout_s = self.site.timeouts.join_s
+        try:
+            state, offer = self.exchange.copy_state(
+                sources, self.line.state, self.line.stands_at, timeout_s, self._on_copied, self.idle
+            )
+        except TimeoutError as error:
+            raise StateError(f"the state was not here within {timeout_s:g} s", "raise timeouts.join_s") from error
+        self._adopt(state, offer)
+
+    def _adopt(self, state: OuterState, offer: StateOffer) -> None:
+        before = self.line.commit
+        mine, discarded = adopt_state(self.line, state, offer.commit)
+        self.journal.adopted(mine, discarded)
+        if discarded:
+            self._warn(f"{discarded:,} tokens sent before the copy count as discarded: a version may have counted them")
+        if offer.commit is not None and offer.commit != before:
+            self.ending.passed(offer.commit, copied=True)
+        self.exchange.hold(state, offer.commit, copied=True)
+        self.copied()
+        wire = self.wire()
+        received = wire.received if wire else None
+        self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=received)
+
+    def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
+        failpoints.hit("copying-state")
+        now = monotonic_s()
+        if now - self._told_s >= 1.0 or done_bytes == total_bytes:
+            self._told_s = now
+            self.events.emit("copying", done_bytes=done_bytes, total_bytes=total_bytes)
+
+    def enter(self, patience: Callable[[], bool], on_closed: OnClosed) -> bool:
+        """Wait until the view includes us: for the run to start, or for the next version. False: out of patience."""
+        refused_s = monotonic_s()
+        while not (self._stands_in_view() or self.done):
+            if not patience():
+                return False
+            self.catch_up(on_closed, timeout_s=0.2)
+            if self.exchange.refused is not Reply.FENCED:
+                refused_s = monotonic_s()
+            elif monotonic_s() - refused_s > 3 * self.site.timeouts.suspect_s:
+                raise EvictedError(f"the run has a live peer named {self.name}", "choose another peer.name")
+        return True
+
+    def _stands_in_view(self) -> bool:
+        """Whether the version that we have applied, and not only heard of, includes us."""
+        commit = self.line.commit
+        return self.exchange.in_view and commit is not None and commit.member(self.name) is not None
+
+    # ------------------------------------------------------------ rounds
+
+    def round(
+        self,
+        inner_steps: Callable[[], None],
+        on_closed: OnClosed,
+        patience: Callable[[], bool],
+        leaving: Callable[[], bool] = lambda: False,
+        overlapped_steps: Callable[[], None] = lambda: None,
+    ) -> Sequence[Closed] | Skip:
+        """One round of the straight line (`diloco.round.run_round`), with what keeps it going."""
+
+        def first_steps() -> None:
+            inner_steps()
+            self._ready(on_closed)
+            if not self._hides:
+                self.report(phase=Phase.SYNCING)
+
+        def last_steps() -> None:
+            overlapped_steps()
+            self.report(phase=Phase.SYNCING)
+
+        def rounds(seconds: dict[str, float]) -> Sequence[Closed] | Skip:
+            apply = partial(self._apply, on_closed=on_closed)
+            last = last_steps if self._hides else None
+            return run_round(self.line, first_steps, self._outgoing, apply, patience, leaving, seconds, last)
+
+        return self._counted(self._surviving(rounds), on_closed, patience, leaving)
+
+    def hide(self, cadence: Cadence) -> None:
+        """The exchange has as long as these overlapped steps take, before anybody waits for it."""
+        self.exchange.overlap_tokens = cadence.overlap * self.contract.tokens_per_step
+
+    def begin(self, on_closed: OnClosed, leaving: bool = False) -> Skip | None:
+        """The first half of a round, for a loop that is not ours: what was trained so far goes out. None: it does."""
+
+        def offer(seconds: dict[str, float]) -> Sequence[Closed]:
+            self._ready(on_closed)
+            begin_round(self.line, self._outgoing, leaving, seconds)
+            return ()
+
+        outcome = self._surviving(offer)
+        if self.done:
+            return Skip("the run is over")
+        return outcome if isinstance(outcome, Skip) else None
+
+    def finish(self, on_closed: OnClosed, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
+        """The second half: wait for what comes of it, and move to the new anchor."""
+        self.report(phase=Phase.SYNCING)
+        apply = partial(self._apply, on_closed=on_closed)
+        outcome = self._surviving(lambda seconds: finish_round(self.line, self._outgoing, apply, patience, seconds))
+        return self._counted(outcome, on_closed, patience)
+
+    def _counted(
+        self,
+        outcome: Sequence[Closed] | Skip,
+        on_closed: OnClosed,
+        patience: Callable[[], bool],
+        leaving: Callable[[], bool] = lambda: False,
+    ) -> Sequence[Closed] | Skip:
+        """Who was not counted may offer again at once, for the next version (`_offers_again`)."""
+        apply = partial(self._apply, on_closed=on_closed)
+        times = 0
+        while not isinstance(outcome, Skip) and self._offers_again(outcome, times, patience, leaving):
+            times += 1
+            self.report(phase=Phase.SYNCING)
+            again = self._surviving(
+                lambda seconds: run_round(self.line, lambda: None, self._outgoing, apply, patience, leaving, seconds)
+            )
+            if isinstance(again, Skip):
+                break
+            outcome = [*outcome, *again]
+        return outcome
+
+    @property
+    def _hides(self) -> bool:
+        return self.contract.sync.overlap > 0
+
+    def _offers_again(
+        self, outcome: Sequence[Closed], times: int, patience: Callable[[], bool], leaving: Callable[[], bool]
+    ) -> bool:
+        """Who leaves does, for as long as it waits to be counted: no next round will take its progress.
+
+        Under `async` so does, a few `times`, whoever offered after a version began; unless it has inner steps that hide
+        the exchange (`sync.overlap`). Then it goes on with its next round and does not wait; and versions stay apart,
+        and count many, which they would not if somebody waited for each.
+        """
+        membership, line = self.contract.membership, self.line
+        counts_us = any(counted.peer == self.name for closed in outcome for counted in closed.commit.counted)
+        if not outcome or counts_us or not line.trained.tokens or self.done:
+            return False
+        if leaving():
+            return self.exchange.in_view and patience()
+        at_once = membership.policy == "async" and line.state.version >= membership.sync_versions
+        return at_once and not self._hides and times < OFFERED_AGAIN
+
+    def _spare(self) -> bool:
+        """Whether the next outer step may be made in the buffers of the state that we stand at."""
+        in_place = not self.exchange.terms.lane.ahead
+        return in_place and not self.saving() and self.exchange.spare()
+
+    def _ready(self, on_closed: OnClosed) -> None:
+        """Raises RunOver when the last version closed meanwhile: there is none to contribute to."""
+        failpoints.hit("after-inner-steps")
+        self.catch_up(on_closed)
+        if self.done:
+            raise RunOver
+
+    def _surviving(self, work: Callable[[dict[str, float]], Sequence[Closed] | Skip]) -> Sequence[Closed] | Skip:
+        """The outcome of a round, or of half of one, whatever happens to it."""
+        try:
+            outcome = work({})
+        except RunOver:
+            outcome = ()
+        except Diverged as error:
+            outcome = Skip(str(error))
+            self._copy_again(str(error))
+        except PayloadError as error:
+            outcome = Skip(f"the progress is not finite and is discarded: {error}")
+            self.journal.discarded(drop_progress(self.line), outcome.reason)
+        except KeyboardInterrupt:  # who goes on all the same trains beside what is on its way
+            keep_local(self.line)
+            raise
+        if isinstance(outcome, Skip):
+            self.events.emit("skip", version=self.line.state.version + 1, reason=outcome.reason)
+        keep_local(self.line)
+        self.report(phase=Phase.TRAINING)
+        return outcome
+
+    def catch_up(self, on_closed: OnClosed, timeout_s: float = 0.0) -> None:
+        """Apply versions that closed without us; copy the state when they are too many."""
+        try:
+            for closed in self.exchange.closed(timeout_s):
+                self._apply(closed, {}, on_closed=on_closed)
+        except Diverged as error:
+            self._copy_again(str(error))
+        if self.exchange.behind:
+            self._tell_void_tokens()
+            self._copy_again("too far behind to catch up by commits")
+
+    def _tell_void_tokens(self) -> None:
+        """Another lineage of the run went on, and ours is void since the two parted."""
+        void = self.exchange.void_tokens - self.void_tokens
+        if void:
+            self.void_tokens += void
+            self.events.emit("lineage", lineage=self.exchange.machine.lineage, void_tokens=void)
+
+    def _copy_again(self, why: str) -> None:
+        """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
+        self.events.emit("reason", text=f"{why}: copying the state", routine=False)
+        try:
+            self.copy_state(self.exchange.sources())
+        except StateError as error:
+            self.exchange.behind = True
+            self.events.emit("warning", text=error.cause)
+
+    def _apply(self, closed: Closed, seconds: dict[str, float], on_closed: OnClosed) -> None:
+        before = self.line.commit
+        if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
+            return  # already in a state that was copied meanwhile
+        failpoints.hit("before-outer")
+        offered = self.line.sent is not None  # else an entry of our name is that of an earlier life
+        mine = step_outer(self.line, closed, seconds)
+        self.journal.committed(closed.commit, mine if offered else None)
+        self.ending.passed(closed.commit)
+        self.exchange.hold(self.line.state, closed.commit)
+        if mine is not None and self.progress.first_counted_version < 0:
+            self.report(first_counted_version=closed.commit.version)
+        self.report(version=closed.commit.version, phase=Phase.TRAINING)
+        self._emit_view(before, closed.commit)
+        on_closed(closed.commit, before, mine, seconds)
+
+    def _emit_view(self, before: Commit | None, after: Commit) -> None:
+        old = {member.peer for member in before.view} if before else set()
+        new = {member.peer for member in after.view}
+        if old != new:
+            reasons = self._reasons(old - new, before, after)
+            left = [{"peer": peer, "reason": reasons[peer]} for peer in sorted(reasons)]
+            self.events.emit("view", version=after.version, joined=sorted(new - old), left=left)
+
+    def _reasons(self, gone: AbstractSet[str], before: Commit | None, after: Commit) -> dict[str, str]:
+        """Who left and who was lost. Whoever leaves with its last contribution says goodbye when that is counted, which
+        is too late to be heard here; but the commit hands its data back. Of those without any, a goodbye tells."""
+        used = {counted.peer: counted.blocks for counted in after.counted}
+        in_good_order = dict.fromkeys(self.exchange.said_goodbye(), True)
+        if before is not None:
+            in_good_order |= handed_back(before.leases, used, after.leases)
+        return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}
+
+    def report(self, **changes: str | int | float) -> None:
+        """Change what the heartbeats say of us. A loss that is not finite is left out: others refuse such a message."""
+        finite = {name: value for name, value in changes.items() if isinstance(value, str) or math.isfinite(value)}
+        self.progress = replace(self.progress, **finite)  # type: ignore[arg-type]
+        self.exchange.report(self.progress)
+
+    def _warn(self, text: str) -> None:
+        self.events.emit("warning", text=text)
+
+    def _on_reason(self, reason: str, routine: bool) -> None:
+        self.events.emit("reason", text=reason, routine=routine)
+
+    # ------------------------------------------------------------ leaving
+
+    def leave(self, reason: str, on_closed: OnClosed) -> None:
+        """Say goodbye: our vote goes to another member, our unused data goes back, our progress is discarded.
+
+        What closed until then is applied before; but where the run is done we stay at the version that ended it.
+        """
+        self.report(phase=Phase.DONE if self.done else Phase.LEAVING)
+        self.exchange.settle(self.site.timeouts.suspect_s)
+        if not self.done:
+            self._apply_last(on_closed)
+        self.exchange.leave(self.site.timeouts.rpc_s + 1.0)
+        sent = self.line.sent  # offered, and no version that we know was made with it or without it
+        why = f"{reason}; a version may count {sent.contribution.tokens} of them" if sent is not None else reason
+        self.journal.discarded(drop_progress(self.line), why)
+        self.journal.closed(reason)
+        if self._presence is not None:
+            self._presence.end()
+
+    def _apply_last(self, on_closed: OnClosed) -> None:
+        """What closed since the last round. A state that only a copy would mend stays as it is."""
+        try:
+            for closed in self.exchange.closed():
+                self._apply(closed, {}, on_closed=on_closed)
+        except Diverged as error:
+            self._warn(f"{error}; leaving with the one before")
+
+    def close(self) -> None:
+        """End the exchange, goodbye or not. The gate is the caller's."""
+        if self._presence is not None:
+            self._presence.stop()
+        self.exchange.stop()
+        self._encoder.close()
+        self.journal.close()
+
+    # ------------------------------------------------------------ checkpoints
+
+    def to_save(self) -> Contents:
+        """What a checkpoint holds of us, beside the inner side."""
+        return save_line(self.line, self.contract)
+
+    def _terms(self, data: str) -> Terms:
+        contract, layout = self.contract, self.line.layout
+        return Terms(
+            contract_json=contract.to_json().encode(),
+            rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
+            timing=timing_of(self.site),
+            lane=lane_terms(contract, self.site, layout, self.island.size if self.island is not None else 1),
+            layout_digest=layout.digest,
+            total_tokens=contract.run.total_tokens,
+            data=data,
+            serve_bps=serve_bps_of(self.site),
+        )
+
+
+def lanes_of(site: Site, island: Island | None) -> int:
+    """Ranks of an island that divide the outer state."""
+    if island is None:
+        return 1
+    return min(site.network.lanes or (1 if site.network.advertise else island.size), island.size)
+
+
+def open_line(
+    name: str,
+    contract: Contract,
+    weights: Weights,
+    encode: Encode = encode_now,
+    island: Island | None = None,
+    lanes: int = 1,
+) -> Line:
+    """What the rounds of a peer work on, before the first version: on a rank of an island, its part. Raises
+    ConfigError."""
+    layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
+    optimizer = open_outer(contract.outer)
+    anchor = [weights.read(fragment) for fragment in layout.fragments]
+    return Line(
+        name,
+        weights,
+        layout,
+        open_codecs(contract.codec),
+        optimizer,
+        Weighing.of(contract),
+        OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
+        ranks=island or Alone(),
+        merge=contract.sync.merge,
+        mix_alpha=contract.sync.mix_alpha,
+        feedback=contract.codec.error_feedback,
+        residual_after_rejoin=contract.codec.residual_after_rejoin,
+        encode=encode,
+        align=contract.outer.alignment == "momentum",
+    )
+
+
+def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
+    """Before anything is copied: the same parameters, the same data. Raises IncompatibleError."""
+    if welcome.layout != layout_digest:
+        cause = "this model has other parameters (names or shapes) than the run's"
+        raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
+    if welcome.data != data:
+        cause = f"this peer's data ({data[:12]}) is not the run's ({welcome.data[:12]})"
+        fix = "use the same files; for data.source 'stdlib', the same Python version"
+        raise IncompatibleError(cause, fix)
+
+
+def save_line(line: Line, contract: Contract) -> Contents:
+    """What a checkpoint holds of what a line stands at: references, to buffers that are not overwritten meanwhile.
+
+    Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
+    (under `weights_to_keep`).
+    """
+    groups = line_slices(line)
+    if line.trained.tokens:
+        groups["local"] = []
+    about: dict[str, JsonValue] = {
+        "peer": line.peer,
+        "contract": contract.to_json(),
+        "commit": line.commit.to_bytes().decode() if line.commit else None,
+        "steps": [fragment.steps for fragment in line.state.fragments],
+        "tokens": line.trained.tokens,
+        "blocks": line.trained.blocks,
+        "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
+    }
+    return groups, about
+
+
+def line_slices(line: Line) -> dict[str, list[Slice]]:
+    """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
+    own = [(f"{index}/{name}", slot) for index, state in line.own.items() for name, slot in state.slots.items()]
+    return {
+        "outer": _flat_slices(line, line.state.buffers()),
+        "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
+        "own": _flat_slices(line, own),
+    }
+
+
+def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
+    """By part, where other ranks hold other parts; `buffers` by names that begin with their fragment's index."""
+    slices = []
+    for name, flat in buffers:
+        fragment = line.layout.fragments[int(name.partition("/")[0])]
+        slices += fragment_slices(name, fragment, flat)
+    return slices
+
+
+def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
+    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
+
+    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
+    """
+    line.commit = checkpoint.commit
+    line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
+    restored_line(line, lambda: checkpoint)
+    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.since = line.state.version
+    return line.commit
+
+
+def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
+    """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
+
+    def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
+        checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
+        return (
+            outer_state(checkpoint, layout, optimizer),
+            flat_buffers(checkpoint, "residual", layout),
+            flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
+        )
+
+    state, residuals, foreseen = read_together(line.ranks, read)
+    adopted(line, state)
+    line.residuals.update((int(index), flat) for index, flat in residuals.items())
+    for name, flat in foreseen.items():
+        index, _, slot = name.partition("/")
+        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
+        line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
+
+
+def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
+    """What the protocol needs of a contract. `parts`: of each fragment."""
+    membership = contract.membership
+    return Rules(
+        run=contract.run.name,
+        contract=contract.digest,
+        parts=parts,
+        start_peers=membership.start_peers,
+        lease_blocks=contract.lease_blocks,
+        policy=Policy(
+            quorum_peers={"sync": None, "quorum": membership.quorum_peers, "async": 1}[membership.policy],
+            grace_s=membership.grace_s,
+            match_deadline_s=membership.match_deadline_s,
+            uses_slack=membership.policy == "async",
+            sync_versions=membership.sync_versions,
+            most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
+        ),
+        backlog_versions=membership.backlog_versions,
+        continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
+        offences_allowed=membership.offences_allowed,
+        total_tokens=contract.run.total_tokens,
+    )
+
+
+def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
+    """What a lane needs of both. `layout`: of the parts that are held here; `ranks`: of the island."""
+    how = site.device.outer_step
+    return LaneTerms(
+        layout,
+        open_codecs(contract.codec),
+        open_outer(contract.outer),
+        Weighing.of(contract),
+        site.timeouts.stall_s,
+        contract.membership.max_norm_ratio,
+        contract.outer.averaging == "radial",
+        how == "ahead" or (how == "auto" and ranks == 1),
+    )
+
+
+def serve_bps_of(site: Site) -> float:
+    """The rate at which joiners are served: as set, else by the cores that this process may use. 0: no limit."""
+    if site.network.serve_bps is not None:
+        return site.network.serve_bps
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return SERVE_BPS_PER_CORE * cores
+
+
+def timing_of(site: Site) -> Timing:
+    """What the protocol needs of a site."""
+    return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)
+
+
+OnClosed = Callable[[Commit, Commit | None, Counted | None, dict[str, float]], None]
+"""Told of every version: its commit, the one before, our entry in it, and the seconds of each step."""

@@ -1,0 +1,183 @@
+"""When a round's bytes go out and when a run is over: fragments and overlap in inner steps and versions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diloco.base.types import Commit
+from diloco.config.contract import Contract
+
+LEAST_SHARE = 1 / 16
+"""Of a round's steps, for the slowest: whatever somebody claims of its own pace."""
+OFFERED_AGAIN = 3
+"""Times that a contribution is offered once more (`async`) before more inner steps are done."""
+
+SETTLED_WITH = 3
+"""Peers that must be close by for the final average to be over; or all, where there are fewer."""
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """The inner steps of one round: some before the contribution is measured, some while it is on its way.
+
+    A round has H / P inner steps, and the last `overlap` of them hide the exchange (Streaming DiLoCo, arXiv
+    2501.18512). What they bring is progress of the next contribution.
+    """
+
+    steps: int
+    overlap: int
+
+    @staticmethod
+    def of(contract: Contract) -> Cadence:
+        """The contract's."""
+        return Cadence(contract.steps_per_round, contract.sync.overlap)
+
+    def sized(self, pace: float, fastest: float) -> Cadence:
+        """For a peer of this pace beside the fastest: floor(H v / max v) steps, `LEAST_SHARE` of H at least (DyLU).
+
+        Paces in tokens per second; 0: not known yet, which changes nothing.
+        """
+        if not 0 < pace < fastest:
+            return self
+        steps = max(math.floor(self.steps * max(pace / fastest, LEAST_SHARE)), 1)
+        return Cadence(steps, min(self.overlap, steps))
+
+    def stretched(self, step_s: float, sync_s: float, share: float, most: int) -> Cadence:
+        """With so many steps, `most` at most, that the part of an exchange of `sync_s` which no steps overlap with is
+        at most this `share` of the round."""
+        waited_s = sync_s - self.overlap * step_s
+        if waited_s <= 0 or step_s <= 0:
+            return self
+        steps = math.ceil(waited_s * (1 / share - 1) / step_s)
+        return Cadence(max(self.steps, min(steps, most)), self.overlap)
+
+    @staticmethod
+    def fitted(contract: Contract, pace: float, fastest: float, sync_s: float) -> Cadence:
+        """The contract's, for a peer of this pace beside the fastest (tokens per second, 0: not known) whose last
+        exchange took `sync_s`."""
+        cadence, inner = Cadence.of(contract), contract.inner
+        if inner.comm_share and pace:
+            step_s = contract.tokens_per_step / pace
+            cadence = cadence.stretched(step_s, sync_s, inner.comm_share, contract.most_steps_per_round)
+        return cadence.sized(pace, fastest) if inner.sized_by == "speed" else cadence
+
+    def before(self, trained_tokens: int) -> int:
+        """Inner steps before the contribution is measured. With nothing trained yet they are a whole round's, lest
+        the first contribution be empty (`overlap` may be the whole round)."""
+        return self.steps - self.overlap if trained_tokens else self.steps
+
+
+@dataclass
+class Finish:
+    """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
+
+    The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
+    more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too. Where
+    contributors take turns (`most_peers`), each gets its turn for each fragment.
+    """
+
+    total_tokens: int
+    fragments: int
+    under_way: bool
+    """Whether there may be progress that the version that has the tokens leaves over, also of its own fragment."""
+    most_peers: int | None = None
+    """`Policy.most_peers`."""
+    last_version: int | None = None
+    version: int = 0
+
+    @staticmethod
+    def of(contract: Contract, most_peers: int | None = None) -> Finish:
+        """The contract's."""
+        under_way = contract.sync.overlap > 0 or contract.membership.policy != "sync"
+        return Finish(contract.run.total_tokens, contract.sync.fragments, under_way, most_peers)
+
+    def further_versions(self, commit: Commit) -> int:
+        """How many follow the one that has the tokens."""
+        trainers = sum(not member.witness for member in commit.view)
+        turns = max(math.ceil(trainers / (self.most_peers or math.inf)), 1)
+        return turns * self.fragments - (0 if self.under_way else 1)
+
+    def passed(self, commit: Commit, copied: bool = False) -> None:
+        """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""
+        self.version = commit.version
+        if commit.tokens >= self.total_tokens and self.last_version is None:
+            self.last_version = commit.version + (0 if copied else self.further_versions(commit))
+
+    @property
+    def finishing(self) -> bool:
+        """Whether no more inner steps are to be done."""
+        return self.last_version is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is over."""
+        return self.last_version is not None and self.version >= self.last_version
+
+
+@dataclass
+class Settling:
+    """When the final average of a gossip run is over for a peer: the last few that it met were close to it.
+
+    No peer sees all others, so that a few, each of them another one, stand for all.
+    """
+
+    tolerance: float
+    most_swaps: int
+    swaps: int = 0
+    _spreads: dict[str, float] = field(default_factory=dict)
+    """By peer, the latest last."""
+
+    @staticmethod
+    def of(contract: Contract) -> Settling:
+        """The contract's."""
+        return Settling(contract.gossip.tolerance, contract.gossip.final_swaps)
+
+    def swapped(self, peer: str, spread: float) -> None:
+        """One more swap; `spread` was found before it."""
+        self.swaps += 1
+        self._spreads.pop(peer, None)
+        self._spreads[peer] = spread
+
+    def met_least(self, peers: Sequence[str]) -> list[str]:
+        """Those of `peers` whose turn it is: who was never met, or the one that was met longest ago.
+
+        Who was close, and was met last, has nothing new for us.
+        """
+        strangers = [peer for peer in peers if peer not in self._spreads]
+        latest = next(reversed(self._spreads), None)
+        close = latest if latest is not None and self._spreads[latest] <= self.tolerance else None
+        return strangers or [peer for peer in self._spreads if peer in peers and peer != close][:1]
+
+    def remaining(self, others: int) -> float | None:
+        """The largest spread found in the latest meetings with so many others, three at most; None: too few yet."""
+        latest = list(self._spreads.values())[-min(others, SETTLED_WITH) :]
+        return max(latest, default=0.0) if len(latest) >= min(others, SETTLED_WITH) else None
+
+    def settled(self, others: int) -> bool:
+        """Whether there is no need to go on. `others`: live peers that we know."""
+        remaining = self.remaining(others) if others else 0.0
+        return self.swaps >= self.most_swaps or (remaining is not None and remaining <= self.tolerance)
+
+
+class Stopwatch:
+    """The pace of inner steps alone, of the round before."""
+
+    def __init__(self) -> None:
+        self.pace = 0.0
+        """Tokens per second; 0 before the first round."""
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """One inner step was done."""
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def round(self) -> float:
+        """A round is over. Returns the pace."""
+        if self._seconds > 0:
+            self.pace = self._tokens / self._seconds
+        self._tokens, self._seconds = 0, 0.0
+        return self.pace

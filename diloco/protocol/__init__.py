@@ -1,0 +1,1 @@
+"""How peers agree, without I/O: messages in, effects out; votes, view, leases, lineages, parts still missing."""

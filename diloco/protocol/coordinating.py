@@ -1,0 +1,295 @@
+"""Leading an attempt: who contributes, going on around the dead, and the vote."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import leases
+from diloco.protocol import messages as m
+from diloco.protocol.committing import Committing
+from diloco.protocol.reduction import Reduction
+from diloco.protocol.tally import Tally
+from diloco.protocol.view import Decision, Policy, decide, in_turn, respan, spans
+
+MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"
+"""Begins the reason; those who may have it follow."""
+
+
+class Coordinating(Committing):
+    """The coordinator's side; every member is one in its turn."""
+
+    def _on_ready(self, sender: Member, body: m.Ready) -> None:
+        if not self._current(sender, body.version) or self._member(sender) is None:
+            return
+        if self._seat(body.attempt) != self.me or body.attempt < self.attempt:
+            return
+        if not self._plausible(sender, body.offer):
+            return
+        if body.attempt > self.attempt:
+            self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
+        self.electorate.bequeath(body.votes, sender.peer)  # the leaver's goodbye may not have reached us
+        if self._tally is None:
+            self._tally = Tally(self.attempt)
+        self._tally.hear(sender.peer, body, self._now)
+        self._coordinate()
+
+    def _plausible(self, sender: Member, offer: m.Offer | None) -> bool:
+        """Nobody can have used more data than it holds, or measured against another version than this."""
+        assert self.commit is not None
+        held = leases.count(self.commit.leases.held.get(sender.peer, ()))
+        return offer is None or (
+            offer.blocks <= held and offer.base_version == self.version and offer.weight > 0 and not sender.witness
+        )
+
+    def _coordinate(self) -> None:
+        tally = self._tally
+        if tally is None:
+            return
+        if tally.proposal is not None:
+            self._commit_if_accepted(tally)
+        elif tally.begin is None:
+            self._prepare(tally)
+
+    def _prepare(self, tally: Tally) -> None:
+        """Propose again what may have been decided already; else begin when the group is complete."""
+        promises = len(tally.promises() & self.electorate.voters())
+        earlier = tally.accepted()
+        if earlier is not None and earlier.digest in tally.lost:
+            earlier = None
+        if self.attempt > 0 and promises < self.electorate.needed():
+            self._note(f"attempt {self.attempt}: {promises} of {self.electorate.needed()} promises")
+        elif earlier is not None:
+            self._note(f"attempt {self.attempt}: proposing again what was accepted before")
+            self._propose(tally, earlier)
+        else:
+            self._begin_if_matched(tally)
+
+    def _begin_if_matched(self, tally: Tally) -> None:
+        decision = self._decision(tally)
+        self._note(decision.reason, decision.routine)
+        if decision.group is None:
+            return
+        newcomers = [member for member in self._newcomers() if self._stands_here(member)]
+        turn = (self.making - 1) // len(self.rules.parts)
+        group = in_turn(decision.group, self.rules.policy.most_peers, turn)
+        begin = m.Begin(
+            self.making,
+            self.attempt,
+            tuple(tally.counted(peer) for peer in group),
+            (*self._trainers_alive(), *newcomers),
+            spans(self.rules.parts[self.fragment], group, tally.send_bps(group)),
+        )
+        tally.begin = begin
+        tally.audience = begin.receivers
+        self._tell(begin.receivers, begin)
+
+    @property
+    def _policy(self) -> Policy:
+        """That of the version being made."""
+        total = self.rules.total_tokens
+        ending = total is not None and self.commit is not None and self.commit.tokens >= total
+        return self.rules.policy.at(self.making, ending)
+
+    def _decision(self, tally: Tally) -> Decision:
+        if self._reachable_votes() < self.electorate.needed():
+            return Decision(None, self._no_majority())
+        names = [member.peer for member in self.view if not member.witness]
+        living = [member.peer for member in self._trainers_alive()]
+        expected = [peer for peer in living if peer not in self._without and not self.roster.barred(peer)]
+        if not expected:
+            if self._now - self._entered_at < self.timing.stall_s:
+                return Decision(None, "every contribution was refused: asking again soon")
+            expected = living
+        waits_from = tally.waits_from(self.sync_s, reserve_s=self.timing.stall_s)
+        return decide(self._policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
+
+    # ------------------------------------------------------------ what goes wrong in a reduction
+
+    def _on_stalled(self, sender: Member, body: m.Stalled) -> None:
+        tally = self._tally
+        if tally is None or body.version != self.making or body.attempt != self.attempt:
+            return
+        if tally.begin is None or self._member(sender) is None or (tally.proposal is not None and body.missing):
+            return
+        reason = f"{sender.peer}: {body.reason}"
+        if body.offence or not body.missing:
+            self._abort(tally, body.missing, reason, body.offence)
+        elif len(body.missing) > len(tally.begin.contributors) // 2:
+            self._repair(tally, (sender.peer,), f"{reason} from most others")  # it is the one that is cut off
+        else:
+            self._repair(tally, body.missing, reason)
+
+    def _repair(self, tally: Tally, lost: Sequence[str], reason: str) -> None:
+        """Go on without these contributors; parts of theirs that are not here get other owners."""
+        reduction = self._reduction
+        assert tally.begin is not None
+        if reduction is None:
+            self._abort(tally, lost, reason)
+            return
+        if reduction.complete:
+            return
+        gone = reduction.gone | set(lost)
+        left = [counted.peer for counted in tally.begin.contributors if counted.peer not in gone]
+        if gone == reduction.gone:
+            return
+        if not left:
+            self._abort(tally, sorted(gone), reason)
+            return
+        owners = respan(reduction.spans(), reduction.absent, gone, left, tally.send_bps(left))
+        generation = reduction.generation + 1
+        tally.repair = m.Repair(self.making, self.attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
+        self._tell(tally.audience, tally.repair)
+
+    def _abort(self, tally: Tally, without: Sequence[str], reason: str, offence: bool = False) -> None:
+        self._tell(tally.audience, m.Abort(self.making, self.attempt, tuple(without), reason, offence))
+
+    # ------------------------------------------------------------ the vote
+
+    def _propose(self, tally: Tally, commit: Commit) -> None:
+        """Ask for votes: of trainers first, for a witness accepts what it does not hold, and the mean must live on."""
+        tally.proposal = commit
+        tally.proposed_at_s = self._now
+        tally.audience = tally.audience or tuple(self._trainers_alive())
+        self._proposal = m.Propose(self.making, self.attempt, commit)
+        self._tell([member for member in tally.audience if member != self.me], self._proposal)
+        if commit.mean_digest not in self._held:
+            self._fetch(self._proposal)
+        self._commit_if_accepted(tally)
+
+    def _ask_witnesses(self, tally: Tally, proposal: m.Propose) -> None:
+        """When every live trainer holds the mean, or does not answer."""
+        others = [member for member in self._trainers_alive() if member != self.me]
+        patient = self._now - tally.proposed_at_s < self.timing.stall_s
+        if tally.witnesses_asked or (patient and any(member.peer not in tally.accepts for member in others)):
+            return
+        tally.witnesses_asked = True
+        witnesses = [member for member in self.alive() if member.witness]
+        tally.audience = (*tally.audience, *witnesses)
+        self._tell(witnesses, proposal)
+
+    def _on_accept(self, sender: Member, body: m.Accept) -> None:
+        tally = self._tally
+        if tally is None or tally.proposal is None or (body.version, body.attempt) != (self.making, self.attempt):
+            return
+        if body.commit_digest == tally.proposal.digest and self._member(sender) is not None:
+            tally.accepts[sender.peer] = {sender.peer, *body.votes}
+            self._commit_if_accepted(tally)
+
+    def _commit_if_accepted(self, tally: Tally) -> None:
+        """With a majority the commit holds; live members that are about to accept get a moment to do so first.
+
+        The coordinator's own vote comes when it decides: a mean that nobody else holds alike must not bind the next.
+        """
+        proposal = self._proposal
+        assert proposal is not None
+        self._ask_witnesses(tally, proposal)
+        mine = {self.me.peer, *self.electorate.held_by(self.me.peer)}
+        accepted = len((tally.votes() | mine) & self.electorate.voters()) >= self.electorate.needed()
+        if not accepted or proposal.commit.mean_digest not in self._held:
+            self._reconsider(tally, proposal.commit)
+            return
+        if self.me.peer not in tally.accepts:
+            self._accept(proposal)  # comes back here
+            return
+        tally.majority_at_s = min(tally.majority_at_s, self._now)
+        asked = {member.peer for member in tally.audience}  # not who came back meanwhile: it does not hold the mean
+        late = [member for member in self.alive() if member.peer in asked and member.peer not in tally.accepts]
+        if not late or self._now >= self._patient_until_s(tally):
+            self._announce(proposal.commit, tally.audience)
+
+    def _patient_until_s(self, tally: Tally) -> float:
+        """How long those are waited for who live and did not accept, when a majority did: they may have been stopped.
+
+        Under `async` no longer than all who offered have inner steps to do.
+        """
+        stall_s = tally.majority_at_s + self.timing.stall_s
+        policy = self._policy
+        if policy.quorum_peers is None or not policy.uses_slack:
+            return stall_s
+        return min((stall_s, *tally.waits_from().values()))
+
+    def _reconsider(self, tally: Tally, commit: Commit) -> None:
+        """A proposal that nobody can accept, since its mean died with those who held it, must not stand for ever.
+
+        Asked again, the living say what they accepted. If a majority of them accepted nothing, nothing was decided. If
+        one did, only an operator can know that those who held the mean are gone for good.
+        """
+        waited_s = self._now - tally.proposed_at_s
+        lost = commit.mean_digest not in self._held
+        if self.electorate.evicted and lost and waited_s > 2 * self.timing.stall_s:
+            self._note("the mean that was accepted before died with an evicted peer")
+            tally.give_up(commit)
+            self._proposal = None
+        elif lost and self.timing.stall_s < waited_s <= 2 * self.timing.stall_s:
+            self._note(f"{MEAN_LOST} {', '.join(sorted(self._out_of_reach()))}")
+        elif waited_s > 3 * self.timing.stall_s:
+            self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
+
+    def _out_of_reach(self) -> set[str]:
+        return {member.peer for member in self.view if not member.witness} - {
+            member.peer for member in self._trainers_alive()
+        }
+
+    def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
+        others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
+        self._tell(list(others.values()), m.Committed(commit))
+        self._decide(commit, self.me)
+
+    # ------------------------------------------------------------ the commit
+
+    def _stands_here(self, member: Member) -> bool:
+        """Whether a joiner could take part in the reduction of the next version."""
+        entry = self.roster.get(member.peer)
+        stands = entry is not None and entry.heartbeat is not None and entry.heartbeat.version == self.version
+        return stands and not member.witness
+
+    def _newcomers(self) -> list[Member]:
+        """Joiners that are here, or so near that they catch up by commits: rounds may be shorter than heartbeats."""
+        near = max(self.rules.backlog_versions - 1, 0)
+        known = {member.peer for member in self.alive()}
+        return [member for member in self.roster.at_the_door(near, self._now) if member.peer not in known]
+
+    def _next_view(self, leaving: Collection[str]) -> list[Member]:
+        """Those who stay, in their order, and then who joins."""
+        alive = [member for member in self.alive() if not self.roster.barred(member.peer)] or self.alive()
+        stay = [member for member in alive if member.peer not in leaving]
+        join = [member for member in self._newcomers() if member.peer not in leaving]
+        if all(member.witness for member in (*stay, *join)):
+            stay = alive  # somebody must go on training
+        kept = self._kept_for_its_vote([*stay, *join], leaving)
+        return [*(member for member in self.view if member in stay or member == kept), *join]
+
+    def _kept_for_its_vote(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
+        """One of the lost, where its vote costs nothing: two of three decide as two of two would.
+
+        It may only be out of reach. Back, it finds its place; if another died meanwhile, those two decide.
+        """
+        if len(view) % 2:
+            return None
+        gone = self.electorate.voters() - {member.peer for member in view} - set(leaving)
+        heard = {member: self.roster.last_heard_s(member) for member in self.view if member.peer in gone}
+        lost = {member: at_s for member, at_s in heard.items() if at_s is not None}
+        return max(lost, key=lambda member: lost[member], default=None)
+
+    def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
+        assert self.commit is not None
+        counted, omitted = reduction.counted()
+        used = {entry.peer: entry.blocks for entry in counted}
+        left = {entry.member.peer for entry in self.roster if entry.left} - self.electorate.evicted
+        leaving = left | (tally.leaving() & used.keys())  # whose last contribution is not in it offers it again
+        view = self._next_view(leaving)
+        names = [member.peer for member in view if not member.witness]
+        return Commit(
+            version=self.making,
+            previous=self.commit.digest,
+            lineage=self.lineage,
+            fragment=self.fragment,
+            view=tuple(view),
+            counted=counted,
+            omitted=omitted,
+            mean_digest=reduction.mean_digest,
+            tokens=self.commit.tokens + sum(entry.tokens for entry in counted),
+            leases=leases.advance(self.commit.leases, used, names, self.rules.lease_blocks, leaving),
+            state_digest=tally.ready[counted[0].peer].state_digest,
+        )

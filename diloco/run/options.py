@@ -1,0 +1,51 @@
+"""What the command line of a peer says, and what of it is wrong, as far as that shows before torch is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.base.errors import UsageError
+from diloco.config.contract import Contract, Site, load_contract, load_site
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What the command line says."""
+
+    contract: Path | None
+    join: str | None
+    site: Path | None
+    resume: Path | None
+    contract_overrides: Sequence[str] = ()
+    site_overrides: Sequence[str] = ()
+    insecure: bool = False
+    name: str | None = None
+    directory: Path | None = None
+
+
+def checked(options: PeerOptions) -> tuple[Site, Contract | None]:
+    """The site, and the contract to found a run with, if any. Raises UsageError, ConfigError and IncompatibleError."""
+    if options.contract and options.join:
+        raise UsageError("a contract and --join do not go together", "the contract travels: leave it out to join")
+    if not (options.contract or options.join or options.resume):
+        raise UsageError("nothing to do", "give a contract to found a run, or --join HOST:PORT, or --resume FOLDER")
+    if options.contract_overrides and not options.contract:
+        fix = "a joiner takes the contract as it is" if options.join else "the checkpoint holds its contract"
+        raise UsageError("--set changes a contract only when founding", fix)
+    if options.contract and options.resume:
+        raise UsageError("a contract and --resume do not go together", "the checkpoint holds its contract")
+    given = load_contract(options.contract, options.contract_overrides).value if options.contract else None
+    return open_site(options), given
+
+
+def open_site(options: PeerOptions) -> Site:
+    """The site file with what the command line says on top. Raises ConfigError."""
+    overrides = list(options.site_overrides)
+    if options.insecure:
+        overrides.append("network.insecure=true")
+    if options.name:
+        overrides.append(f"peer.name={json.dumps(options.name)}")
+    return load_site(options.site, overrides).value

@@ -1,0 +1,193 @@
+"""How training speed scales with the ranks of an island: `diloco bench scaling`.
+
+Real inner steps, on the contract's data, by 1, 2, 4, ... ranks, each number in processes of its own
+(`python -m diloco.run.scaling JOB.json`). *Weak* scaling gives every rank as many rows as the smallest island's ranks
+have;
+*strong* scaling divides the same rows among more ranks. Efficiency is tokens per second and rank beside those of the
+smallest island, as usual for both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import ResourceError, UsageError
+from diloco.base.types import Blocks
+from diloco.config.contract import Contract, Site, contract_from_json
+from diloco.data.reader import BlockReader
+from diloco.inner.workbench import Bench, Workbench
+from diloco.island import Island
+from diloco.island.elastic import end_with_launcher, run_once
+from diloco.island.mesh import check, sizes_of
+from diloco.run.trainer import device_of
+
+WARM_UPS = 2
+"""Steps that are not timed: they compile, connect and allocate."""
+GRACE_S = 5
+ALL_BLOCKS = (Blocks(0, 2**60),)
+
+Kind = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Inner steps of one island."""
+
+    ranks: int
+    mesh: Mapping[str, int]
+    """Sizes of more than one rank."""
+    sequences: int
+    """Of one inner step of the island."""
+    steps: int
+    tokens_per_s: float
+    """Of the island."""
+    flops_per_s: float | None
+    mfu: float | None
+    phases: Mapping[str, float]
+    """Seconds on rank 0."""
+    memory: Sequence[Mapping[str, int]]
+    """By rank (`diloco.inner.meter.MEMORY`)."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that one rank took: of its GPU, else of the host."""
+        return max(rank["device_peak_bytes"] or rank["host_peak_bytes"] for rank in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """An island beside the smallest one."""
+
+    scaling: Kind
+    measured: Measured
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one island is to do."""
+
+    contract: Contract
+    site: Site
+    ranks: int
+
+    def check(self) -> None:
+        """Raises ConfigError when the model or the batch cannot be divided so."""
+        check(sizes_of(self.site.mesh, self.ranks), self.site, self.contract, self.ranks)
+
+
+def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kind, Job]]:
+    """What is measured, the smallest island first, which stands for both kinds of scaling.
+
+    One rank has the whole model, whatever the site's mesh. Raises UsageError and ConfigError.
+    """
+    if not ranks or sorted(set(ranks)) != list(ranks) or any(count % ranks[0] for count in ranks):
+        cause = f"cannot compare islands of {', '.join(map(str, ranks))} ranks"
+        raise UsageError(cause, "give rising multiples of the first number: --ranks 1,2,4")
+    made: list[tuple[Kind, Job]] = []
+    for kind in ("weak", "strong"):
+        for count in ranks:
+            rows = contract.inner.batch_size * (count // ranks[0] if kind == "weak" else 1)
+            inner = contract.inner.model_copy(update={"batch_size": rows})
+            job = Job(contract.model_copy(update={"inner": inner}), _site_of(site, count), count)
+            job.check()
+            if kind == "weak" or count > ranks[0]:
+                made.append((kind, job))
+    return made
+
+
+def _site_of(site: Site, ranks: int) -> Site:
+    if ranks > 1:
+        return site
+    return site.model_copy(update={"mesh": Site().mesh})
+
+
+def compare(jobs: Sequence[tuple[Kind, Job]], seconds: float, folder: Path) -> Iterator[Scaled]:
+    """Start each island in turn, here, and say how it compares. `folder` is for what is passed on to them.
+
+    Raises ResourceError when one of them fails.
+    """
+    base: Measured | None = None
+    for kind, job in jobs:
+        measured = _started(job, seconds, folder)
+        base = base or measured
+        yield Scaled(kind, measured, _efficiency(measured, base))
+        if measured is base:
+            yield Scaled("strong", measured, 1.0)
+
+
+def _efficiency(measured: Measured, base: Measured) -> float:
+    return measured.tokens_per_s / measured.ranks / (base.tokens_per_s / base.ranks)
+
+
+def _started(job: Job, seconds: float, folder: Path) -> Measured:
+    told, found = folder / "job.json", folder / "measured.json"
+    found.unlink(missing_ok=True)
+    told.write_text(json.dumps({"contract": job.contract.to_json(), "site": job.site.model_dump_json(),
+                                "seconds": seconds, "found": str(found)}))  # fmt: skip
+    code = run_once(job.ranks, "diloco.run.scaling", [str(told)], GRACE_S)
+    if not found.is_file():
+        cause = f"the {job.ranks} ranks ended " + (f"with exit code {code}" if code else "before they had measured")
+        raise ResourceError(cause, "their output says why")
+    return Measured(**json.loads(found.read_text()))
+
+
+def measure(contract: Contract, site: Site, island: Island, seconds: float) -> Measured | None:
+    """Inner steps for about so long, three at least; all ranks call it together. None on other ranks than 0."""
+    if not island.leads:
+        Bench.follow(contract, site, island)
+        island.close()
+        return None
+    bench = Workbench(contract, site, island)
+    reader = BlockReader(bench.dataset, contract.run.seed)
+    reader.lease(ALL_BLOCKS)
+    for _ in range(WARM_UPS):
+        _step(bench, reader)
+    bench.usage.begin()
+    began_s, steps = monotonic_s(), 0
+    while steps < 3 or monotonic_s() - began_s < seconds:
+        _step(bench, reader)
+        steps += 1
+    took_s = monotonic_s() - began_s
+    used, facts = bench.used(), bench.facts()
+    bench.close()
+    return Measured(
+        island.size, facts["mesh"], contract.inner.sequences_per_step, steps, steps * contract.tokens_per_step / took_s,
+        used["flops_per_s"], used["mfu"], used["phases"], used["memory"],
+    )  # fmt: skip
+
+
+def _step(bench: Workbench, reader: BlockReader) -> None:
+    tokens, began_s = bench.contract.tokens_per_step, monotonic_s()
+    with bench.inner.phases.host("data"):
+        block = reader.next(bench.contract.inner.sequences_per_step)
+    bench.step(block, (bench.inner.steps + 1) * tokens)
+    bench.usage.step(tokens, monotonic_s() - began_s)
+
+
+def limited(site: Site) -> Site:
+    """With a number of CPU threads for each rank: one, where neither the site nor a GPU says otherwise. Ranks that each
+    take all cores would measure how they fight for them."""
+    if site.device.threads is not None or device_of(site).type != "cpu":
+        return site
+    return site.model_copy(update={"device": site.device.model_copy(update={"threads": 1})})
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of one rank."""
+    end_with_launcher()
+    told: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
+    contract, site = contract_from_json(told["contract"]), Site.model_validate_json(told["site"])
+    measured = measure(contract, site, Island.here(device_of(site)), told["seconds"])
+    if measured is not None:
+        Path(told["found"]).write_text(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""A witness: a peer that votes and does not train.
+
+Of two islands neither can tell the other's death from a cut line, so that neither may go on alone. A third voice can:
+it holds no model and receives no part, only the commits (about 2 kB per version and member), and any small machine
+that both islands reach will do. It is asked last, when the trainers hold the mean or do not answer, so that it seldom
+vouches for bytes that die with one island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco.base.clock import monotonic_s, new_incarnation
+from diloco.base.errors import EvictedError, UsageError
+from diloco.base.types import Closed, Member, Phase, Progress
+from diloco.config.contract import Contract
+from diloco.exchange.engine import Exchange, Terms
+from diloco.observe.telemetry import Event, Events
+from diloco.outer.fragments import Layout
+from diloco.peer.peer import Gate, lane_terms, listening, rules_of, timing_of
+from diloco.peer.schedule import Finish
+from diloco.protocol.messages import Reply
+from diloco.run.launch import event_card, knock, open_directory, peer_name
+from diloco.run.options import PeerOptions, open_site
+from diloco.transport.presence import Presence
+from diloco.transport.runtime import reachable
+
+
+@dataclass(frozen=True)
+class WitnessEnding:
+    """How it went."""
+
+    version: int
+    tokens: int
+    reason: str
+
+
+def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> WitnessEnding:
+    """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
+    assert options.join is not None
+    site = listening(open_site(options), options.join)
+    gate = Gate(site)
+    try:
+        contract = knock(options.join, gate, listener, stop)
+        if contract.membership.policy == "gossip":
+            raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
+        name = peer_name(site, None)
+        directory = open_directory(options, site, contract, name)
+        events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
+        return Witness(name, contract, gate, events).run(stop)
+    finally:
+        gate.close()
+
+
+class Witness:
+    """One witness's life."""
+
+    def __init__(self, name: str, contract: Contract, gate: Gate, events: Events) -> None:
+        self.contract = contract
+        self.gate = gate
+        self.events = events
+        me = Member(name, new_incarnation(), "", witness=True)
+        assert gate.welcome is not None
+        lineage = gate.welcome.lineage
+        runtime = gate.runtime
+        forks = gate.welcome.forks
+        self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
+        self.version, self.tokens = -1, 0
+        self.ending = Finish.of(contract, self.exchange.terms.rules.policy.most_peers)
+
+    def run(self, stop: Callable[[], bool]) -> WitnessEnding:
+        """Listen, ask to be taken in, vote; say goodbye at the end."""
+        presence = self._enter()
+        try:
+            reason = self._vote(stop)
+            self.exchange.settle(self.gate.site.timeouts.suspect_s)
+            self.exchange.leave(self.gate.site.timeouts.rpc_s + 1.0)
+        finally:
+            self.exchange.stop()
+            presence.end()
+        return WitnessEnding(self.version, self.tokens, reason)
+
+    def _enter(self) -> Presence:
+        gate, welcome = self.gate, self.gate.welcome
+        assert welcome is not None
+        network = gate.site.network
+        served = gate.runtime.serve(self.exchange, network.listen)
+        address = network.advertise or reachable(served, welcome.members[0].address)
+        gate.open_directory(self.contract.run.name, lambda text: self.events.emit("warning", text=text))
+        self.exchange.start(address, gate.directory.addresses)
+        self.exchange.meet(welcome.members)
+        self.exchange.report(Progress(phase=Phase.JOINING))
+        self.events.emit("listening", address=address, ticket=f"{address}/{self.contract.digest[:12]}")
+        return Presence(gate.directory, self.exchange, gate.runtime.answer_of)
+
+    def _vote(self, stop: Callable[[], bool]) -> str:
+        refused_s = monotonic_s()
+        while not stop():
+            for closed in self.exchange.closed(timeout_s=0.2):
+                self._on_closed(closed)
+            if self.ending.done:
+                return "the run is complete"
+            if self.exchange.refused is not Reply.FENCED:
+                refused_s = monotonic_s()
+            elif monotonic_s() - refused_s > 3 * self.gate.site.timeouts.suspect_s:
+                raise EvictedError(f"the run has a live peer named {self.exchange.name}", "choose another peer.name")
+        return "left"
+
+    def _on_closed(self, closed: Closed) -> None:
+        commit = closed.commit
+        self.ending.passed(commit, copied=self.version < 0)
+        self.version, self.tokens = commit.version, commit.tokens
+        self.exchange.report(Progress(phase=Phase.WITNESS, version=commit.version))
+        names = [counted.peer for counted in commit.counted]
+        self.events.emit(
+            "witnessed", version=commit.version, tokens=commit.tokens, counted=names, commit_digest=commit.digest
+        )
+
+    def _on_reason(self, reason: str, routine: bool) -> None:
+        self.events.emit("reason", text=reason, routine=routine)
+
+    def _terms(self) -> Terms:
+        contract, welcome = self.contract, self.gate.welcome
+        assert welcome is not None
+        return Terms(
+            contract_json=contract.to_json().encode(),
+            rules=rules_of(contract, parts=()),
+            timing=timing_of(self.gate.site),
+            lane=lane_terms(contract, self.gate.site, Layout(())),
+            layout_digest=welcome.layout,
+            total_tokens=contract.run.total_tokens,
+            data=welcome.data,
+        )

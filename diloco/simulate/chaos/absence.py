@@ -1,0 +1,233 @@
+"""Under `async` one peer after the other is not there: stopped, cut off, late, gone. Does anybody wait for it?
+
+Real peers of different speeds, each with as many inner steps as its speed has room for, and all of them done while a
+contribution is on its way. What must hold of every row: no other peer waited for more than 2 % of the time, and the
+one that is back is counted. In the end the ledgers must add up, everything counted once, and all digests agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco.accounts.audit import audit
+from diloco.base.clock import unix_s
+from diloco.base.errors import UsageError
+from diloco.simulate.chaos.fleet import Fleet, Life
+from diloco.simulate.chaos.network import Network, Rule
+
+SPEEDS: Final = {"a": 1.0, "b": 0.8, "c": 0.6, "d": 0.35, "e": 0.7}
+"""Of those who begin, of whom `d` is the one that is not there; and of one that comes late."""
+STEP_S: Final = 0.1
+"""What an inner step takes at speed 1: far more than it costs here, so that five peers do not fight over two cores."""
+MOST_WAITED: Final = 0.02
+ANSWER_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long everything takes."""
+
+    steps: int = 100
+    """H. A round should be longer than the timeouts by which the others know that somebody is gone."""
+    stop_s: float = 60.0
+    versions: int = 20
+    """That close while a peer is cut off."""
+    site: tuple[str, ...] = ()
+    """More settings of every peer's site."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one absence did to the others."""
+
+    what: str
+    seconds: float
+    versions: int
+    """That closed meanwhile."""
+    waited_share: float
+    """Of the time, by the one that waited most of the others."""
+    longest_wait_s: float
+    counted: int | None
+    """The version that counts the peer that came; None: it does not come back."""
+    tokens: int
+    """It brought."""
+
+    @property
+    def holds(self) -> bool:
+        """What must hold."""
+        return self.waited_share < MOST_WAITED
+
+    def tree(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "holds": self.holds}
+
+
+class Absences:
+    """The peers, and what happens to one of them. `end` in any case."""
+
+    def __init__(self, contract: Path, directory: Path, scale: Scale) -> None:
+        rules = {
+            "membership.start_peers": 4,
+            "membership.policy": "async",
+            "membership.sync_versions": 1,
+            "membership.grace_s": 0.2,
+            "membership.stragglers": "wait",
+            "inner.steps": scale.steps,
+            "inner.sized_by": "speed",
+            "sync.overlap": scale.steps,
+            "outer.optimizer": "delayed_nesterov",
+        }
+        site = ["device.threads=1", f"device.step_s={STEP_S}", *scale.site]
+        self.scale = scale
+        self.network = Network(seed=0)
+        overrides = [f"{key}={value}" for key, value in rules.items()]
+        self.fleet = Fleet(contract, overrides, directory, site, self.network)
+        self.fleet.own = {name: [f"device.speed={speed}"] for name, speed in SPEEDS.items()}
+
+    def begin(self) -> None:
+        """Four get together, and know each other's speed."""
+        founder = self.fleet.found("a")
+        for name in ("b", "c", "d"):
+            self.fleet.join(name, founder)
+        self._reach(3)
+
+    def end(self) -> None:
+        """End all processes."""
+        self.fleet.end()
+        self.network.close()
+
+    # ------------------------------------------------------------ rows
+
+    def stop(self) -> Row:
+        """A process is frozen; it finds out by itself that the run went on."""
+        life, began_s, before = self._next_round()
+        self.fleet.stop(life)
+        self._until(lambda: unix_s() - began_s >= self.scale.stop_s, "the stop is over")
+        self.fleet.resume(life)
+        return self._back(f"stopped for {self.scale.stop_s:g} s", life, began_s, before)
+
+    def cut_off(self) -> Row:
+        """Nothing reaches a peer, and nothing that it says is heard; it trains on."""
+        life, began_s, before = self._next_round()
+        rules = [Rule(frozenset({life.name}), None, passes=False), Rule(None, frozenset({life.name}), passes=False)]
+        self.network.impose(rules)
+        self._until(lambda: self._version() >= before + self.scale.versions, "that many versions closed")
+        self.network.lift(rules)
+        return self._back(f"cut off for {self.scale.versions} versions", life, began_s, before)
+
+    def come_late(self) -> Row:
+        """A joiner copies the state while the others train."""
+        _, began_s, before = self._next_round()
+        return self._back("joins late", self.fleet.join("e", self.fleet.life("a")), began_s, before)
+
+    def leave(self) -> Row:
+        """A peer goes in good order."""
+        life, began_s, before = self._next_round()
+        self.fleet.ask_to_leave(life)
+        self._until(lambda: life.child.exit_code is not None, f"{life.name} is gone")
+        self._until(lambda: self._version() >= before + 2, "versions close without it")
+        return self._row("leaves", life, began_s, before, None)
+
+    # ------------------------------------------------------------ how
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        patience_s = self.scale.stop_s + self.scale.versions * self.scale.steps * STEP_S
+        self.fleet.until(condition, what, ANSWER_S + patience_s)
+
+    def _version(self) -> int:
+        told = self.fleet.life("a").version
+        return int(told["version"]) if told else 0
+
+    def _reach(self, version: int) -> None:
+        self._until(lambda: all(_stands_at(life, version) for life in self.fleet.living()), f"all stand at {version}")
+
+    def _next_round(self) -> tuple[Life, float, int]:
+        """The one that goes; when a version has just closed, which all have, and which version that is."""
+        version = self._version() + 1
+        self._reach(version)
+        return self.fleet.life("d"), unix_s(), version
+
+    def _back(self, what: str, life: Life, began_s: float, before: int) -> Row:
+        """Wait until a version counts it."""
+        back_s = unix_s()
+        found: list[Mapping[str, Any]] = []
+
+        def counted() -> bool:
+            found[:] = [event for event in life.of("version") if event["own"] and event["time"] > back_s]
+            return bool(found)
+
+        self._until(counted, f"{life.name} is counted")
+        return self._row(what, life, began_s, before, found[0])
+
+    def _row(self, what: str, absent: Life, began_s: float, before: int, counted: Mapping[str, Any] | None) -> Row:
+        ended_s = unix_s()
+        others = [_waits(life, began_s, ended_s) for life in self.fleet.living() if life.name != absent.name]
+        return Row(
+            what,
+            round(ended_s - began_s, 1),
+            self._version() - before,
+            round(max(map(sum, others)) / (ended_s - began_s), 4),
+            round(max(max(waits, default=0.0) for waits in others), 3),
+            counted["version"] if counted else None,
+            counted["inner_tokens"] if counted else 0,
+        )
+
+
+ACTS: Final[Mapping[str, Callable[[Absences], Row]]] = {
+    "stop": Absences.stop,
+    "cut": Absences.cut_off,
+    "late": Absences.come_late,
+    "leave": Absences.leave,
+}
+
+
+def run_absences(
+    contract: Path, directory: Path, scale: Scale, acts: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """These of `ACTS`, in order; then all leave, and their ledgers are compared. Raises DilocoError."""
+    unknown = set(acts) - set(ACTS)
+    if unknown:
+        raise UsageError(f"unknown: {', '.join(sorted(unknown))}", f"known: {', '.join(ACTS)}")
+    one = Absences(contract, directory, scale)
+    rows: list[Row] = []
+    try:
+        one.begin()
+        say(TITLES)
+        for act in acts:
+            rows.append(ACTS[act](one))
+            say(line(rows[-1]))
+        living = one.fleet.living()
+        for life in living:
+            one.fleet.ask_to_leave(life)
+        one.fleet.until(lambda: all(life.child.exit_code is not None for life in living), "all have left", ANSWER_S)
+    finally:
+        one.end()
+    found = audit(sorted({life.directory for life in one.fleet.lives}))
+    violations = [f"{one.rule} {one.peer} version {one.version}: {one.text}" for one in found.violations]
+    return {"rows": [row.tree() for row in rows], "violations": violations, "holds": all(row.holds for row in rows)}
+
+
+TITLES: Final = (
+    f"{'the peer':<26}{'seconds':>9}{'versions':>10}{'waited':>9}{'longest':>10}{'counted in':>12}{'tokens':>9}  holds"
+)
+
+
+def line(row: Row) -> str:
+    """For people."""
+    cells = f"{row.seconds:9.1f}{row.versions:10}{100 * row.waited_share:7.2f} %{row.longest_wait_s:8.3f} s"
+    counted = f"{row.counted or '':>12}{row.tokens or '':>9}"
+    return f"{row.what:<26}{cells}{counted}  {'yes' if row.holds else 'NO'}"
+
+
+def _stands_at(life: Life, version: int) -> bool:
+    told = life.version
+    return told is not None and told["version"] >= version
+
+
+def _waits(life: Life, began_s: float, ended_s: float) -> list[float]:
+    """How long it waited in each round. All versions that close in one round tell of the same wait."""
+    events = (event for event in life.of("version") if began_s <= event["time"] <= ended_s)
+    return list({event["seconds"]["exchange"]: None for event in events if "exchange" in event["seconds"]})

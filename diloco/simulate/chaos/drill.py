@@ -1,0 +1,350 @@
+"""Chaos: peers of the production path under faults on a schedule drawn from a seed, then a clean run of as many tokens.
+
+The first part of the drill has no faults; what its peers train per second is what a peer is worth later.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from diloco.base.clock import monotonic_s, unix_s
+from diloco.base.errors import DilocoError, UsageError
+from diloco.simulate.chaos.fleet import POLL_S, Fleet, Life, empty_folder
+from diloco.simulate.chaos.network import Network, Rule
+from diloco.simulate.chaos.verdict import verdict
+
+TOGETHER_S = 90.0
+"""After the last fault is mended: until one version counts everybody."""
+SAY_EVERY_S = 10.0
+SLOW_BYTES_PER_S = 100_000
+FLIPS = 0.02
+"""Each flip ends a TLS connection with all that it carried: at 5 % of the reads no state of a few MB gets through."""
+
+
+@dataclass(frozen=True)
+class DrillOptions:
+    """What the command line says."""
+
+    contract: Path
+    directory: Path
+    peers: int = 8
+    minutes: float = 25.0
+    quiet_s: float = 60.0
+    """Without faults, to begin with."""
+    seed: int = 0
+    step_s: float = 0.3
+    """Time of an inner step, so that the machine's cores are not what limits the peers."""
+    every_s: tuple[float, float] = (9.0, 14.5)
+    """From one fault to the next."""
+    clean: bool = True
+    """Whether to train a clean run afterwards."""
+
+
+@dataclass
+class Fault:
+    """Something that was done to peers. Times are unix seconds."""
+
+    kind: str
+    victims: tuple[str, ...]
+    began_s: float
+    ended_s: float = 0.0
+    """When it was mended: the end of a stop or a cut, the start of the next life. 0 while it lasts."""
+    back_s: float = 0.0
+    """When a version counted all of them again."""
+    cut: tuple[str, ...] = ()
+    """Who could not reach everybody while it lasted."""
+
+
+KINDS: Final = {
+    "kill": 3, "kill, disk lost": 2, "stop": 3, "leave": 2, "cut off": 2, "cut one way": 2, "split": 1, "slow link": 2,
+    "corrupt bytes": 2,
+}  # fmt: skip
+"""How often each is drawn. The founder dies once, early."""
+GENTLE: Final = ("slow link", "corrupt bytes")
+"""Peers under these go on training, so that nobody else must be spared meanwhile."""
+
+
+def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything, to the table. Raises DilocoError when the peers do not even get together."""
+    if options.peers < 3:
+        raise UsageError("chaos takes at least 3 peers", "with two, one is no majority")
+    empty_folder(options.directory)
+    network = Network(options.seed)
+    overrides = [f"membership.start_peers={options.peers}"]
+    site = [f"device.step_s={options.step_s}", "device.threads=1"]
+    fleet = Fleet(options.contract, overrides, options.directory / "chaos", site, network)
+    drill = Drill(options, fleet, network, say)
+    try:
+        drill.run()
+    finally:
+        fleet.end()
+        network.close()
+    result = verdict(fleet, drill.faults, drill.quiet_until_s, drill.ended_s, drill.problems)
+    clean = clean_run(options, result["committed_tokens"], say) if options.clean else {}
+    return {"minutes": options.minutes, "peers": options.peers, "seed": options.seed, **result, **clean}
+
+
+def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """As many peers, as many tokens, no faults, as fast as the machine allows: its held-out loss."""
+    say(f"clean run of {tokens:,} tokens")
+    overrides = [f"membership.start_peers={options.peers}", f"run.total_tokens={tokens}"]
+    fleet = Fleet(options.contract, overrides, options.directory / "clean", ["device.threads=1"], None)
+    try:
+        founder = fleet.found("p0")
+        for number in range(1, options.peers):
+            fleet.join(f"p{number}", founder)
+        limit_s = 120.0 + 60.0 * options.minutes
+        fleet.until(lambda: all(life.of("end") for life in fleet.lives), "the clean run is done", limit_s)
+        ends = [life.of("end")[-1] for life in fleet.lives]
+    finally:
+        fleet.end()
+    return {"clean_val_loss": ends[0]["val_loss"], "clean_tokens": ends[0]["tokens"]}
+
+
+@dataclass
+class Drill:
+    """The schedule and what it does."""
+
+    options: DrillOptions
+    fleet: Fleet
+    network: Network
+    say: Callable[[str], None]
+    faults: list[Fault] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    quiet_until_s: float = 0.0
+    ended_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.options.seed)
+        self._names = (f"p{number}" for number in itertools.count())
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._said_s = 0.0
+        self._does: dict[str, Callable[[Fault], None]] = {
+            "kill": partial(self._kill, resume=True),
+            "kill, disk lost": partial(self._kill, resume=False),
+            "founder dies": self._replace_founder,
+            "stop": self._stop,
+            "leave": self._leave,
+            "cut off": partial(self._cut, ways=2),
+            "cut one way": partial(self._cut, ways=1),
+            "split": self._split,
+            "slow link": partial(self._degrade, passes=True, bytes_per_s=SLOW_BYTES_PER_S),
+            "corrupt bytes": partial(self._degrade, flips=FLIPS),
+        }
+
+    def run(self) -> None:
+        """Get together, be quiet, suffer, get together again, part."""
+        self._gather()
+        self.quiet_until_s = unix_s() + self.options.quiet_s
+        self._live_until(monotonic_s() + self.options.quiet_s)
+        end_s = monotonic_s() + 60.0 * self.options.minutes
+        self._after(0.0, self._next_fault)
+        self._live_until(end_s)
+        self._mend_all()
+        self._together()
+        self.ended_s = unix_s()
+        for life in self.fleet.living():
+            self.fleet.ask_to_leave(life)
+        self.fleet.until(lambda: not any(life.child.exit_code is None for life in self.fleet.lives), "all left", 60.0)
+
+    def _gather(self) -> None:
+        names = list(itertools.islice(self._names, self.options.peers))
+        founder = self.fleet.found(names[0])
+        for name in names[1:]:
+            self.fleet.join(name, founder)
+        self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
+        self.say(f"{len(names)} peers are together")
+
+    # ------------------------------------------------------------ time
+
+    def _live_until(self, end_s: float) -> None:
+        while monotonic_s() < end_s:
+            self._live()
+            time.sleep(POLL_S)
+
+    def _live(self) -> None:
+        """One look at everything."""
+        while self._later and self._later[0][0] <= monotonic_s():
+            heapq.heappop(self._later)[2]()
+        try:
+            self.fleet.poll()
+        except DilocoError as error:
+            self._ended_unasked(error)
+        for fault in self.faults:
+            if fault.ended_s and not fault.back_s and all(map(partial(self._counted_since, fault), fault.victims)):
+                fault.back_s = unix_s()
+        if monotonic_s() - self._said_s > SAY_EVERY_S:
+            self._said_s = monotonic_s()
+            self.say(self._line())
+
+    def _ended_unasked(self, error: DilocoError) -> None:
+        """A violation; its place is filled all the same."""
+        self.problems.append(error.cause)
+        self.say(f"VIOLATION {error.cause}")
+        for life in self.fleet.lives:
+            if not life.ending and life.child.exit_code:
+                self.fleet.died(life)
+                self._join_new()
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (monotonic_s() + seconds, next(self._numbers), action))
+
+    def _line(self) -> str:
+        version = max((life.version["version"] for life in self.fleet.lives if life.version), default=0)
+        done = [fault for fault in self.faults if fault.back_s]
+        living = sum(not life.stopped for life in self.fleet.living())
+        return f"version {version}, {living} peers run, faults {len(self.faults)}, recovered {len(done)}"
+
+    # ------------------------------------------------------------ faults
+
+    def _next_fault(self) -> None:
+        """Draw a fault that leaves a majority at work; when there is none, look again soon."""
+        healthy = self._healthy()
+        spare = len(healthy) - (self.options.peers // 2 + 1)
+        kinds = [kind for kind in KINDS if self._bearable(kind, healthy, spare)]
+        if not kinds:
+            self._after(0.5, self._next_fault)
+            return
+        kind = self._dice.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        victims = self._victims(kind, healthy)
+        founder = self.fleet.life("p0")
+        if len(self.faults) >= 2 and spare > 0 and founder in healthy and not self._founder_died:
+            kind, victims = "founder dies", ("p0",)
+        fault = Fault(kind, victims, unix_s())
+        self.faults.append(fault)
+        self.say(f"fault {len(self.faults)}: {kind}: {', '.join(victims)}")
+        self._does[kind](fault)
+        self._after(self._dice.uniform(*self.options.every_s), self._next_fault)
+
+    def _bearable(self, kind: str, healthy: Sequence[Life], spare: int) -> bool:
+        if kind in GENTLE:
+            return bool(healthy)
+        return len(healthy) == len(self.fleet.living()) if kind == "split" else spare > 0
+
+    def _victims(self, kind: str, healthy: Sequence[Life]) -> tuple[str, ...]:
+        count = len(healthy) // 2 if kind == "split" else 1
+        return tuple(sorted(life.name for life in self._dice.sample(healthy, count)))
+
+    @property
+    def _founder_died(self) -> bool:
+        return any(fault.kind == "founder dies" for fault in self.faults)
+
+    def _healthy(self) -> list[Life]:
+        """Peers at work that no fault holds up and that are back from the last one."""
+        busy = {
+            name for fault in self.faults if not fault.back_s and fault.kind not in GENTLE for name in fault.victims
+        }
+        return [life for life in self.fleet.living() if life.name not in busy and life.counted and not life.stopped]
+
+    def _counted_since(self, fault: Fault, name: str) -> bool:
+        life = self.fleet.life(name)
+        if life.ending:
+            return True  # of another fault, which is waited for instead
+        version = life.version
+        return version is not None and bool(version["own"]) and version["time"] > fault.ended_s
+
+    def _mend(self, fault: Fault) -> None:
+        fault.ended_s = unix_s()
+
+    def _mend_all(self) -> None:
+        """Whatever was to be mended later is mended now."""
+        for _, _, action in sorted(self._later):
+            if action != self._next_fault:
+                action()
+        self._later.clear()
+
+    def _together(self) -> None:
+        """I7: all that live end up in one version."""
+        mended_s = unix_s()
+
+        def all_counted() -> bool:
+            last = [life.version for life in self.fleet.living()]
+            return all(version is not None and version["own"] and version["time"] > mended_s for version in last)
+
+        deadline_s = monotonic_s() + TOGETHER_S
+        while not all_counted():
+            if monotonic_s() > deadline_s:
+                self.problems.append(f"not all peers were counted {TOGETHER_S:g} s after the last fault was mended")
+                return
+            self._live()
+            time.sleep(POLL_S)
+        self.say("all peers are together again")
+
+    # ------------------------------------------------------------ what is done to them
+
+    def _kill(self, fault: Fault, resume: bool) -> None:
+        self.fleet.kill(self.fleet.life(fault.victims[0]))
+        self._after(self._dice.uniform(1.0, 6.0), partial(self._restart, fault, resume))
+
+    def _restart(self, fault: Fault, resume: bool) -> None:
+        self.fleet.join(fault.victims[0], *self._doors(), resume=resume)
+        self._mend(fault)
+
+    def _replace_founder(self, fault: Fault) -> None:
+        """Dead for good; somebody else comes through another member."""
+        self.fleet.kill(self.fleet.life(fault.victims[0]))
+        self._after(1.0, partial(self._join_instead, fault))
+
+    def _leave(self, fault: Fault) -> None:
+        self.fleet.ask_to_leave(self.fleet.life(fault.victims[0]))
+        self._after(self._dice.uniform(1.0, 6.0), partial(self._join_instead, fault))
+
+    def _join_instead(self, fault: Fault) -> None:
+        """The newcomer is whom the others wait for now."""
+        fault.victims = (self._join_new().name,)
+        self._mend(fault)
+
+    def _join_new(self) -> Life:
+        return self.fleet.join(next(self._names), *self._doors())
+
+    def _doors(self) -> list[Life]:
+        """Two members to come in through: one may be struck before it is asked."""
+        members = self._healthy() or self.fleet.living()
+        return self._dice.sample(members, min(2, len(members)))
+
+    def _stop(self, fault: Fault) -> None:
+        life = self.fleet.life(fault.victims[0])
+        self.fleet.stop(life)
+
+        def thaw() -> None:
+            self.fleet.resume(life)
+            self._mend(fault)
+
+        self._after(self._dice.uniform(5.0, 20.0), thaw)
+
+    def _cut(self, fault: Fault, ways: int) -> None:
+        """From the others: in both directions, or in one."""
+        fault.cut = fault.victims
+        victims = frozenset(fault.victims)
+        rules = [Rule(victims, None, passes=False), Rule(None, victims, passes=False)]
+        self._for_a_while(fault, rules if ways == 2 else [self._dice.choice(rules)])
+
+    def _split(self, fault: Fault) -> None:
+        """Half against half."""
+        half = frozenset(fault.victims)
+        rest = frozenset(life.name for life in self.fleet.living()) - half
+        fault.cut = tuple(sorted(half | rest))
+        self._for_a_while(fault, [Rule(half, rest, passes=False), Rule(rest, half, passes=False)])
+
+    def _degrade(self, fault: Fault, **how: Any) -> None:
+        """Bytes from and to a peer are slow, or not what was sent."""
+        victims = frozenset(fault.victims)
+        self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
+
+    def _for_a_while(self, fault: Fault, rules: Sequence[Rule]) -> None:
+        self.network.impose(rules)
+
+        def heal() -> None:
+            self.network.lift(rules)
+            self._mend(fault)
+
+        self._after(self._dice.uniform(5.0, 15.0), heal)

@@ -1,0 +1,265 @@
+"""Peers as processes that may be killed, stopped, brought back and asked to leave; what each life of them told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s, unix_s
+from diloco.base.errors import DilocoError, ResourceError, UsageError
+from diloco.observe.telemetry import Event
+from diloco.simulate.chaos.network import Network
+from diloco.simulate.processes import Child, end_all
+
+START_S = 120.0
+"""How long a process may take until it listens, on a machine that may be busy."""
+POLL_S = 0.05
+PORTS = range(20_000, 30_000)
+"""Below those that Linux gives to outgoing connections, so that a port is still free when its peer comes back."""
+
+
+@dataclass
+class Life:
+    """One process of a peer, from its start to its end. Times are unix seconds, as in its events."""
+
+    name: str
+    child: Child
+    directory: Path
+    began_s: float
+    offset: int
+    """Of its first event in the file, which earlier lives may have begun."""
+    armed: str = ""
+    """Failpoints at which it may kill itself."""
+    ending: str = ""
+    """`killed`, `left`, or empty while it should live."""
+    ended_s: float = 0.0
+    stops: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when it was stopped; to 0 while it is."""
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def lives(self) -> bool:
+        return not self.ending and self.child.exit_code is None
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stops) and not self.stops[-1][1]
+
+    def of(self, kind: str) -> list[Event]:
+        """Its events of one kind, so far."""
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def version(self) -> Event | None:
+        """The latest version that it told of."""
+        return next((event for event in reversed(self.events) if event["kind"] == "version"), None)
+
+    @property
+    def counted(self) -> bool:
+        """Whether that version counts it."""
+        version = self.version
+        return version is not None and bool(version["own"])
+
+    def read(self) -> None:
+        """Take in the events that are new. The last time is when it died: a later life may go on in the same file."""
+        path = self.directory / "events.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self.offset += len(whole)
+            self.events += [json.loads(line) for line in whole.splitlines()]
+
+
+class Fleet:
+    """The peers of one run on this machine, in `directory/NAME`. With a network every peer has a door of it."""
+
+    def __init__(
+        self, contract: Path, overrides: Sequence[str], directory: Path, site: Sequence[str], network: Network | None
+    ) -> None:
+        """`overrides`: of the contract, for the founder; `site`: of every peer's site (`section.key=value`)."""
+        self.contract, self.overrides, self.directory, self.site = contract, overrides, directory, site
+        self.network = network
+        self.own: Mapping[str, Sequence[str]] = {}
+        """More settings of a peer's site, by its name."""
+        self.lives: list[Life] = []
+        self._doors: dict[str, tuple[int, str]] = {}
+
+    # ------------------------------------------------------------ who is there
+
+    def living(self) -> list[Life]:
+        return [life for life in self.lives if life.lives]
+
+    def life(self, name: str) -> Life:
+        """The latest life of a peer."""
+        return next(life for life in reversed(self.lives) if life.name == name)
+
+    def poll(self) -> None:
+        """Read what the peers told. Raises DilocoError when one ended unasked."""
+        for life in self.lives:
+            if life.ending != "killed":
+                life.read()
+            if not life.ending and life.child.exit_code not in (None, 0, -signal.SIGKILL if life.armed else 0):
+                raise life.child.failure()
+
+    def until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
+        """Poll until it holds. Raises DilocoError after `deadline_s`."""
+        end_s = monotonic_s() + deadline_s
+        while not condition():
+            if monotonic_s() > end_s:
+                raise DilocoError(f"not within {deadline_s:g} s: {what}", f"see the logs below {self.directory}")
+            self.poll()
+            time.sleep(POLL_S)
+
+    # ------------------------------------------------------------ coming
+
+    def found(self, name: str, resume: bool = False) -> Life:
+        """Begin the run, or begin it anew from this peer's checkpoints; returns when others can join."""
+        how = itertools.chain([str(self.contract)], *(("--set", text) for text in self.overrides))
+        life = self._start(name, ["--resume", str(self.directory / name)] if resume else list(how))
+        self.until(lambda: (life.directory / "peer.json").exists(), f"{name} listens", START_S)
+        return life
+
+    def join(self, name: str, *through: Life, resume: bool = False, armed: str = "") -> Life:
+        """Start a peer, `through` any of these. `resume`: from its own checkpoints, if it has any; else it comes back
+        with an empty folder.
+
+        `armed`: failpoints, see `diloco.base.failpoints`.
+        """
+        folder = self.directory / name
+        cards = [json.loads((member.directory / "peer.json").read_text()) for member in through]
+        how = ["--join", ",".join(card["ticket"] for card in cards)]
+        if resume and any((folder / "checkpoints").glob("v*")):
+            how += ["--resume", str(folder)]
+        elif folder.exists():
+            self._put_aside(folder)
+        return self._start(name, how, armed)
+
+    def _put_aside(self, folder: Path) -> None:
+        """What earlier lives left gets another name: their ledgers are still audited."""
+        named = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        aside = next(path for path in named if not path.exists())
+        folder.rename(aside)
+        for life in self.lives:
+            life.directory = aside if life.directory == folder else life.directory
+
+    def _start(self, name: str, how: Sequence[str], armed: str = "") -> Life:
+        directory = self.directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "peer.json").unlink(missing_ok=True)
+        events = directory / "events.jsonl"
+        written = events.read_bytes().rfind(b"\n") + 1 if events.exists() else 0
+        named = [] if "--resume" in how else ["--name", name]
+        site = [*self.site, *self.own.get(name, ()), *self._addresses(name)]
+        arguments = ["peer", *how, *named, "--dir", str(directory), *itertools.chain(*(("--set", it) for it in site))]
+        log = directory / f"log-{sum(life.name == name for life in self.lives)}.txt"
+        child = Child(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})
+        life = Life(name, child, directory, unix_s(), written, armed)
+        if self.network is not None:
+            self.network.belongs(life.child.pid, name)
+        self.lives.append(life)
+        return life
+
+    def _addresses(self, name: str) -> list[str]:
+        """A peer that comes back is found where it was."""
+        if self.network is None:
+            return []
+        if name not in self._doors:
+            port = free_port()
+            self._doors[name] = port, self.network.door(name, port)
+        port, door = self._doors[name]
+        return [f"network.listen=127.0.0.1:{port}", f"network.advertise={door}"]
+
+    # ------------------------------------------------------------ going
+
+    def kill(self, life: Life) -> None:
+        life.child.send(signal.SIGKILL)
+        self.died(life)
+
+    def died(self, life: Life) -> None:
+        """It was killed, by us or by itself at a failpoint."""
+        life.child.wait()
+        life.read()
+        life.ending, life.ended_s = "killed", unix_s()
+
+    def stop(self, life: Life) -> None:
+        life.child.send(signal.SIGSTOP)
+        life.stops.append((unix_s(), 0.0))
+
+    def resume(self, life: Life) -> None:
+        """The end of a stop."""
+        began_s, _ = life.stops.pop()
+        life.stops.append((began_s, unix_s()))
+        life.child.send(signal.SIGCONT)
+
+    def ask_to_leave(self, life: Life) -> None:
+        life.ending, life.ended_s = "left", unix_s()
+        life.child.ask_to_leave()
+
+    def end(self) -> None:
+        """Nothing stays behind."""
+        for life in self.lives:
+            life.child.send(signal.SIGCONT)
+        end_all([life.child for life in self.lives])
+
+
+def free_port() -> int:
+    """One that nobody is given by chance until somebody of ours listens there. Raises ResourceError."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as attempt:
+            try:
+                attempt.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ResourceError("none of 100 ports is free", "look at what listens on this machine")
+
+
+def empty_folder(directory: Path) -> None:
+    """Make room for a run; what is not from an earlier one is not touched. Raises UsageError and ResourceError."""
+    mark = directory / "chaos.json"
+    if directory.exists() and any(directory.iterdir()):
+        if not mark.exists():
+            raise UsageError(f"{directory} is not empty, and not from an earlier run", "choose another --out")
+        shutil.rmtree(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        mark.write_text(json.dumps({"pid": os.getpid()}) + "\n")
+    except OSError as error:
+        raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --out") from error
+
+
+class Told(NamedTuple):
+    """A version, as the first peer that applied it tells of it."""
+
+    version: int
+    at_s: float
+    tokens: int
+    """Of the whole run."""
+    members: tuple[str, ...]
+    counted: tuple[str, ...]
+
+
+def commits(lives: Sequence[Life]) -> list[Told]:
+    """All versions that these told of, in order."""
+    first: dict[int, Told] = {}
+    for event in sorted(
+        (event for life in lives for event in life.of("version")), key=lambda event: float(event["time"])
+    ):
+        told = Told(
+            event["version"], float(event["time"]), event["tokens"], tuple(event["members"]), tuple(event["counted"])
+        )
+        first.setdefault(told.version, told)
+    return [first[version] for version in sorted(first)]

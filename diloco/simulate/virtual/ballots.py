@@ -1,0 +1,183 @@
+"""Every vote of every peer, and the rules of the vote (I1, I5), checked when one is cast and not when it does harm.
+
+Two versions that both close are rare even where voters break their word: somebody must die, or be cut off, between two
+messages. What each of them says is seen here, also what nobody ever receives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import messages as m
+from diloco.protocol.view import votes_needed
+from diloco.simulate.virtual.violation import Violation
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.host import Host
+    from diloco.simulate.virtual.world import World
+
+Ballot = tuple[int, str]
+"""Attempt, and digest of the commit."""
+SLACK_S = 0.3
+"""A ballot is seen here a tick later than it began, at most."""
+
+
+class Ballots:
+    """Promises and votes, by the commit that they follow."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._proposed: dict[str, Commit] = {}
+        self._promised: dict[tuple[str, int, str], int] = {}
+        """By peer, incarnation and the commit that it stood on: the latest attempt."""
+        self._promisers: dict[tuple[str, int], set[str]] = {}
+        """By the commit that they stood on, and attempt."""
+        self._attempt: dict[str, int] = {}
+        """The latest in which a commit was proposed."""
+        self._led: set[tuple[str, int]] = set()
+        """Attempts in which something was proposed."""
+        self._votes: dict[str, dict[Ballot, set[str]]] = {}
+        self._leavers: dict[str, set[str]] = {}
+        """Whose votes somebody may have, besides its own."""
+        self._decided: set[str] = set()
+        self._since: dict[tuple[int, int, str], float] = {}
+        """When, by its own clock, a life of a coordinator first had a ballot."""
+        self._asked: set[tuple[Member, int, str]] = set()
+        """Witnesses, and the ballots for which they were asked."""
+        self._chosen: dict[str, Ballot] = {}
+        """The first that had the votes of a majority, whether or not anybody knew."""
+
+    def on_effect(self, host: Host, effect: m.Effect) -> None:
+        """A peer is about to say something."""
+        match effect:
+            case m.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
+                self._promise(envelope, ready)
+            case m.Send(to, m.Envelope(body=m.Propose() as propose)):
+                self._ask(host, to, propose)
+                self._propose(host, propose)
+            case m.Send(_, m.Envelope(body=m.Accept() as accept)):
+                self._accept(host, accept)
+            case m.Send(_, m.Envelope(body=m.Goodbye() as goodbye)):
+                self._leavers.setdefault(goodbye.heir, set()).update((host.name, *goodbye.votes))
+            case m.Send(_, m.Envelope(body=m.Committed(commit))) | m.Close(commit):
+                self._decide(host, commit)
+
+    def on_machine(self, host: Host) -> None:
+        """A coordinator sends its own vote to nobody, and counts those that were cast."""
+        machine = host.machine
+        tally = machine._tally
+        if tally is None or tally.proposal is None:
+            return
+        commit, ballot = tally.proposal, (tally.attempt, tally.proposal.digest)
+        self._since.setdefault((host.life, *ballot), host.now)
+        if machine.me.peer in tally.accepts:
+            self._vote(host, tally.attempt, commit, tally.accepts[machine.me.peer])
+        uncast = tally.votes() - self._votes.get(commit.previous, {}).get(ballot, set())
+        if uncast:
+            names = ", ".join(sorted(uncast))
+            raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
+
+    def closed(self, host: Host, commit: Commit) -> None:
+        """It had the votes of a majority, the coordinator's own with them. Who has all it takes proposes to nobody."""
+        if commit.fragment >= 0:
+            attempt = self._attempt.get(commit.digest, host.machine.attempts - 1)
+            self._chosen.setdefault(commit.previous, (attempt, commit.digest))
+
+    def _decide(self, host: Host, commit: Commit) -> None:
+        """The first word of a version is its coordinator's: as many voted for it as it takes, itself among them."""
+        before = self.world.invariants.commits.get(commit.previous)
+        if before is None or commit.fragment < 0 or commit.digest in self._decided:
+            return
+        self._decided.add(commit.digest)
+        members = {member.peer for member in before.view}
+        mine = {host.name, *self._leavers.get(host.name, ())}
+        ballots = self._votes.get(commit.previous, {})
+        cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
+        votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
+        living = sum(map(self.world.lives, before.view))
+        needed = votes_needed(len(before.view), len(before.view) - living if self.world.plan.proven else 0)
+        needed = min(needed, living) if self.world.invariants.evicted else needed
+        if votes < needed:
+            raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
+
+    def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
+        """By the commit that it is said upon: its sender may have founded a lineage in the same moment."""
+        me, before = envelope.sender, envelope.view
+        if before:
+            key = me.peer, me.incarnation, before
+            self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
+            self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
+
+    def _ask(self, host: Host, to: Member, propose: m.Propose) -> None:
+        """A witness is asked last: it accepts what it does not hold, and the mean must live on (I5)."""
+        commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
+        since_s = self._since.setdefault((host.life, *ballot), host.now)
+        before = self.world.invariants.commits.get(commit.previous)
+        if before is None or not to.witness or (to, *ballot) in self._asked:
+            return
+        self._asked.add((to, *ballot))
+        cast = self._votes.get(commit.previous, {}).get(ballot, set())
+        trainers = [member for member in before.view if not member.witness and member.peer not in {host.name, *cast}]
+        living = [member.peer for member in trainers if host.machine.roster.alive(member, host.now)]
+        if living and host.now - since_s < self.world.setup.timing.stall_s - SLACK_S:
+            what = f"asks {to.peer} for its vote for {_name(commit, propose.attempt)} before {', '.join(living)}"
+            raise Violation("I5", f"{host.name} {what}")
+
+    def _propose(self, host: Host, propose: m.Propose) -> None:
+        commit = propose.commit
+        self._proposed[commit.digest] = commit
+        place = commit.previous, propose.attempt
+        before = host.machine.commit
+        stands = before is not None and before.digest == commit.previous  # else it decided alone, and went on
+        if propose.attempt and stands and place not in self._led:
+            self._lead(host, propose)
+        self._led.add(place)
+        self._attempt[commit.digest] = max(self._attempt.get(commit.digest, 0), propose.attempt)
+        attempt, digest = self._chosen.get(commit.previous, (propose.attempt, commit.digest))
+        if propose.attempt > attempt and commit.digest != digest and not self.world.invariants.evicted:
+            what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
+            raise Violation("I1", f"{host.name} {what}")
+
+    def _lead(self, host: Host, propose: m.Propose) -> None:
+        """The first proposal of a later attempt: enough promised it, and it is what they accepted last, if anything."""
+        machine, commit, tally = host.machine, propose.commit, host.machine._tally
+        mine = {host.name, *machine.electorate.held_by(host.name)}
+        promised = self._promisers.get((commit.previous, propose.attempt), set()) | mine
+        promised &= {member.peer for member in machine.view}
+        if len(promised) < machine.electorate.needed():
+            what = f"proposes {_name(commit, propose.attempt)} with {len(promised)} promises"
+            raise Violation("I1", f"{host.name} {what}")
+        told = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
+        last = max(told, key=lambda ready: ready.accepted_attempt, default=None)
+        if last is not None and last.accepted not in (None, commit) and not self.world.invariants.evicted:
+            what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
+            raise Violation("I1", f"{host.name} {what}")
+
+    def _accept(self, host: Host, accept: m.Accept) -> None:
+        commit = self._proposed.get(accept.commit_digest)
+        if commit is None:
+            raise Violation("I1", f"{host.name} accepts what nobody proposed")
+        if not (host.witness or host.holds_mean(commit.mean_digest)):
+            raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
+        self._vote(host, accept.attempt, commit, {host.name, *accept.votes})
+
+    def _vote(self, host: Host, attempt: int, commit: Commit, voters: set[str]) -> None:
+        me, before = host.machine.me, host.machine.commit
+        if before is None or before.digest != commit.previous or me not in before.view:
+            raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")
+        promised = self._promised.get((me.peer, me.incarnation, before.digest), 0)
+        if attempt < promised:
+            raise Violation("I1", f"{host.name} accepts {_name(commit, attempt)} after it promised attempt {promised}")
+        ballot = attempt, commit.digest
+        cast = self._votes.setdefault(commit.previous, {}).setdefault(ballot, set())
+        cast |= voters
+        if 2 * len(cast & {member.peer for member in before.view}) > len(before.view):
+            _, chosen = self._chosen.setdefault(commit.previous, ballot)
+            if chosen != commit.digest and not self.world.invariants.evicted:
+                what = f"{_name(commit, attempt)} and {chosen[:8]}"
+                raise Violation("I1", f"of one version two commits have the votes of a majority: {what}")
+
+
+def _name(commit: Commit, attempt: int) -> str:
+    return f"{commit.digest[:8]} (version {commit.version}, attempt {attempt})"

@@ -1,0 +1,218 @@
+"""What each kind of fault does to the world, and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diloco.simulate.virtual.host import Fuse, Host
+from diloco.simulate.virtual.network import Cut
+from diloco.simulate.virtual.operator import Operator
+from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.world import World
+
+
+def strike(world: World, fault: Fault) -> None:
+    """The fault happens now."""
+    if _STRIKES[fault.kind](world, fault):
+        world.count(fault.kind)
+
+
+def _kill(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    if fault.kind == "power":
+        world.disks[host.name].forget()
+    if fault.how:
+        host.fuse = Fuse(fault.how, partial(host.die, fault.how))
+        world.after(FUSE_S, host.die, "killed")
+    else:
+        host.die("killed")
+    return True
+
+
+def _stop(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.working:
+        return False
+    world.tell(host.name, "is STOPPED")
+    host.stopped = True
+    world.after(fault.for_s, host.thaw)
+    return True
+
+
+def _cut(world: World, fault: Fault) -> bool:
+    return _sever(world, fault, "is CUT OFF", fault.peer.split("+"))
+
+
+def _link(world: World, fault: Fault) -> bool:
+    """Two cannot reach each other, or one of them the other; all else is as ever."""
+    first, _, second = fault.peer.partition("+")
+    return _sever(world, fault, "have NO LINK", [first], frozenset((second,)))
+
+
+def _sever(world: World, fault: Fault, what: str, near: Sequence[str], far: frozenset[str] = frozenset()) -> bool:
+    """Cut those that are near off from those that are far, or where none are named, from everybody else."""
+    direction, _, reset = fault.how.partition(", ")
+    cut = Cut(frozenset(near), direction or "both", bool(reset), far)
+    world.network.cuts.append(cut)
+    world.tell(fault.peer, f"{what} ({fault.how or 'both'})")
+    world.after(fault.for_s, _mend, world, cut, fault)
+    return True
+
+
+def _late(world: World, fault: Fault) -> bool:
+    world.network.late[fault.peer] = float(fault.how)
+    world.tell(fault.peer, f"sends through a network that HOLDS BACK messages, up to {fault.how} s")
+    world.after(fault.for_s, world.network.late.pop, fault.peer, None)
+    return True
+
+
+def _twin(world: World, fault: Fault) -> bool:
+    """Somebody takes the process for dead, which it is not, and starts the peer once more elsewhere."""
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    world.tell(host.name, "is STARTED TWICE")
+    world.ghosts.append(world.hosts.pop(host.name))
+    world.join(host.name, with_disk=fault.how != "blank")
+    return True
+
+
+def _mend(world: World, cut: Cut, fault: Fault) -> None:
+    world.network.cuts.remove(cut)
+    world.tell(fault.peer, "is reachable again")
+
+
+def _slow(world: World, fault: Fault) -> bool:
+    world.network.slow[fault.peer] = 20.0
+    world.tell(fault.peer, "has a SLOW link")
+    world.after(fault.for_s, world.network.slow.pop, fault.peer, None)
+    return True
+
+
+def _corrupt(world: World, fault: Fault) -> bool:
+    world.network.damaging.add(fault.peer)
+    world.tell(fault.peer, "sends through a network that DAMAGES bytes")
+    world.after(fault.for_s, world.network.damaging.discard, fault.peer)
+    return True
+
+
+def _lie(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    host.lie = fault.how
+    world.liars.add(fault.peer)
+    world.tell(fault.peer, f"begins to LIE: {fault.how}")
+    world.after(fault.for_s, _be_honest, host)
+    return True
+
+
+def _be_honest(host: Host) -> None:
+    host.lie = ""
+
+
+def _replay(world: World, fault: Fault) -> bool:
+    world.tell("", "an old conversation is REPLAYED")
+    world.network.replay()
+    return True
+
+
+def _stranger(world: World, fault: Fault) -> bool:
+    world.network.strangers.append(fault.peer)
+    world.tell(fault.peer, "is no member, and ACCEPTS whatever is proposed, for everybody")
+    world.after(fault.for_s, world.network.strangers.remove, fault.peer)
+    return True
+
+
+def _jump(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    host.clock_offset_s += float(fault.how)
+    world.tell(host.name, f"clock JUMPS by {fault.how} s")
+    return True
+
+
+def _full(world: World, fault: Fault) -> bool:
+    disk = world.disks[fault.peer]
+    disk.full = True
+    world.tell(fault.peer, "disk is FULL")
+    world.after(fault.for_s, setattr, disk, "full", False)
+    return True
+
+
+def _join(world: World, fault: Fault) -> bool:
+    if fault.peer not in world.hosts:
+        world.join(fault.peer, with_disk=False)
+    return True
+
+
+def _restart(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or host.alive:
+        return False
+    if fault.how == "old":
+        world.disks[fault.peer].go_back()
+    if fault.how == NO_CLOCK:
+        world.clockless[fault.peer] = 0
+    world.join(fault.peer, with_disk=fault.how != "blank")
+    return True
+
+
+def _leave(world: World, fault: Fault) -> bool:
+    host = world.host(fault.peer)
+    if host is None or not host.working:
+        return False
+    world.tell(host.name, "is asked to LEAVE")
+    if fault.how:
+        host.fuse = Fuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
+        world.after(FUSE_S, host.due, host.training.leave, ())
+    else:
+        host.training.leave()
+    return True
+
+
+def _blackout(world: World, fault: Fault) -> bool:
+    for host in (*world.hosts.values(), *world.ghosts):
+        host.die("blackout")
+    return True
+
+
+def _resume(world: World, fault: Fault) -> bool:
+    Operator(world).resume()
+    return True
+
+
+def _evict(world: World, fault: Fault) -> bool:
+    Operator(world).evict(fault.peer)
+    return True
+
+
+_STRIKES: Mapping[str, Callable[[World, Fault], bool]] = {
+    "kill": _kill,
+    "power": _kill,
+    "stop": _stop,
+    "cut": _cut,
+    "link": _link,
+    "late": _late,
+    "twin": _twin,
+    "stranger": _stranger,
+    "slow": _slow,
+    "join": _join,
+    "leave": _leave,
+    "jump": _jump,
+    "full": _full,
+    "corrupt": _corrupt,
+    "lie": _lie,
+    "replay": _replay,
+    "blackout": _blackout,
+    "restart": _restart,
+    "resume": _resume,
+    "evict": _evict,
+}

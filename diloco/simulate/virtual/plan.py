@@ -1,0 +1,424 @@
+"""What a simulation runs and what goes wrong in it: drawn from a seed, or written down as a text.
+
+The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
+
+    peers 3
+    codec int8
+    4.2 kill p1: after Accept
+    6.0 cut p0+p2 for 3: in
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
+
+from diloco.base.errors import UsageError
+
+FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
+FUSE_S = 2.0
+"""A death, or a goodbye, that waits for its moment does not wait longer."""
+FUSED = ("kill", "power", "leave")
+QUIET_AFTER_S = 10.0
+"""Faults are over by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something goes wrong at a time (s), with a peer or several (`p0+p1`), for a while or for good."""
+
+    at_s: float
+    kind: str
+    peer: str = ""
+    for_s: float = 0.0
+    how: str = ""
+
+    @property
+    def over_s(self) -> float:
+        """When it has happened, and is over."""
+        if self.kind == "late":
+            return self.at_s + self.for_s + float(self.how)
+        return self.at_s + (FUSE_S if self.kind in FUSED and self.how else self.for_s)
+
+    def __str__(self) -> str:
+        duration = f" for {self.for_s:g}" if self.for_s else ""
+        how = f": {self.how}" if self.how else ""
+        peer = f" {self.peer}" if self.peer else ""
+        return f"{self.at_s:g} {self.kind}{peer}{duration}{how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One simulation. Everything else follows from it and the production code."""
+
+    seed: int = 0
+    """Of the dice that the network, the training and the host code throw."""
+    peers: int = 3
+    witnesses: int = 0
+    codec: str = "fp32"
+    """Or one for each group of parameters, as `topk/fp16` (`diloco.simulate.virtual.setup.GROUPS`)."""
+    fragments: int = 1
+    optimizer: str = "nesterov"
+    weighting: str = "uniform"
+    policy: str = "sync"
+    without_majority: str = "wait"
+    delay_s: float = 0.05
+    """Longest time that a message takes."""
+    loss: float = 0.0
+    """Share of the messages that get lost, and as many arrive twice, until the faults are over."""
+    proven: bool = False
+    """The peers share a machine: that a dead one's address refuses connections proves its death."""
+    round_s: float = 0.8
+    """Time that inner steps take, about."""
+    jitter: float = 0.3
+    """Share by which they take longer or shorter."""
+    overlap: float = 0.0
+    """Share of them that is done while a contribution is on its way."""
+    merge: str = "carry"
+    feedback: float = -1.0
+    """Decay of the codec's residual; below 0: no error feedback."""
+    uplinks: str = ""
+    """Mbit/s at which p0, p1, ... say that they upload, in turn, as in `100+10+0`; 0, or empty: unknown."""
+    speeds: str = ""
+    """How fast p0, p1, ... do inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
+    sized_by: str = "contract"
+    """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
+    most_peers: int = 0
+    """Contributors of a version, who take turns; 0: all that are ready."""
+    radial: bool = False
+    """Lengths and directions of contributions are averaged apart (`outer.averaging`)."""
+    fixed_addresses: bool = False
+    """A process listens where the one before it did, and hears what was meant for that one."""
+    calm_s: float = 0.0
+    """Time that the run has after the last fault, before it is looked at whether all is well."""
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def quiet_s(self) -> float:
+        """When the last fault is over."""
+        return max((fault.over_s for fault in self.faults), default=3.0) + self.calm_s + 0.01
+
+    def speed(self, index: int) -> float:
+        """Of the peer with this number."""
+        return _in_turn(self.speeds, index, 1.0)
+
+    def uplink_mbit(self, index: int) -> float:
+        """What the peer with this number says of its uplink."""
+        return _in_turn(self.uplinks, index, 0.0)
+
+    @property
+    def longest_round_s(self) -> float:
+        """Time that the inner steps of the slowest take, if they are as many as those of the others."""
+        return self.round_s / min(self.speed(index) for index in range(self.speeds.count("+") + 1))
+
+    def __str__(self) -> str:
+        default = Plan()
+        settings = [
+            f"{field.name} {str(getattr(self, field.name)).lower()}"
+            for field in fields(self)
+            if field.name != "faults" and getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return "\n".join([*settings, *map(str, self.faults)])
+
+
+def _in_turn(values: str, index: int, default: float) -> float:
+    given = values.split("+")
+    return float(given[index % len(given)] or default)
+
+
+def parse(text: str) -> Plan:
+    """The plan that `str(plan)` wrote; lines that begin with # are comments. Raises UsageError."""
+    lines = [line.strip() for line in text.splitlines()]
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    settings: dict[str, Any] = dict(_setting(line) for line in wanted if not line[0].isdigit())
+    return Plan(**settings, faults=tuple(_fault(line) for line in wanted if line[0].isdigit()))
+
+
+def _setting(line: str) -> tuple[str, int | float | bool | str]:
+    name, _, text = line.partition(" ")
+    default = getattr(Plan(), name, None)
+    if isinstance(default, bool):
+        return name, text == "true"
+    if isinstance(default, int | float | str):
+        return name, type(default)(text)
+    known = ", ".join(field.name for field in fields(Plan) if field.name != "faults")
+    raise UsageError(f"a simulation has no setting {name!r}", f"known: {known}")
+
+
+_FAULT = re.compile(r"(?P<at>[\d.]+) (?P<kind>\w+)( (?P<peer>[\w+*]+))??( for (?P<for>[\d.]+))?(: (?P<how>.+))?")
+
+
+def _fault(line: str) -> Fault:
+    match = _FAULT.fullmatch(line)
+    if match is None or match["kind"] not in KINDS:
+        raise UsageError(
+            f"cannot read the fault {line!r}", f"for example '4.2 stop p1 for 3'; known: {', '.join(KINDS)}"
+        )
+    duration = float(match["for"] or 0)
+    return Fault(float(match["at"]), match["kind"], match["peer"] or "", duration, match["how"] or "")
+
+
+# ---------------------------------------------------------------- drawing
+
+MOMENTS = (
+    "BeginReduction", "RepairReduction", "SendContribution", "FoldPart", "SendMean", "SealMean", "FetchMean", "CatchUp",
+    "Close", "GiveUp", "Heartbeat", "Ready", "Gather", "Begin", "Stalled", "Repair", "Abort", "Propose", "Accept",
+    "Committed",
+)  # fmt: skip
+"""Effects, and messages sent: a death can be placed before or after any of them."""
+GATHERED = ("topk", "topk", "topk-all", "topk+zstd", "dct-all", "lowrank")
+GATHERED_SHARE = 0.25
+"""Codecs whose contributions are gathered, and how many of the plans have one."""
+UPLINKS_MBIT = (0, 1, 10, 12, 100, 1000)
+UPLINKS_SHARE = 0.5
+"""Rates that peers claim, and how many of the plans have some."""
+DELAYED_SHARE = 0.5
+"""How many of the `async` plans have an outer optimizer for versions of few contributions."""
+RARE_SHARE = 0.4
+OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dct-all", "lowrank+zstd/sign")
+OTHER_CODECS_SHARE = 0.4
+LATE_S = (1, 3, 6)
+LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
+SELDOM_SHARE = 0.12
+RADIAL_SHARE = 0.3
+"""Of those."""
+PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
+"""Those whose mean is made once."""
+OMITS = "omits"
+"""A lie: an owner says that it left somebody out of a part, and did not."""
+NO_CLOCK = "no clock"
+"""How a process starts on a machine whose clock begins anew each time."""
+ASYNC_SPEEDS = (0.1, 1.0)
+"""Slowest and fastest peer where none waits for another."""
+
+
+def draw(
+    seed: int,
+    policy: str = "",
+    without_majority: str = "",
+    speeds: tuple[float, float] | None = None,
+    rare: bool = True,
+) -> Plan:
+    """The plan of a seed, with a policy and a rule for lost majorities if they are given.
+
+    `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
+    what `_rarely` adds to a share of the plans.
+    """
+    dice = Random(seed)
+    peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
+    plan = Plan(
+        seed=seed,
+        peers=peers,
+        witnesses=int(dice.random() < (0.3 if peers == 2 else 0.08)),
+        codec=dice.choices(("fp32", "fp16", "int8", "int8+zstd"), (45, 30, 20, 5))[0],
+        fragments=dice.choices((1, 2), (70, 30))[0],
+        optimizer=dice.choice(("nesterov", "nesterov", "sgd", "adam")),
+        weighting=dice.choice(("uniform", "tokens")),
+        policy=policy or dice.choices(("sync", "quorum"), (65, 35))[0],
+        without_majority=without_majority or dice.choices(("wait", "continue"), (70, 30))[0],
+        delay_s=dice.choice((0.005, 0.05, 0.05, 0.3)),
+        loss=dice.choice((0.0, 0.0, 0.02, 0.1)),
+        proven=dice.random() < 0.4,
+        round_s=dice.choice((0.3, 0.6, 1.0)),
+    )
+    faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
+    plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
+    plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
+    plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
+    speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
+    return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
+
+
+def _schedule(dice: Random, plan: Plan) -> Plan:
+    """What came later is thrown with dice of its own: the faults of a seed stay what they were."""
+    overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
+    merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
+    plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
+    plan = replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
+    uplinks = dice.choices(UPLINKS_MBIT, k=plan.peers) if dice.random() < UPLINKS_SHARE else []
+    return replace(plan, uplinks="+".join(map(str, uplinks)))
+
+
+def _rarely(dice: Random, plan: Plan) -> Plan:
+    """What is seldom so, or goes wrong seldom. Dice of its own, and not for all: most seeds are what they were."""
+    if dice.random() >= RARE_SHARE:
+        return plan
+    names = [f"p{index}" for index in range(plan.peers)]
+    faults = list(plan.faults)
+    for _ in range(dice.choices((1, 2), (70, 30))[0]):
+        kind = dice.choice(list(RARE))
+        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        faults += RARE[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(faults))
+    codec = dice.choice(OTHER_CODECS) if dice.random() < OTHER_CODECS_SHARE else plan.codec
+    most = dice.choice((0, 0, max(1, plan.peers - 1)))
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return replace(plan, faults=ordered, codec=codec, most_peers=most, fixed_addresses=dice.random() < 0.5)
+
+
+def _seldom(dice: Random, plan: Plan) -> Plan:
+    """What came after that. Once more dice of its own."""
+    if dice.random() >= SELDOM_SHARE:
+        return plan
+    if dice.random() < RADIAL_SHARE:
+        return replace(plan, radial=True, codec=dice.choice(PLAIN_CODECS))
+    names = [f"p{index}" for index in range(plan.peers)]
+    kind, at_s = dice.choice(list(SELDOM)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+    faults = [*plan.faults, *SELDOM[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _at_own_pace(dice: Random, plan: Plan, speeds: tuple[float, float]) -> Plan:
+    """Dice of its own, too: a seed without speeds has the plan that it had before there were any."""
+    sized_by = dice.choice(("contract", "speed"))
+    few = plan.policy == "async" and dice.random() < DELAYED_SHARE
+    optimizer = dice.choice(("delayed_nesterov", "buffered_nesterov")) if few else plan.optimizer
+    drawn = draw_speeds(dice, plan.peers, speeds)
+    return replace(plan, speeds=drawn, sized_by=sized_by, optimizer=optimizer)
+
+
+def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
+    """One for each, as many between 0.1 and 0.2 as between 0.5 and 1."""
+    low, high = map(math.log, speeds)
+    return "+".join(f"{math.exp(dice.uniform(low, high)):.3g}" for _ in range(peers))
+
+
+def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:
+    names = [*(f"p{index}" for index in range(plan.peers)), *(f"w{index}" for index in range(plan.witnesses))]
+    kinds = list(KINDS)
+    weights = [KINDS[kind][0] for kind in kinds]
+    for number in range(dice.choices((1, 2, 3, 4, 5), (25, 30, 25, 12, 8))[0]):
+        kind = dice.choices(kinds, weights)[0]
+        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        yield from KINDS[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, number)
+
+
+Draw = Callable[[Random, Fault, Sequence[str], int], Iterator[Fault]]
+
+
+def _for_a_while(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    duration = round(min(dice.choice((0.5, 1.5, 3.0, 5.0)) * dice.uniform(0.5, 1.5), QUIET_AFTER_S - fault.at_s), 2)
+    yield replace(fault, for_s=duration)
+
+
+def _death(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    how = "" if dice.random() < 0.2 else f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}"
+    yield replace(fault, how=how)
+    if dice.random() < 0.5:
+        at_s = round(min(fault.at_s + dice.uniform(0.3, 5.0), QUIET_AFTER_S), 2)
+        yield Fault(at_s, "restart", fault.peer, 0.0, dice.choice(("disk", "disk", "blank")))
+
+
+def _all_die(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, peer="*")
+    yield Fault(round(fault.at_s + dice.uniform(0.2, 1.0), 2), "resume", dice.choice(names[:1]))
+
+
+def _cut(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    group = "+".join(sorted(dice.sample(names, dice.randint(1, max(1, len(names) // 2)))))
+    how = dice.choice(("both", "both", "both, reset", "in", "out"))
+    yield from _for_a_while(dice, replace(fault, peer=group, how=how), names, number)
+
+
+def _lie(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=dice.choice(LIES)), names, number)
+
+
+def _jump(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, how=str(dice.choice((1, 3, 10, 1000))))
+
+
+def _newcomer(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, peer=f"j{number}")
+
+
+def _simple(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield fault
+
+
+def _link(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    how = dice.choice(("both", "both", "both, reset", "out"))
+    yield from _for_a_while(dice, replace(fault, peer="+".join(dice.sample(names, 2)), how=how), names, number)
+
+
+def _late(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=str(dice.choice(LATE_S))), names, number)
+
+
+def _twin(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """A peer that is silent for a while is started once more meanwhile; or one that is not silent at all."""
+    silence = Fault(fault.at_s, dice.choice(("stop", "cut")), fault.peer)
+    if dice.random() < 0.8:
+        yield from _for_a_while(dice, silence, names, number)
+    at_s = round(fault.at_s + dice.uniform(0.1, 4.0), 2)
+    yield replace(fault, at_s=at_s, how=dice.choice(("disk", "blank")))
+
+
+def _hasty_leave(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, how=f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}")
+
+
+def _old_disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield replace(fault, kind="kill")
+    yield Fault(round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2), "restart", fault.peer, 0.0, "old")
+
+
+def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """An operator is quick, and everything else still goes on."""
+    yield replace(fault, kind="kill", how=f"after {dice.choice(MOMENTS)}")
+    yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
+
+
+def _omit(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=OMITS), names, number)
+
+
+def _stranger(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, peer=f"x{number}"), names, number)
+
+
+def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """Not the first peer, whose first life began when time did."""
+    peer = dice.choice(names[1:])
+    yield replace(fault, kind="kill", peer=peer)
+    at_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
+    yield Fault(at_s, "restart", peer, 0.0, NO_CLOCK)
+
+
+RARE: Mapping[str, Draw] = {
+    "link": _link,
+    "late": _late,
+    "twin": _twin,
+    "leave": _hasty_leave,
+    "restart": _old_disk,
+    "evict": _early_evict,
+}
+"""Kinds of what goes wrong seldom."""
+SELDOM: Mapping[str, Draw] = {"lie": _omit, "stranger": _stranger, "restart": _no_clock}
+"""Kinds of what goes wrong more seldom still."""
+KINDS: Mapping[str, tuple[int, Draw]] = {
+    "kill": (26, _death),
+    "power": (6, _death),
+    "stop": (14, _for_a_while),
+    "cut": (18, _cut),
+    "slow": (6, _for_a_while),
+    "join": (9, _newcomer),
+    "leave": (6, _simple),
+    "jump": (4, _jump),
+    "full": (2, _for_a_while),
+    "corrupt": (4, _for_a_while),
+    "lie": (7, _lie),
+    "replay": (4, _simple),
+    "blackout": (2, _all_die),
+    "restart": (0, _simple),
+    "resume": (0, _simple),
+    "evict": (0, _simple),
+    "link": (0, _simple),
+    "late": (0, _simple),
+    "twin": (0, _simple),
+    "stranger": (0, _simple),
+}
+"""Kinds of faults: how often, and how the rest of one is drawn."""

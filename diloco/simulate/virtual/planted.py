@@ -1,0 +1,312 @@
+"""Bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco import round as line_of
+from diloco.base.types import Closed, Counted, Leases, Member
+from diloco.compress import Codec
+from diloco.exchange.work import Work
+from diloco.outer import average
+from diloco.outer.average import unpack
+from diloco.outer.feedback import left_over
+from diloco.outer.fragments import Fragment, write_fragment
+from diloco.protocol import electorate, leases
+from diloco.protocol import messages as m
+from diloco.protocol.admission import Admission
+from diloco.protocol.coordinating import Coordinating
+from diloco.protocol.machine import Machine
+from diloco.protocol.reducing import Reducing
+from diloco.protocol.roster import Entry, Roster
+from diloco.protocol.tally import Tally
+from diloco.round import Line, Sent, Trained, measure, step_outer
+from diloco.simulate.virtual import host, training
+from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Plan
+from diloco.simulate.virtual.world import World
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One planted bug."""
+
+    what: str
+    plant: Callable[[], Iterator[None]]
+    shows: Callable[[Plan], bool] = lambda plan: True
+    """Plans of which it can break anything: no others are tried."""
+
+
+MALFORMED = ("short", "long", "infinite", "absurd")
+"""Lies that no peer believes."""
+
+
+@contextmanager
+def plant(name: str) -> Iterator[None]:
+    """The named bug is in the code meanwhile."""
+    with contextmanager(BUGS[name].plant)():
+        yield
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
+    """A name means something else meanwhile."""
+    before = getattr(owner, name) if not isinstance(owner, type) else owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _no_majority() -> Iterator[None]:
+    with _replaced(electorate, "votes_needed", lambda members, gone: 1):
+        yield
+
+
+def _early_divisor() -> Iterator[None]:
+    fold = Work.fold
+
+    def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> bytes:
+        """Who is omitted adds nothing to the sum, but its weight to the divisor."""
+        start, stop = work.fragment.part_bounds(part)
+        for peer in omitted:
+            work.put_contribution(peer, part, work.codec(part).encode(torch.zeros(stop - start)))
+        return fold(work, part, ())
+
+    with _replaced(Work, "fold", fold_for_all):
+        yield
+
+
+def _early_progress() -> Iterator[None]:
+    def measure_and_finish(line: Line, seconds: dict[str, float], *, overlaps: bool) -> Sent:
+        """What was sent is taken for committed."""
+        sent = measure(line, seconds, overlaps=overlaps)
+        fragment = line.layout.fragments[sent.contribution.fragment]
+        anchor = line.state.fragments[fragment.index].anchor
+        write_fragment(line.parameters, fragment, anchor)
+        line.trained = Trained()
+        return replace(sent, local=anchor)
+
+    with _replaced(training, "measure", measure_and_finish):
+        yield
+
+
+def _private_mean() -> Iterator[None]:
+    """An owner goes on with its fp32 mean, the others with the bytes that it sent."""
+    keep = Work.keep
+    private: dict[tuple[str, bytes], Tensor] = {}
+    current: list[str] = [""]
+
+    def keep_private(work: Work, part: int, mean: bytes) -> bool:
+        start, stop = work.fragment.part_bounds(part)
+        total = sum(entry.weight for entry in work.begin.contributors)
+        values = torch.zeros(stop - start)
+        for entry in work.begin.contributors:
+            payload = work._payloads[part].get(entry.peer)
+            if payload is not None:
+                values += work.codec(part).decode(payload, stop - start) * (entry.weight / total)
+        private[work.me, mean] = values
+        return keep(work, part, mean)
+
+    def unpack_private(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
+        flat = unpack(parts, fragment, codecs)
+        for part, payload in enumerate(parts):
+            values = private.get((current[0], payload))
+            if values is not None:
+                start, stop = fragment.part_bounds(part)
+                flat[start:stop] = values
+        return flat
+
+    def step_as(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted | None:
+        current[0] = line.peer
+        return step_outer(line, closed, seconds)
+
+    with (
+        _replaced(Work, "keep", keep_private),
+        _replaced(line_of, "unpack", unpack_private),
+        _replaced(training, "step_outer", step_as),
+    ):
+        yield
+
+
+def _stale_life() -> Iterator[None]:
+    """A restarted process comes back as the life that the view has, of which it remembers nothing."""
+
+    def same_incarnation(world: World, name: str) -> int:
+        return sum(name.encode())
+
+    with _replaced(host, "new_incarnation", same_incarnation):
+        yield
+
+
+@contextmanager
+def _hearing(kind: type[m.Body], before: Callable[[Machine, Any], Callable[[], None]]) -> Iterator[None]:
+    """Each time that such a message is heard something else happens first, which says how to undo it."""
+    listen = Machine._messages[kind]
+
+    def otherwise(machine: Machine, sender: Member, body: m.Body) -> None:
+        undo = before(machine, body)
+        listen(machine, sender, body)
+        undo()
+
+    with _replaced(Machine, "_messages", {**Machine._messages, kind: otherwise}):
+        yield
+
+
+def _broken_promise() -> Iterator[None]:
+    def forget(machine: Machine, body: m.Propose) -> Callable[[], None]:
+        promised, version = machine.attempt, machine.version
+        machine.attempt = min(promised, body.attempt)
+
+        def remember() -> None:
+            if machine.version == version:
+                machine.attempt = max(promised, machine.attempt)
+
+        return remember
+
+    with _hearing(m.Propose, forget):
+        yield
+
+
+def _unseen_vote() -> Iterator[None]:
+    def pretend(machine: Machine, body: m.Propose) -> Callable[[], None]:
+        held = machine._held
+        machine._held = [*held, body.commit.mean_digest]
+
+        def admit() -> None:
+            machine._held = held
+
+        return admit
+
+    with _hearing(m.Propose, pretend):
+        yield
+
+
+def _deaf_coordinator() -> Iterator[None]:
+    with _replaced(Tally, "accepted", lambda tally: None):
+        yield
+
+
+def _lost_residual() -> Iterator[None]:
+    def nothing(
+        target: Tensor,
+        parts: Sequence[bytes],
+        fragment: Fragment,
+        codecs: Sequence[Codec],
+        counted: Callable[[int], bool],
+        before: Tensor | None,
+    ) -> Tensor:
+        return left_over(target, parts, fragment, codecs, counted, before).zero_()
+
+    with _replaced(line_of, "left_over", nothing):
+        yield
+
+
+def _shared_lease() -> Iterator[None]:
+    advance = leases.advance
+
+    def again(before: Leases, *arguments: Any) -> Leases:
+        return advance(replace(before, cursor=max(before.cursor - 1, 0)), *arguments)
+
+    with _replaced(leases, "advance", again):
+        yield
+
+
+def _early_witness() -> Iterator[None]:
+    ask = Coordinating._ask_witnesses
+
+    def ask_at_once(machine: Coordinating, tally: Tally, proposal: m.Propose) -> None:
+        began_s, tally.proposed_at_s = tally.proposed_at_s, -math.inf
+        ask(machine, tally, proposal)
+        tally.proposed_at_s = began_s
+
+    with _replaced(Coordinating, "_ask_witnesses", ask_at_once):
+        yield
+
+
+def _strange_vote() -> Iterator[None]:
+    def admit(machine: Machine, body: m.Accept) -> Callable[[], None]:
+        vars(machine)["_member"] = lambda member: member
+        return partial(vars(machine).pop, "_member", None)
+
+    with _hearing(m.Accept, admit):
+        yield
+
+
+def _believed_omission() -> Iterator[None]:
+    take = Reducing._on_mean
+
+    def believe(machine: Machine, event: m.MeanArrived) -> None:
+        reduction = machine._reduction
+        gone = reduction.gone if reduction is not None else frozenset()
+        if reduction is not None:
+            reduction.gone = gone.union(event.omitted)
+        take(machine, event)
+        if reduction is not None:
+            reduction.gone = gone
+
+    with _replaced(Machine, "_events", {**Machine._events, m.MeanArrived: believe}):
+        yield
+
+
+def _forgiven_offence() -> Iterator[None]:
+    with _replaced(Roster, "offended", lambda roster, peer: None):
+        yield
+
+
+def _replay_heard() -> Iterator[None]:
+    with _replaced(Admission, "replayed", lambda admission, envelope: False):
+        yield
+
+
+def _clock_believed() -> Iterator[None]:
+    succeeds = Roster._succeeds
+
+    def only_later(roster: Roster, member: Member, known: Entry, now: float) -> bool:
+        return member.incarnation > known.member.incarnation and succeeds(roster, member, known, now)
+
+    with _replaced(Roster, "_succeeds", only_later):
+        yield
+
+
+def _plain_radial() -> Iterator[None]:
+    with _replaced(average, "_sum_radially", average._sum):
+        yield
+
+
+def _is_radial(plan: Plan) -> bool:
+    return plan.radial
+
+
+def _has(*faults: str) -> Callable[[Plan], bool]:
+    """Plans with a fault of such a kind, or that happens so."""
+    return lambda plan: any(name in faults for fault in plan.faults for name in (fault.kind, fault.how))
+
+
+BUGS: Mapping[str, Bug] = {
+    "no-majority": Bug("commit with one vote instead of a majority", _no_majority),
+    "early-divisor": Bug("divide by the weights of all who began, not of those who count in the part", _early_divisor),
+    "early-progress": Bug("take progress for committed when it is sent", _early_progress),
+    "private-mean": Bug("an owner applies its own mean instead of the bytes it sent", _private_mean),
+    "stale-life": Bug("take the word of an earlier life of a peer for that of the present one", _stale_life),
+    "broken-promise": Bug("accept what is proposed in an earlier attempt than was promised", _broken_promise),
+    "unseen-vote": Bug("accept a mean that one does not hold", _unseen_vote),
+    "deaf-coordinator": Bug("propose anew, whatever was accepted before", _deaf_coordinator),
+    "lost-residual": Bug("forget what the codec dropped", _lost_residual),
+    "shared-lease": Bug("give a block of data to two peers", _shared_lease),
+    "early-witness": Bug("ask a witness for its vote before the trainers", _early_witness, lambda p: p.witnesses > 0),
+    "strange-vote": Bug("count the vote of one who is no member", _strange_vote, _has("stranger")),
+    "believed-omission": Bug("believe any owner that it left somebody out", _believed_omission, _has(OMITS)),
+    "forgiven-offence": Bug("keep who sends malformed bytes again and again", _forgiven_offence, _has(*MALFORMED)),
+    "replay-heard": Bug("take a message that comes a second time", _replay_heard, lambda plan: plan.loss > 0),
+    "clock-believed": Bug("refuse for good whoever its clock makes an earlier life", _clock_believed, _has(NO_CLOCK)),
+    "plain-radial": Bug("average plainly where lengths and directions are to be apart", _plain_radial, _is_radial),
+}

@@ -1,0 +1,267 @@
+"""Many seeds, on all cores; and one seed, told in full."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import UsageError
+from diloco.kernels.build import use_compiled
+from diloco.simulate.processes import die_with_parent
+from diloco.simulate.virtual import planted
+from diloco.simulate.virtual.plan import Plan, draw, parse
+from diloco.simulate.virtual.shrink import shrink
+from diloco.simulate.virtual.world import Outcome, World
+
+BATCH = 20
+"""Seeds that a process takes at a time."""
+MOST_TOLD = 20
+RULE = "----"
+"""Between a plan and its transcript."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which plans are drawn."""
+
+    policy: str = ""
+    """Empty: as the seed says."""
+    without_majority: str = ""
+    bug: str = ""
+    """A planted bug, see `diloco.simulate.virtual.planted`."""
+    speeds: str = ""
+    """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
+    rare: bool = True
+    """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
+
+    def draw(self, seed: int) -> Plan:
+        """The plan of a seed."""
+        speeds = speed_range(self.speeds) if self.speeds else None
+        return draw(seed, self.policy, self.without_majority, speeds, self.rare)
+
+    def check(self) -> None:
+        """Raises UsageError."""
+        known = {"--policy": ("", "sync", "quorum", "async"), "--without-majority": ("", "wait", "continue")}
+        for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
+            if value not in known[option]:
+                raise UsageError(f"{option} is {value!r}", f"known: {', '.join(known[option][1:])}")
+        if self.speeds:
+            speed_range(self.speeds)
+
+
+@dataclass
+class Tally:
+    """What many seeds came to."""
+
+    seeds: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    versions: int = 0
+    discarded_tokens: int = 0
+    void_tokens: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+    """Whether these are only the first of the seeds that were asked for."""
+
+    def add(self, outcome: Outcome) -> None:
+        self.seeds += 1
+        self.events += outcome.events
+        self.virtual_s += outcome.virtual_s
+        self.versions += outcome.versions
+        self.discarded_tokens += outcome.discarded_tokens
+        self.void_tokens += outcome.void_tokens
+        self.faults += outcome.faults
+        if outcome.violation:
+            self.violations.append({"seed": outcome.plan.seed, "violation": outcome.violation})
+
+    def merge(self, other: Tally) -> None:
+        for name in ("seeds", "events", "virtual_s", "versions", "discarded_tokens", "void_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.faults += other.faults
+        self.violations += other.violations
+
+    def as_json(self, command: str, seconds: float) -> dict[str, Any]:
+        """What `--json FILE` writes."""
+        return {
+            "command": command,
+            "seeds": self.seeds,
+            "interrupted": self.interrupted,
+            "events": self.events,
+            "faults": dict(sorted(self.faults.items())),
+            "violations": len(self.violations),
+            "violated": sorted(self.violations, key=lambda entry: int(entry["seed"])),
+            "seconds": round(seconds, 1),
+            "virtual_s": round(self.virtual_s),
+            "versions": self.versions,
+            "discarded_tokens": self.discarded_tokens,
+            "void_tokens": self.void_tokens,
+        }
+
+
+def run_seeds(seeds: Iterable[int], choice: Choice = Choice()) -> Tally:
+    """Run these seeds in this process."""
+    tally = Tally()
+    with planted.plant(choice.bug) if choice.bug else nullcontext():
+        for seed in seeds:
+            tally.add(World(choice.draw(seed)).run())
+    return tally
+
+
+def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int], None]) -> dict[str, Any]:
+    """Run the seeds from `first` to `last` (exclusive) on all cores.
+
+    `told` hears (seeds done, seeds in all, violations) after every batch. Returns what `--json FILE` writes; after a
+    KeyboardInterrupt, of the seeds that were done until then.
+    """
+    started_s = monotonic_s()
+    batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
+    tally = Tally()
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
+        try:
+            for part in pool.imap(_run_batch, batches):
+                tally.merge(part)
+                told(tally.seeds, last - first, len(tally.violations))
+        except KeyboardInterrupt:
+            tally.interrupted = True
+    options = [f"--policy {choice.policy}"] if choice.policy else []
+    options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
+    options += [f"--speeds {choice.speeds}"] if choice.speeds else []
+    command = " ".join(["diloco simulate --virtual --seeds", f"{first}:{last}", *options])
+    return tally.as_json(command, monotonic_s() - started_s)
+
+
+def seed_range(text: str) -> tuple[int, int]:
+    """`A:B`. Raises UsageError."""
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
+        raise UsageError(f"--seeds is {text!r}", "give a range as A:B with A < B, for example 0:1000")
+    return int(first), int(last)
+
+
+def speed_range(text: str) -> tuple[float, float]:
+    """`LOW:HIGH`. Raises UsageError."""
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not 0 < low <= high:
+        raise UsageError(f"--speeds is {text!r}", "give a range as LOW:HIGH, for example 0.1:1")
+    return low, high
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    after = "interrupted after " if report["interrupted"] else ""
+    lines = [
+        f"{after}{report['seeds']:,} seeds, {report['events']:,} events, {report['versions']:,} versions, "
+        f"{report['virtual_s']:,} virtual seconds in {report['seconds']:,} s",
+        f"faults: {', '.join(f'{count:,} {kind}' for kind, count in report['faults'].items())}",
+        f"{report['discarded_tokens']:,} tokens discarded, {report['void_tokens']:,} void with their lineage",
+        f"{report['violations']} violations",
+    ]
+    told = [f"  seed {entry['seed']}: {entry['violation']}" for entry in report["violated"][:MOST_TOLD]]
+    again = [f"see one:  diloco simulate --virtual --seed {report['violated'][0]['seed']}"] if told else []
+    return [*lines, *told, *again]
+
+
+def _alone() -> None:
+    """One thread each: there is a process for every core. What is imported now stays, and need not be collected."""
+    torch.set_num_threads(1)
+    use_compiled()
+    gc.collect()
+    gc.freeze()
+
+
+def _get_ready() -> None:
+    """For a process of the pool: it ends with the one that started it, which Ctrl-C is for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    _alone()
+
+
+def _run_batch(batch: tuple[range, Choice]) -> Tally:
+    """Without the collector's visits, which are a tenth of the time: what a batch leaves is collected at its end."""
+    gc.disable()
+    tally = run_seeds(*batch)
+    gc.collect()
+    return tally
+
+
+# ---------------------------------------------------------------- one plan
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan at the head of a text; a transcript may follow after a line of dashes. Raises UsageError."""
+    try:
+        return parse(path.read_text().partition(f"\n{RULE}\n")[0])
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", "give a text that begins with a plan") from error
+
+
+def tell(plan: Plan) -> Outcome:
+    """Run a plan, and write down what happens."""
+    _alone()
+    return World(plan, record=True).run()
+
+
+def explain(plan: Plan) -> Outcome:
+    """The shortest plan found that fails like this one, and what happens in it."""
+    return tell(shrink(plan))
+
+
+def outcome_lines(outcome: Outcome) -> list[str]:
+    """A plan and its transcript."""
+    end = f"VIOLATION of {outcome.violation}" if outcome.violation else "all invariants hold"
+    return [str(outcome.plan), RULE, *outcome.lines, end]
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "plan": str(outcome.plan).splitlines(),
+        "violation": outcome.violation,
+        "events": outcome.events,
+        "faults": dict(sorted(outcome.faults.items())),
+        "transcript": list(outcome.lines),
+    }
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+@dataclass(frozen=True)
+class Caught:
+    """How many seeds it took to notice a planted bug."""
+
+    bug: str
+    what: str
+    seeds: int
+    """0: it was not noticed."""
+    violation: str
+
+
+def catch_planted(most_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
+    """Plant each bug in turn, and try seeds until an invariant breaks."""
+    for bug in bugs or planted.BUGS:
+        yield _catch(bug, most_seeds)
+
+
+def _catch(bug: str, most_seeds: int) -> Caught:
+    choice = Choice(bug=bug)
+    for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(most_seeds)):
+        tally = run_seeds([seed], choice)
+        if tally.violations:
+            return Caught(bug, planted.BUGS[bug].what, seed + 1, str(tally.violations[0]["violation"]))
+    return Caught(bug, planted.BUGS[bug].what, 0, "")

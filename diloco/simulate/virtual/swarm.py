@@ -1,0 +1,254 @@
+"""Many peers of different speeds that come and go: what each of them sends, holds and waits for.
+
+The figures are of the protocol, not of the model of 22 numbers: control messages in bytes as they are sealed, streams
+in sizes S of an encoded contribution.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import mean
+from typing import Any
+
+import torch
+
+from diloco.base.types import Commit
+from diloco.protocol import messages as m
+from diloco.simulate.virtual.host import Host
+from diloco.simulate.virtual.plan import Fault, Plan, draw_speeds
+from diloco.simulate.virtual.violation import Violation
+from diloco.simulate.virtual.world import World
+from diloco.wire.convert import seal
+
+SETTLE_S = 5.0
+"""After the first round of the slowest, whose pace nobody knows before. Then the measuring begins."""
+JITTER = 0.05
+"""Of the time of a peer's inner steps: the same hardware does the same each time."""
+COMINGS = ("kill", "stop", "leave", "cut", "join")
+AWAY_S = (2.0, 12.0)
+"""How long somebody is stopped, cut off or dead, at least and at most."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a swarm is."""
+
+    peers: int
+    seconds: float = 60.0
+    """That are measured, in virtual time."""
+    speeds: tuple[float, float] = (0.1, 1.0)
+    churn_per_minute: float = 0.1
+    """Share of the peers to which something happens in a minute: killed and back, stopped, cut off, gone, come new."""
+    policy: str = "async"
+    sized_by: str = "speed"
+    round_s: float = 2.0
+    """Of a peer of speed 1."""
+    overlap: float = 1.0
+    """Share of it that hides the exchange."""
+    seed: int = 0
+
+    @property
+    def warm_s(self) -> float:
+        return self.round_s / self.speeds[0] + SETTLE_S
+
+    def plan(self) -> Plan:
+        dice = Random(f"swarm {self.seed}")
+        return Plan(
+            seed=self.seed,
+            peers=self.peers,
+            codec="int8",
+            weighting="tokens",
+            policy=self.policy,
+            optimizer="delayed_nesterov" if self.policy == "async" else "nesterov",
+            round_s=self.round_s,
+            jitter=JITTER,
+            overlap=self.overlap,
+            speeds=draw_speeds(dice, self.peers, self.speeds),
+            sized_by=self.sized_by,
+            faults=tuple(self._churn(dice)),
+        )
+
+    def _churn(self, dice: Random) -> Iterator[Fault]:
+        """At even distances in time, lest many fall together by chance; half of the peers are never touched."""
+        count = round(self.churn_per_minute * self.peers * self.seconds / 60)
+        for number in range(count):
+            at_s = round(self.warm_s + self.seconds * (number + dice.random()) / count, 2)
+            kind, away_s = dice.choice(COMINGS), round(dice.uniform(*AWAY_S), 2)
+            peer = f"p{dice.randrange(self.peers // 2, self.peers)}"
+            if kind == "join":
+                yield Fault(at_s, "join", f"j{number}")
+            elif kind in ("kill", "leave"):
+                yield Fault(at_s, kind, peer)
+                yield Fault(round(at_s + away_s, 2), "restart", peer, 0.0, "disk")
+            else:
+                yield Fault(at_s, kind, peer, away_s, "both" if kind == "cut" else "")
+
+
+class Meter:
+    """What is sent: counted, and nothing else changed."""
+
+    def __init__(self) -> None:
+        self.messages: Counter[tuple[str, str]] = Counter()
+        """By sender and kind."""
+        self.bytes: Counter[tuple[str, str]] = Counter()
+        self._body: m.Body | None = None
+        self._size = 0
+
+    def sent(self, name: str, envelope: m.Envelope) -> None:
+        """The same words to many have the same size, but for the digits of their number."""
+        if envelope.body is not self._body:
+            self._body, self._size = envelope.body, seal(envelope).ByteSize()
+        key = name, type(envelope.body).__name__
+        self.messages[key] += 1
+        self.bytes[key] += self._size
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the swarm stood at a time."""
+
+    at_s: float
+    version: int
+    tokens: int
+    trained_tokens: int
+    discarded_tokens: int
+    """Of all peers since the beginning, as are those trained."""
+    waited_s: Mapping[tuple[str, int], float]
+    """By peer and life: of those that take part."""
+    held: Mapping[str, int]
+    """The most that any peer holds of each."""
+
+
+class Swarm(World):
+    """The world of a plan, with a meter in it."""
+
+    keeps_ledgers = False
+    """They hold every commit, of O(n) bytes, n times."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options.plan())
+        self.options = options
+        self.meter = Meter()
+
+    def performed(self, host: Host, effect: m.Effect) -> None:
+        """Is about to be; nothing is told."""
+        if isinstance(effect, m.Send):
+            self.meter.sent(host.name, effect.envelope)
+
+    def measure(self) -> dict[str, Any]:
+        """Raises Violation."""
+        options = self.options
+        self._begin()
+        first, events = self._mark_at(options.warm_s), self.events
+        self.meter = Meter()
+        middle = self._mark_at(options.warm_s + options.seconds / 2)
+        last = self._mark_at(options.warm_s + options.seconds)
+        result = figures(self, first, middle, last) | {"events": self.events - events}
+        self._heal()
+        return result
+
+    def newest_commit(self) -> Commit | None:
+        commits = [host.machine.commit for host in self._honest() if host.machine.commit]
+        return max(commits, key=lambda commit: commit.version, default=None)
+
+    def _mark_at(self, at_s: float) -> Mark:
+        self._until(at_s, lambda: False)
+        newest = self.newest_commit()
+        if newest is None:
+            raise Violation("I7", f"not founded after {at_s:g} s")
+        hosts = [host for host in self._honest() if host.training.entered]
+        waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
+        told = self.invariants
+        tokens = newest.tokens, told.trained_tokens, told.discarded_tokens
+        return Mark(self.now, newest.version, *tokens, waited_s, most_held(hosts))
+
+
+@torch.inference_mode()
+def measure_swarm(options: Options) -> dict[str, Any]:
+    """The figures of one swarm. Raises Violation."""
+    return Swarm(options).measure()
+
+
+# ---------------------------------------------------------------- figures
+
+
+def most_held(hosts: Sequence[Host]) -> dict[str, int]:
+    """The most that one of them holds of each."""
+    held = [host.held() for host in hosts]
+    return {name: max(entry[name] for entry in held) for name in held[0]}
+
+
+def figures(swarm: Swarm, first: Mark, middle: Mark, last: Mark) -> dict[str, Any]:
+    """Of the time from the first mark to the last."""
+    seconds, versions = last.at_s - first.at_s, last.version - first.version
+    commits = [c for c in swarm.invariants.commits.values() if c.fragment >= 0 and c.version > first.version]
+    closed = [commit for commit in commits if commit.version <= last.version]
+    return {
+        "peers": swarm.options.peers,
+        "seconds": round(seconds, 1),
+        "versions": versions,
+        "versions_per_s": round(versions / seconds, 3),
+        **_traffic(swarm, seconds, max(versions, 1)),
+        **_contributions(closed),
+        **_waiting(swarm, first, last),
+        "tokens_committed_share": round(last.tokens / last.trained_tokens, 4),
+        "tokens_discarded_share": round(last.discarded_tokens / last.trained_tokens, 4),
+        "held_half_way": dict(middle.held),
+        "held": dict(last.held),
+        "faults": dict(sorted(swarm.faults.items())),
+    }
+
+
+def _traffic(swarm: Swarm, seconds: float, versions: int) -> dict[str, Any]:
+    """Control messages that a peer sends."""
+    peers, meter = swarm.options.peers, swarm.meter
+    kinds: Counter[str] = Counter()
+    by_peer: Counter[str] = Counter()
+    for (name, kind), size in meter.bytes.items():
+        kinds[kind] += size
+        by_peer[name] += size
+    sent, total = meter.messages.total(), kinds.total()
+    return {
+        "messages_per_peer_per_s": round(sent / peers / seconds, 1),
+        "bytes_per_peer_per_s": round(total / peers / seconds),
+        "bytes_of_the_busiest_per_s": round(max(by_peer.values()) / seconds),
+        "bytes_per_peer_per_version": round(total / peers / versions),
+        "bytes_per_peer_per_s_by_kind": {kind: round(size / peers / seconds) for kind, size in kinds.most_common()},
+    }
+
+
+def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
+    """How many a version counts, what each of their peers uploads for it, how many versions passed since its last."""
+    groups = [len(commit.counted) for commit in closed]
+    uploads = [upload_shares(len(commit.counted), len(commit.view)) for commit in closed]
+    before: dict[str, int] = {}
+    stale = []
+    for commit in closed:
+        stale += [commit.version - before[entry.peer] - 1 for entry in commit.counted if entry.peer in before]
+        before |= {entry.peer: commit.version for entry in commit.counted}
+    return {
+        "contributors": round(mean(groups), 1),
+        "contributors_least": min(groups),
+        "upload_sizes": round(mean(uploads), 2),
+        "upload_sizes_most": round(max(uploads), 2),
+        "commit_bytes": max(len(commit.to_bytes()) for commit in closed),
+        "staleness": round(mean(stale), 2),
+        "staleness_most": max(stale),
+    }
+
+
+def upload_shares(contributors: int, receivers: int) -> float:
+    """What each contributor uploads for a version, in sizes of its contribution, where there are parts enough: what the
+    others own of its own, and its part of the mean to all who receive it."""
+    return 1 - 1 / contributors + (receivers - 1) / contributors
+
+
+def _waiting(swarm: Swarm, first: Mark, last: Mark) -> dict[str, Any]:
+    """Of the peers to which nothing happened."""
+    touched = {fault.peer for fault in swarm.plan.faults}
+    spared = [life for life in last.waited_s if life in first.waited_s and life[0] not in touched]
+    shares = [(last.waited_s[life] - first.waited_s[life]) / (last.at_s - first.at_s) for life in spared]
+    return {"waited_share": round(mean(shares), 4), "waited_share_most": round(max(shares), 4)}

@@ -1,0 +1,390 @@
+"""One life of a peer, the training half: what `diloco.peer.peer` and `diloco.run.trainer` do, on a model of a few
+numbers.
+
+Inner steps are noise added to the local weights. Measuring, encoding, the outer step, merging and copying the state
+are the production code of `diloco.round`. What blocks the training thread there is an event in virtual time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import Ledger, Opening, Standing
+from diloco.base.types import Closed, Commit, Member, Skip
+from diloco.compress import PayloadError
+from diloco.config.contract import StorageSection
+from diloco.outer.fragments import Weights
+from diloco.outer.optimizers import OuterState
+from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
+from diloco.protocol import leases
+from diloco.protocol import messages as m
+from diloco.round import (
+    Diverged,
+    Line,
+    Sent,
+    Trained,
+    adopt_state,
+    drop_progress,
+    keep_local,
+    measure,
+    step_outer,
+    weights_to_keep,
+    withdraw,
+)
+from diloco.simulate.virtual.copying import Download
+from diloco.simulate.virtual.disk import Snapshot
+from diloco.simulate.virtual.invariants import Books
+from diloco.simulate.virtual.lies import falsified
+from diloco.simulate.virtual.setup import STEPS
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.host import Host
+
+APPLY_S = 0.02
+"""The training thread takes about so long to apply a version, and to see one."""
+POLL_S = 0.2
+
+
+class Training:
+    """The training thread."""
+
+    def __init__(self, host: Host) -> None:
+        setup = host.world.setup
+        self.host = host
+        plan = host.world.plan
+        self.line = Line(
+            host.name,
+            Weights(setup.parameters()),
+            setup.layout,
+            setup.codecs,
+            setup.optimizer,
+            setup.weighing,
+            setup.start,
+            merge=plan.merge,
+            feedback=plan.feedback if plan.feedback >= 0 else None,
+        )
+        self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
+        """What one inner step takes."""
+        self.cadence = setup.cadence
+        self._watch = Stopwatch()
+        self.overlapping = False
+        self._early: Sequence[Closed] | Skip | None = None
+        """What the round came to while the overlapped steps still went on."""
+        self.books = Books(host, self.line)
+        self.journal: Journal | None = None
+        self.leaving = False
+        self.entered = False
+        self.waiting_since_s: float | None = None
+        self.waited_s = 0.0
+        """In all rounds so far."""
+        self._offered_again = 0
+        """Times that the contribution on its way was offered without further inner steps."""
+
+    def waited(self, now: float) -> float:
+        """Seconds of this life in which it waited for a round."""
+        return self.waited_s + (now - self.waiting_since_s if self.waiting_since_s is not None else 0.0)
+
+    # ------------------------------------------------------------ entering
+
+    def _open(self) -> None:
+        """This life's ledger begins, with what a checkpoint brought."""
+        host, rules, line = self.host, self.host.world.setup.rules, self.line
+        me, founds = host.machine.me, host.machine.founder
+        opening = Opening(host.name, me.incarnation, rules.run, rules.contract, host.machine.lineage, founds, False)
+        ledger = Ledger(host.world.invariants.page(host), lambda text: None) if host.world.keeps_ledgers else None
+        self.journal = Journal(opening, line, None, StorageSection(), lambda text: None, ledger)
+        if ledger is not None:
+            stands = Standing(line.state.version, line.commit.digest if line.commit else "", line.state.digest)
+            ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
+
+    def _drop(self, reason: str) -> None:
+        """Give up all progress."""
+        discarded = drop_progress(self.line)
+        self.books.dropped(discarded)
+        if self.journal is not None:
+            self.journal.discarded(discarded, reason)
+
+    def found(self) -> None:
+        """Begin a run, or go on with one from a checkpoint."""
+        if self.journal is None:
+            self._open()
+        self.host.hold(self.line.state, self.line.commit, copied=True)
+        self._enter()
+
+    def join(self, members: Sequence[Member]) -> None:
+        """Copy the state from these members, unless the run goes on from ours."""
+        self._open()
+        self._drop("the run may have counted it before the restart")
+        commit = self.line.commit
+        if commit is not None and commit.lineage == self.host.machine.lineage:
+            self.found()
+        else:
+            self._copy(members, self._enter, lambda: self._start_again("nobody gave the state"))
+
+    def _start_again(self, why: str) -> None:
+        """The process ends with an error, and whoever runs it tries again."""
+        self.host.die(why)
+        self.host.world.join(self.host.name, with_disk=True)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Take outer state, commit and uncommitted progress from a checkpoint."""
+        line = self.line
+        adopt_state(line, snapshot.state, snapshot.commit)
+        for name, tensor in snapshot.local.items():
+            line.parameters[name].copy_(tensor)
+        line.trained = Trained(snapshot.tokens, snapshot.blocks)
+        self.books.restored(snapshot)
+
+    def _enter(self) -> None:
+        """Wait until the version that we have applied includes us."""
+        if self.host.fenced_for_s > 3 * self.host.world.setup.timing.suspect_s:
+            self._start_again("fenced")
+        else:
+            self._catch_up(self._stand)
+
+    def _stand(self) -> None:
+        commit = self.line.commit
+        if self.host.machine.in_view and commit is not None and commit.member(self.host.name) is not None:
+            self.entered = True
+            self._inner_steps()
+        else:
+            self.host.later(POLL_S, self._enter)
+
+    # ------------------------------------------------------------ rounds
+
+    def _inner_steps(self) -> None:
+        """Those before the contribution is measured."""
+        self._size()
+        steps = self.cadence.before(self.line.trained.tokens)
+        if steps:
+            self._train(steps, lambda: self._catch_up(self._contribute))
+        else:
+            self._catch_up(self._contribute)
+
+    def _size(self) -> None:
+        """As many steps this time as our speed has room for, as `diloco.run.trainer` does."""
+        machine, world = self.host.machine, self.host.world
+        machine.progress = replace(machine.progress, pace=self._watch.round())
+        if world.plan.sized_by == "speed":
+            self.cadence = world.setup.cadence.sized(machine.progress.pace, machine.fastest())
+
+    @property
+    def slack_s(self) -> float:
+        """For how long there are inner steps to do while a contribution is on its way."""
+        return self.cadence.overlap * self.step_s if self.overlapping and not self.leaving else 0.0
+
+    def _train(self, steps: int, then: Callable[[], None]) -> None:
+        world = self.host.world
+        jitter = world.plan.jitter
+        lasts_s = steps * self.step_s * world.dice.uniform(1 - jitter, 1 + jitter)
+        self.host.later(lasts_s, self._trained, steps, lasts_s, then)
+
+    def _trained(self, steps: int, lasted_s: float, then: Callable[[], None]) -> None:
+        line = self.line
+        keep_local(line)
+        for name, noise in self.books.train(steps).items():
+            line.parameters[name].add_(noise)
+        assert self.journal is not None
+        self.journal.trained(steps, self._fresh_blocks())
+        self._watch.step(steps, lasted_s)
+        then()
+
+    def _fresh_blocks(self) -> int:
+        """Blocks of the lease that this round read for the first time."""
+        line = self.line
+        held = leases.count(line.commit.leases.held.get(self.host.name, ())) if line.commit else 0
+        return max(0, min(self.host.world.setup.blocks, held - line.trained.blocks))
+
+    def _contribute(self) -> None:
+        self.overlapping = self.cadence.overlap > 0 and not self._offered_again
+        if not self._offer():
+            self._inner_steps()
+        elif self.overlapping:
+            self._train(self.cadence.overlap, self._overlapped)
+        else:
+            self._wait()
+
+    def _offer(self) -> bool:
+        """False: the progress is not finite, and is dropped."""
+        line = self.line
+        if line.sent is None:
+            try:
+                line.sent = measure(line, {}, overlaps=self.overlapping)
+            except PayloadError:
+                self._drop("not finite")
+                return False
+            if self.host.lie:
+                line.sent = self._falsified(line.sent)
+            self.books.measured(line.sent)
+        self.host.offer(line.sent.contribution, self.leaving)
+        return True
+
+    def _overlapped(self) -> None:
+        """The steps that hid the exchange are done."""
+        self.overlapping = False
+        early, self._early = self._early, None
+        if early is None:
+            self._wait()
+        else:
+            self._came_to(early)
+
+    def _wait(self) -> None:
+        self.waiting_since_s = self.host.world.now
+        self.host.later(self.host.world.setup.patience_s, self._withdraw, self.waiting_since_s)
+
+    def _falsified(self, sent: Sent) -> Sent:
+        parts, fragment = sent.contribution.parts, self.line.layout.fragments[sent.contribution.fragment]
+        codecs = [self.line.codecs[fragment.group_of(part)] for part in range(fragment.parts)]
+        parts = falsified(self.host.lie, parts, codecs)
+        return replace(sent, contribution=replace(sent.contribution, parts=parts))
+
+    def _withdraw(self, waiting_since_s: float) -> None:
+        if self.waiting_since_s == waiting_since_s:
+            self.host.feed(m.Withdrawn())
+
+    def outcome(self, outcome: Sequence[Closed] | Skip) -> None:
+        """What the round came to, sooner or later than the steps that hide it."""
+        if self.overlapping:
+            self._early = outcome
+        else:
+            self._came_to(outcome)
+
+    def _came_to(self, outcome: Sequence[Closed] | Skip) -> None:
+        self.waited_s, self.waiting_since_s = self.waited(self.host.world.now), None
+        again, self._offered_again = self._offered_again, 0
+        if isinstance(outcome, Skip):
+            if not outcome.exposed:
+                withdraw(self.line)
+            self.host.world.tell(self.host.name, f"skips the round: {outcome.reason}")
+            self._next_round()
+            return
+        try:
+            for closed in outcome:
+                self._apply(closed)
+        except Diverged:
+            self._copy_again(self._next_round)
+            return
+        if again < OFFERED_AGAIN and self._offers_again(outcome):
+            self._offered_again = again + 1
+            self._contribute()
+        else:
+            self._next_round()
+
+    def _offers_again(self, outcome: Sequence[Closed]) -> bool:
+        """Whether to offer what is trained once more at once, as `Peer.round` does when it leaves and under `async`."""
+        line, policy = self.line, self.host.world.setup.rules.policy
+        counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
+        if not outcome or counts_us or not line.trained.tokens:
+            return False
+        if self.leaving:
+            return self.host.machine.in_view
+        at_once = policy.uses_slack and line.state.version >= policy.sync_versions
+        return at_once and not self.cadence.overlap
+
+    def _next_round(self) -> None:
+        if self.leaving:
+            self._settle(self.host.now + self.host.world.setup.timing.suspect_s)
+        else:
+            self._inner_steps()
+
+    def _catch_up(self, then: Callable[[], None]) -> None:
+        """Apply versions that closed without us; copy the state when they are too many."""
+        try:
+            for closed in self.host.take_closed():
+                self._apply(closed)
+        except Diverged:
+            self._copy_again(then)
+            return
+        if self.host.behind:
+            self._copy_again(then)
+        else:
+            then()
+
+    def _apply(self, closed: Closed) -> None:
+        line, before = self.line, self.line.commit
+        if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
+            return  # already in a state that was copied meanwhile
+        offered = line.sent is not None  # else an entry of our name is that of an earlier life
+        mine = step_outer(line, closed, {})
+        assert self.journal is not None
+        self.journal.committed(closed.commit, mine if offered else None)
+        self.books.applied(closed, mine)
+        self.host.world.invariants.on_state(self.host, line)
+        self.host.hold(line.state, closed.commit)
+        self._keep_lease(before, closed.commit)
+        self._save()
+
+    def _keep_lease(self, before: Commit | None, commit: Commit) -> None:
+        """After a time outside the view the lease is all new, and nothing of it is used."""
+        name = self.host.name
+        if name in commit.leases.held and (before is None or name not in before.leases.held):
+            self.line.trained.blocks = 0
+
+    def leave(self) -> None:
+        """Contribute once more if a version closes soon, then go."""
+        self.leaving = True
+        if not self.entered:
+            self._goodbye()
+
+    def leave_now(self) -> None:
+        """Go in the middle of whatever is under way, as when nobody counted us within `leave_s`."""
+        self.leaving = True
+        self._goodbye()
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait until the others have the latest version too, so that it does not die with us."""
+        if self.host.machine.settled() or self.host.now >= deadline_s:
+            self._goodbye()
+        else:
+            self.host.later(POLL_S, self._settle, deadline_s)
+
+    def _goodbye(self) -> None:
+        """Give the vote away and go."""
+        self.host.feed(m.LeaveWanted())
+        if self.host.alive:
+            self._drop("left")
+            if self.journal is not None:
+                self.journal.closed("left")
+            self.host.die("left")
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _save(self) -> None:
+        line = self.line
+        trained = line.trained
+        with weights_to_keep(line):
+            local = {name: tensor.clone() for name, tensor in line.parameters.items()} if trained.tokens else {}
+        pieces = self.books.pieces() if local else None
+        if self.host in self.host.world.ghosts:
+            return  # its disk is not the one that later lives have
+        snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
+        if not self.host.world.disks[self.host.name].save(snapshot):
+            self.host.world.tell(self.host.name, "no checkpoint: the disk is full")
+
+    # ------------------------------------------------------------ copying the state
+
+    def _copy_again(self, then: Callable[[], None]) -> None:
+        """When nobody gives the state now, training goes on; the next round tries."""
+
+        def failed() -> None:
+            self.host.behind = True
+            then()
+
+        self._copy(self.host.sources(), then, failed)
+
+    def _copy(self, sources: Sequence[Member], then: Callable[[], None], failed: Callable[[], None]) -> None:
+        stands_at = self.line.stands_at
+        Download(self.host, sources, stands_at, lambda state, commit: self._adopt(state, commit, then), failed).start()
+
+    def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
+        line, sent, before = self.line, self.line.sent, self.line.commit
+        mine, discarded = adopt_state(line, state, commit)
+        assert self.journal is not None
+        self.journal.adopted(mine, discarded)
+        self.books.adopted(sent, mine, discarded, before)
+        self.host.world.invariants.on_state(self.host, line)
+        self.host.hold(state, commit, copied=True)
+        then()

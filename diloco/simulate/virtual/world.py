@@ -1,0 +1,298 @@
+"""Virtual time and everything in it: events in order, the peers of one plan, and the end that all must come to."""
+
+from __future__ import annotations
+
+import heapq
+import traceback
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import messages as m
+from diloco.protocol.roster import FORGET_S
+from diloco.simulate.virtual import transcript
+from diloco.simulate.virtual.disk import Disk
+from diloco.simulate.virtual.faults import strike
+from diloco.simulate.virtual.host import Host
+from diloco.simulate.virtual.invariants import Invariants
+from diloco.simulate.virtual.network import Network
+from diloco.simulate.virtual.operator import Operator
+from diloco.simulate.virtual.plan import NO_CLOCK, Plan
+from diloco.simulate.virtual.setup import Setup
+from diloco.simulate.virtual.violation import Violation
+
+HEAL_S = 25.0
+"""After the last fault everybody must be together again, and versions must close, within this time; where there are
+slow peers, within three of their rounds more. A life that its clock makes an earlier one must first be forgotten."""
+OPERATOR_S = 8.0
+"""An operator looks again this often."""
+LOOK_S = 0.25
+RETRY_S = 0.5
+
+
+@dataclass
+class Outcome:
+    """How one simulation ended."""
+
+    plan: Plan
+    events: int
+    virtual_s: float
+    versions: int
+    faults: Counter[str]
+    discarded_tokens: int
+    void_tokens: int
+    violation: str = ""
+    """Empty when all invariants held."""
+    lines: Sequence[str] = field(default_factory=list)
+
+
+class World:
+    """One simulation. Everything that happens is a function of the plan."""
+
+    keeps_ledgers = True
+    """Every life writes one, and the code of `diloco audit` reads them in the end."""
+
+    def __init__(self, plan: Plan, record: bool = False) -> None:
+        self.plan = plan
+        self.record = record
+        self.now = 0.0
+        self.events = 0
+        self.dice = Random(f"{plan.seed}/world")
+        self.setup = Setup(plan)
+        self.network = Network(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
+        self.invariants = Invariants(self)
+        self.hosts: dict[str, Host] = {}
+        self.ghosts: list[Host] = []
+        """Processes that somebody took for dead: another one has their name by now."""
+        self.disks: dict[str, Disk] = {}
+        self.liars: set[str] = set()
+        self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
+        if any(fault.how == NO_CLOCK for fault in plan.faults):
+            self.heal_s += FORGET_S
+        self.clockless: dict[str, int] = {}
+        """Peers whose clock begins anew at each start, and how often they started so."""
+        self.faults: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self._saying: tuple[float, str, str] | None = None
+        self._lately: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=8))
+        self.hostile = any(fault.kind == "lie" for fault in plan.faults)
+        self.replays = any(fault.kind == "replay" for fault in plan.faults)
+        self.twice = self.replays or plan.loss > 0
+        """Whether messages may come a second time."""
+        self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._order = count()
+        self._lives = count()
+        self._pieces = count()
+
+    # ------------------------------------------------------------ time
+
+    def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
+        """Do something later."""
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), function, arguments))
+
+    @torch.inference_mode()
+    def run(self) -> Outcome:
+        """Until the faults are over and the run is well again, or an invariant is broken."""
+        violation = ""
+        try:
+            self._begin()
+            self._until(self.plan.quiet_s, lambda: False)
+            self._heal()
+        except Violation as broken:
+            violation = str(broken)
+        except Exception as crash:  # whatever the code under test raises is a finding, not ours to judge
+            violation = f"crash: {type(crash).__name__} {crash} in {_where(crash)}"
+        return Outcome(
+            self.plan, self.events, self.now, len(self.invariants.commits), self.faults,
+            self.invariants.discarded_tokens, self.invariants.void_tokens, violation, self.lines,
+        )  # fmt: skip
+
+    def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
+        """Let things happen; True as soon as all is well."""
+        look_s = self.now
+        while self._queue and self._queue[0][0] <= end_s:
+            self.now, _, function, arguments = heapq.heappop(self._queue)
+            self.events += 1
+            function(*arguments)
+            if self.now >= look_s:
+                look_s = self.now + LOOK_S
+                if well():
+                    return True
+        self.now = end_s
+        return False
+
+    # ------------------------------------------------------------ the plan
+
+    def _begin(self) -> None:
+        names = [f"p{index}" for index in range(self.plan.peers)]
+        self.start(names[0], "lineage0", founder=True).training.found()
+        for name in (*names[1:], *(f"w{index}" for index in range(self.plan.witnesses))):
+            self.after(0.01, self.join, name, False)
+        for fault in self.plan.faults:
+            self.after(fault.at_s, strike, self, fault)
+
+    def _heal(self) -> None:
+        """The network is whole from now on. Everybody alive must come together, and versions must close."""
+        self.network.loss = 0.0
+        for ghost in self.ghosts:
+            ghost.die("the operator ends it: another one has its name")
+        self.tell("", "the faults are over")
+        Operator(self).help()
+        goal, end_s = self._newest() + 2, self.now + self.heal_s
+        while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
+            if self.now >= end_s or not self._queue:
+                raise Violation("I7", self._not_well(goal))
+            Operator(self).help()
+        self.invariants.at_the_end(self._honest())
+        self.invariants.replayed()
+
+    def _well(self, goal: int) -> bool:
+        hosts = self._honest()
+        lineages = {host.machine.lineage for host in hosts}
+        together = len(lineages) == 1 and all(host.machine.in_view for host in hosts)
+        return self._all_left() or (together and min(host.machine.version for host in hosts) >= goal)
+
+    def _all_left(self) -> bool:
+        return all(host.witness for host in self._honest())
+
+    def _not_well(self, goal: int) -> str:
+        stands = ", ".join(map(_standing, self._honest()))
+        return f"{self.heal_s:g} s after the faults not all are in the view at version {goal}: {stands}"
+
+    def _honest(self) -> list[Host]:
+        return [host for host in self.hosts.values() if host.alive and host.name not in self.liars]
+
+    def _newest(self) -> int:
+        return max((host.machine.version for host in self.hosts.values() if host.alive), default=0)
+
+    # ------------------------------------------------------------ peers
+
+    def host(self, name: str) -> Host | None:
+        return self.hosts.get(name)
+
+    def at(self, member: Member) -> Host | None:
+        """The process at an address, if it lives."""
+        host = self.hosts.get(member.peer)
+        here = [host, *self.ghosts] if host is not None else self.ghosts
+        return next((one for one in here if one.alive and one.address == member.address), None)
+
+    def lives(self, member: Member) -> bool:
+        """Whether this very life of a peer goes on."""
+        host = self.hosts.get(member.peer)
+        lives = [host, *self.ghosts] if host is not None else self.ghosts
+        return any(one.alive and one.machine.me == member for one in lives)
+
+    def start(self, name: str, lineage: str, founder: bool) -> Host:
+        self.disks.setdefault(name, Disk())
+        life = next(self._lives)
+        host = self.hosts[name] = Host(self, name, life, self._address(name, life), lineage, founder)
+        return host
+
+    def _address(self, name: str, life: int) -> str:
+        """Where a process listens: at the place of the one before it, or at another."""
+        same = f"{name}:same"
+        free = not any(ghost.alive and ghost.address == same for ghost in self.ghosts)
+        return same if self.plan.fixed_addresses and free else f"{name}:{life}"
+
+    def join(self, name: str, with_disk: bool) -> None:
+        """A process starts and joins through any member that answers; it tries until one does."""
+        known = self.hosts.get(name)
+        if known is not None and known.alive:
+            return
+        doors = [
+            host for host in self.hosts.values()
+            if host.working and host.state is not None and host.name != name and self.network.connected(name, host.name)
+        ]  # fmt: skip
+        if not doors:
+            self.after(RETRY_S, self.join, name, with_disk)
+            return
+        door = self.dice.choice(doors)
+        self.tell(name, f"joins through {door.name}{' with its disk' if with_disk else ''}")
+        host = self.start(name, door.machine.lineage, founder=False)
+        host.machine.forks = door.machine.forks
+        snapshot = self.disks[name].load() if with_disk else None
+        if snapshot is not None:
+            host.training.restore(snapshot)
+        members = [door.machine.me, *(member for member in door.machine.alive() if member != door.machine.me)]
+        host.machine.roster.meet([member for member in members if member.peer != name], host.now)
+        if not host.witness:
+            host.training.join(members)
+
+    def directory(self, asker: Host) -> list[Member]:
+        """Peers that announced themselves, as far as they can be reached."""
+        others = [host for host in self.hosts.values() if host is not asker and host.alive]
+        return [host.machine.me for host in others if self.network.connected(asker.name, host.name)]
+
+    def new_lineage(self) -> str:
+        """The name of a run that is founded anew."""
+        lineage = f"lineage{len(self.invariants.refounded) + 1}"
+        self.invariants.refounded.add(lineage)
+        return lineage
+
+    def next_piece(self) -> int:
+        return next(self._pieces)
+
+    # ------------------------------------------------------------ telling
+
+    def count(self, fault: str) -> None:
+        self.faults[fault] += 1
+
+    def tell(self, name: str, what: str) -> None:
+        if self.record:
+            self.lines.append(transcript.line(self.now, name, what))
+
+    def _tell_once(self, name: str, what: str) -> None:
+        """What is said again and again is told the first time."""
+        if what not in self._lately[name]:
+            self._lately[name].append(what)
+            self.tell(name, what)
+
+    def _tell_sent(self, host: Host, envelope: m.Envelope, to: Member) -> None:
+        """What is said to several in one breath is one line, and what is only repeated is none."""
+        what = transcript.body(envelope.body)
+        moment = (self.now, host.name, what)
+        if moment == self._saying:
+            self.lines[-1] = transcript.said_also_to(self.lines[-1], to.peer)
+        elif what not in self._lately[host.name]:
+            self._lately[host.name].append(what)
+            self._saying = moment
+            self.tell(host.name, transcript.said(what, to.peer))
+
+    def told(self, envelope: m.Envelope, to: Host, reply: m.Reply) -> None:
+        """A message arrived."""
+        if self.record and reply not in (m.Reply.OK, m.Reply.STALE, m.Reply.REPLAYED):
+            self._tell_once(
+                to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}"
+            )
+
+    def told_commit(self, host: Host, commit: Commit) -> None:
+        """Somebody is the first to close a version."""
+        self.tell(host.name, transcript.closed(commit))
+
+    def performed(self, host: Host, effect: m.Effect) -> None:
+        """An effect is about to be carried out."""
+        if not self.record:
+            return
+        match effect:
+            case m.Send(to, envelope) if not isinstance(envelope.body, transcript.QUIET):
+                self._tell_sent(host, envelope, to)
+            case m.Note(reason, routine) if not routine:
+                self._tell_once(host.name, reason)
+
+
+def _standing(host: Host) -> str:
+    machine = host.machine
+    where = "in" if machine.in_view else "outside"
+    return f"{host.name} at {machine.version} {where} the view of {machine.lineage} ({machine.reason})"
+
+
+def _where(crash: Exception) -> str:
+    frame = traceback.extract_tb(crash.__traceback__)[-1]
+    return f"{frame.name}, {Path(frame.filename).name} line {frame.lineno}"

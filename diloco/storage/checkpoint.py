@@ -1,0 +1,619 @@
+"""Checkpoints on disk: at every moment complete or not there, and verified before use.
+
+    <directory>/v00000012/manifest.json        format, version, meta; size and SHA-256 of each file; a digest of it all
+                          outer.safetensors    one file for each group of tensors: outer, inner, local, random
+                          inner.3.safetensors  what rank 3 of an island wrote of a group
+
+A tensor may be in several files, as slices that make it whole. A slice's key in its file is anything; `slices` in the
+file's metadata, which its hash covers, says `{key: [name, shape of the whole, offsets]}`. What is not there is whole,
+and its key is its name: an island of one rank writes plain files.
+
+A checkpoint is written beside its place as `.v00000012.<pid>.tmp`, synced to the disk and renamed. One that is
+already there steps aside as `.v00000012.<pid>.old`, where `load` finds it, until the new one has its name. Each rank
+writes, syncs and hashes its own files; rank 0, which heard of all of them, writes the manifest last and renames.
+
+Checkpoints may come from other people: nothing is unpickled, the hashes are compared before safetensors, which
+accepts a flipped bit, parses a byte, no path is made of a tensor's name, and nothing is allocated for a tensor whose
+slices are not all there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diloco.accounts.ledger import sync_path
+from diloco.base import failpoints
+from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, StateError
+from diloco.base.memory import floats
+from diloco.base.ranks import Alone, Ranks
+from diloco.base.types import Commit
+from diloco.config.contract import Contract, contract_from_json
+from diloco.island.slices import Box, Pieces, Slice, Slices
+from diloco.outer.fragments import Fragment, Layout, NamedShapes
+from diloco.outer.optimizers import FragmentState, OuterOptimizer, OuterState
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+T = TypeVar("T")
+
+_CHECKPOINT = re.compile(r"v(\d{8,18})|\.v(\d{8,18})\.\d{1,9}\.old")
+_LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
+_FILE = re.compile(r"([a-z]+)(\.[1-9]\d{0,5})?\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNREADABLE = (OSError, SafetensorError, RuntimeError)
+"""What reading tensors may raise; the last from torch, of a file that was deleted after its hash was verified."""
+_FIX = "copy it again from where it is whole, or start without it and join the run"
+_FREE = "free space there, or choose a folder that can be written"
+_ONE_FILE_SYSTEM = "the ranks of an island need one file system: set storage.directory to a folder that all nodes have"
+HASHING = 4
+"""Files that are hashed at a time, each on a core of its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What `load` found, as it was saved."""
+
+    version: int
+    groups: Mapping[str, Pieces]
+    """By group, then by name; host tensors, mapped from the files. A group saved empty is absent."""
+    meta: Mapping[str, Any]
+    path: Path
+    digest: str = ""
+    """Of the manifest, and so of everything."""
+
+    def value(self, name: str, kind: type[T]) -> T:
+        """`meta[name]`. Raises StateError unless it is there and of this JSON type."""
+        found = self.meta.get(name)
+        if not isinstance(found, kind):
+            cause = f"checkpoint {self.path}: its {name} should be of type {kind.__name__}, but is {found!r}"
+            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote")
+        return found
+
+    @property
+    def commit(self) -> Commit | None:
+        """The commit that made the version; None before the run was founded. Raises StateError."""
+        if self.meta.get("commit") is None:
+            return None
+        try:
+            return Commit.from_bytes(self.value("commit", str).encode())
+        except ValueError as error:
+            cause = f"checkpoint {self.path}: its commit is malformed: {error}"
+            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+
+    @property
+    def contract(self) -> Contract:
+        """That of the run. Raises StateError where it is malformed, or another release's."""
+        try:
+            return contract_from_json(self.value("contract", str), f"checkpoint {self.path}: its contract")
+        except (ConfigError, IncompatibleError) as error:
+            raise StateError(error.cause[:300], "use a checkpoint that `diloco peer` of this release wrote") from error
+
+
+# ---------------------------------------------------------------- save
+
+
+def save(
+    directory: Path,
+    version: int,
+    groups: Slices,
+    meta: Mapping[str, JsonValue],
+    keep: int,
+    ranks: Ranks = Alone(),  # noqa: B008
+) -> Path:
+    """Write the checkpoint of `version` and keep the newest `keep` up to it. Returns its folder.
+
+    The other `ranks` call `save_part` meanwhile. Group names are lower-case letters; tensors are strided, of any dtype
+    and device, and nobody may write to them meanwhile. One directory has one writer. Memory: host tensors are written
+    from where they are (safetensors 0.8: 512 MiB raised the peak by nothing; releases that copy do so one group at a
+    time). Time: the disk's, and SHA-256 over what was written, read back from the page cache (1.1 GB/s on one core).
+
+    Raises ResourceError when the disk is full or cannot be written, by whichever rank. The older checkpoints are then
+    still there, and nothing is left of the new one.
+    """
+    target = directory / f"v{version:08d}"
+    begun = False
+    try:
+        with _writing("checkpoint", target):
+            _sweep(directory)
+        with replacing(target, "checkpoint") as beside:
+            begun = True
+            ranks.share(str(beside.resolve()))
+            reports = ranks.gather(_report(beside, groups, ranks.rank))
+            files = _files(target, beside, reports)
+            # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
+            fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
+            (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
+    finally:
+        if not begun:
+            ranks.share("")
+    _retain(directory, version, keep)
+    return target
+
+
+def save_part(groups: Slices, ranks: Ranks) -> None:
+    """On the other ranks, while rank 0 calls `save`: write what this rank has of it. Rank 0 says what went wrong."""
+    folder = ranks.share()
+    if folder:
+        ranks.gather(_report(Path(folder), groups, ranks.rank))
+
+
+def _report(folder: Path, groups: Slices, rank: int) -> str:
+    """Write a rank's files. What rank 0 must know of them: sizes and hashes by name, or why it cannot be."""
+    try:
+        # Listing asks a network's file system anew, where looking up a name may remember that it was not there.
+        if rank and not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
+            return json.dumps({"refused": f"{folder} of rank 0 is not here", "fix": _ONE_FILE_SYSTEM})
+        return json.dumps({"files": _write_groups(folder, groups, rank)})
+    except Exception as error:  # the other ranks wait for this report
+        logger.debug("cannot write %s", folder, exc_info=True)
+        return json.dumps({"refused": _reason(error), "fix": _FREE})
+
+
+def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValue]:
+    files: dict[str, JsonValue] = {}
+    for group, slices in groups.items():
+        if slices:
+            file = folder / (f"{group}.{rank}.safetensors" if rank else f"{group}.safetensors")
+            assert _FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
+            write_slices(file, slices)
+            failpoints.hit("mid-checkpoint")
+            sync_path(file)
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    return files
+
+
+def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]:
+    """All files that the ranks told of. Raises ResourceError unless they are here."""
+    files: dict[str, Any] = {}
+    for rank, report in enumerate(map(json.loads, reports)):
+        who = f"rank {rank}: " if rank else ""
+        if "refused" in report:
+            raise ResourceError(f"cannot write checkpoint {target}: {who}{report['refused']}", report["fix"])
+        for name, entry in report["files"].items():
+            file = beside / name
+            if not file.is_file() or file.stat().st_size != entry["bytes"]:
+                cause = f"cannot write checkpoint {target}: {who}{name} was written, and is not here"
+                raise ResourceError(cause, _ONE_FILE_SYSTEM)
+        files |= report["files"]
+    return files
+
+
+def write_slices(path: Path, slices: Sequence[Slice]) -> None:
+    """A new safetensors file at `path`, with what its slices are slices of. Raises SafetensorError."""
+    tensors = {one.box.key: one.local for one in slices}
+    assert len(tensors) == len(slices), f"{path.name}: two slices are one"
+    parts = {one.box.key: [one.box.name, one.box.shape, one.box.offsets] for one in slices if not one.box.whole}
+    write_tensors(path, tensors, {"slices": json.dumps(parts)} if parts else None)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A new safetensors file at `path`. Raises SafetensorError, whatever the disk's reason."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    path.chmod(mode)  # safetensors renames a private file of mode 0600 over it; others may read checkpoints and models
+
+
+@contextmanager
+def replacing(target: Path, what: str) -> Iterator[Path]:
+    """A new folder beside `target` to write files into. When the block ends well, it takes the place of `target`.
+
+    A reader finds the old folder or the new one, complete, at `target` or, between two renames, beside it. `what`
+    names it in errors. Raises ResourceError when the disk does not do as told; `target` then stays as it was.
+    """
+    beside = _beside(target, "tmp")
+    try:
+        with _writing(what, target):
+            _remove(beside)
+            beside.mkdir(parents=True)
+            yield beside
+            for path in (*beside.iterdir(), beside):
+                sync_path(path)
+            _move(beside, target)
+    finally:
+        _remove(beside)
+
+
+def _move(beside: Path, target: Path) -> None:
+    """Rename `beside` to `target`, for which a former `target` makes room."""
+    aside = _beside(target, "old")
+    if target.exists():
+        _remove(aside)
+        target.rename(aside)
+    beside.rename(target)
+    sync_path(target.parent)
+    _remove(aside)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.{kind}")
+
+
+@contextmanager
+def _writing(what: str, path: Path) -> Iterator[None]:
+    """Turn the disk's refusals into ResourceError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ResourceError(f"cannot write {what} {path}: {_reason(error)}", _FREE) from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, if it is there and can be deleted."""
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("cannot delete %s: %s", path, _reason(error))
+
+
+def _sweep(directory: Path) -> None:
+    """Delete what dead writers left; what one had put aside without a successor gets its name back."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or _lives(int(match[2])):
+            continue
+        if match[3] == "old" and not path.with_name(match[1]).exists():
+            path.rename(path.with_name(match[1]))
+        else:
+            _remove(path)
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process has this id. Our own is a dead writer's: in a container every life has the same."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _retain(directory: Path, version: int, keep: int) -> None:
+    """Delete all but the newest `keep` up to `version`, if they can be deleted: the new one is there. Later ones belong
+    to a history that was left: not ours."""
+    try:
+        found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
+    except OSError as error:
+        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, _reason(error))
+        return
+    later = [path.name for number, path in found if number > version]
+    if later:
+        logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
+    for _, path in [(number, path) for number, path in found if number <= version][keep:]:
+        leftover = _beside(path, "tmp")
+        try:
+            path.rename(leftover)  # half deleted, it must not look like a checkpoint
+        except OSError as error:
+            logger.warning("cannot delete %s: %s", path, _reason(error))
+        else:
+            _remove(leftover)
+
+
+# ---------------------------------------------------------------- load
+
+
+def load(path: Path) -> Checkpoint:
+    """The checkpoint at `path` or, where `path` is a directory of several, the newest valid one.
+
+    Manifest, sizes and hashes are verified before any tensor is looked at. Tensors are mapped copy-on-write: they
+    take memory only as they are read or written, and a file deleted meanwhile stays until the last of them is gone.
+
+    A damaged one in a directory of several is passed over with a warning. Raises StateError when none is valid.
+    """
+    if (path / MANIFEST).exists():
+        return _read(path)
+    candidates = _checkpoints(path)
+    if not candidates:
+        cause = f"no checkpoint at {path}: neither {MANIFEST} nor a folder like v00000001 is there"
+        raise StateError(cause, "give a checkpoint, or the folder of a peer that saved one")
+    causes = []
+    for _, candidate in candidates:
+        try:
+            return _read(candidate)
+        except StateError as error:
+            logger.warning("passed over: %s", error.cause)
+            causes.append(error.cause)
+    raise StateError(f"no valid checkpoint in {path}: {'; '.join(causes)}", _FIX)
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest checkpoint in `directory`, not verified."""
+    return next((path for _, path in _checkpoints(directory)), None)
+
+
+def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
+    """What `layout` holds of the outer state of a peer's checkpoint, from group `outer` and `meta["steps"]`.
+
+    Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
+    """
+    buffers = ("anchor", *optimizer.slot_names)
+    flats = flat_buffers(checkpoint, "outer", layout, buffers)
+    steps = checkpoint.value("steps", list)
+    counts = all(type(count) is int and count >= 0 for count in steps) and len(steps) == len(layout.fragments)
+    if not counts or len(flats) < len(steps) * len(buffers):
+        raise _unfit(checkpoint, "outer")
+    fragments = (
+        FragmentState(
+            flats[f"{fragment.index}/anchor"],
+            {name: flats[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
+            count,
+            fragment,
+        )
+        for fragment, count in zip(layout.fragments, steps, strict=True)
+    )
+    return OuterState(checkpoint.version, tuple(fragments))
+
+
+def flat_buffers(
+    checkpoint: Checkpoint, group: str, layout: Layout, buffers: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """What `layout` holds of a group's flat buffers, fp32, named INDEX/BUFFER, or INDEX where `buffers` is None.
+
+    Raises StateError when one does not fit.
+    """
+    pieces = checkpoint.groups.get(group, Pieces(()))
+    ends = [""] if buffers is None else [f"/{name}" for name in buffers]
+    homes = {f"{fragment.index}{end}": fragment for fragment in layout.fragments for end in ends}
+    if not all(name in homes and pieces.shape(name) == (homes[name].total,) for name in pieces):
+        raise _unfit(checkpoint, group)
+    return {name: fragment_flat(pieces, name, homes[name]) for name in pieces}
+
+
+def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
+    cause = f"the {group} state in checkpoint {checkpoint.path} does not fit the model"
+    return StateError(cause, "use the contract, and the Hugging Face config if any, that it was written with")
+
+
+def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
+    """What `read` gives on this rank. Raises StateError on all ranks when it does on one."""
+    found: list[T] = []
+    refused = ""
+    try:
+        found.append(read())
+    except StateError as error:
+        refused = json.dumps([error.cause, error.fix])
+    for answer in ranks.gather(refused):
+        if answer:
+            raise StateError(*json.loads(answer))
+    return found[0]
+
+
+def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
+    """What is held here of a flat buffer: by part, where other ranks hold other parts."""
+    if fragment.lanes == 1:
+        return [Slice.whole(name, flat)] if fragment.cuts else []
+    cuts = fragment.cuts.items()
+    return [
+        Slice.of(name, [fragment.total], [fragment.place_of(part)[0]], flat[start:stop]) for part, (start, stop) in cuts
+    ]
+
+
+def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
+    """The reverse: flat fp32. It is not copied where it was saved as a whole and is held as one. Raises StateError."""
+    if pieces.dtype(name) != torch.float32:
+        cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
+        raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
+    if fragment.lanes == 1 and fragment.cuts:
+        return pieces[name]
+    flat = floats(fragment.elements)
+    for one in fragment_slices(name, fragment, flat):
+        pieces.read(one)
+    return flat
+
+
+def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
+    """Name and shape of each parameter in model order, as a peer's checkpoint has them. Raises StateError."""
+    try:
+        shapes = [(str(name), tuple(map(int, shape))) for name, shape in checkpoint.value("parameters", list)]
+        if len(dict(shapes)) < len(shapes) or any(size < 0 for _, shape in shapes for size in shape):
+            raise ValueError("a name is there twice, or a size is negative")
+        return shapes
+    except (TypeError, ValueError, OverflowError) as error:
+        cause = f"checkpoint {checkpoint.path}: its list of parameters is malformed: {error}"
+        raise StateError(cause, "use a checkpoint that diloco wrote") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped copy-on-write. Raises StateError."""
+    try:
+        return load_file(path)
+    except _UNREADABLE as error:
+        raise StateError(f"{path} cannot be read: {_reason(error)}", _FIX) from error
+
+
+def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(version, folder) of all checkpoints, newest first; one that was put aside after the one in its place."""
+    if not directory.is_dir():
+        return []
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir())
+    found = [(int(match[1] or match[2]), path) for match, path in matches if match]
+    return sorted(found, key=lambda pair: (pair[0], pair[1].name), reverse=True)  # "v" sorts after "."
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        manifest = _parse((path / MANIFEST).read_bytes())
+        files = [_File(path / name, entry) for name, entry in manifest["files"].items()]
+        with ThreadPoolExecutor(HASHING) as pool:
+            list(pool.map(_File.verify, files))
+        groups = _groups(files)
+        for file in files:
+            file.map()
+    except (ValueError, *_UNREADABLE) as error:
+        raise StateError(f"checkpoint {path} is damaged: {_reason(error)}", _FIX) from error
+    return Checkpoint(manifest["version"], groups, manifest["meta"], path, manifest["digest"])
+
+
+def reopen(path: Path, digest: str) -> Checkpoint:
+    """On the other ranks of an island: the checkpoint that rank 0 has loaded and verified.
+
+    Files are verified once more, and mapped, as far as tensors are read from them. Raises StateError, then, too.
+    """
+    try:
+        manifest = _parse((path / MANIFEST).read_bytes())
+        if manifest["digest"] != digest:
+            raise ValueError("it is not the one that rank 0 has")
+        groups = _groups([_File(path / name, entry) for name, entry in manifest["files"].items()])
+    except (ValueError, *_UNREADABLE) as error:
+        raise StateError(f"this rank cannot read checkpoint {path}: {_reason(error)}", _ONE_FILE_SYSTEM) from error
+    return Checkpoint(manifest["version"], groups, manifest["meta"], path, digest)
+
+
+class _File:
+    """A file of tensors, and what the manifest says of it."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
+        self.path, self._entry = path, entry
+        self._verified = False
+
+    def verify(self) -> None:
+        """Raises ValueError or OSError unless the file is as the manifest has it."""
+        if not self._verified:
+            _verify(self.path, self._entry)
+        self._verified = True
+
+    def boxes(self) -> Iterator[tuple[str, Box, str]]:
+        """Key, place and dtype of each slice, from the header. Raises ValueError, SafetensorError."""
+        with safe_open(self.path, "pt") as file:
+            parts = _slice_names(file.metadata() or {})
+            keys = file.keys()
+            if not parts.keys() <= set(keys):
+                raise ValueError(f"{self.path.name} does not have the slices that it tells of")
+            for key in keys:
+                header = file.get_slice(key)
+                extent = tuple(header.get_shape())
+                name, shape, offsets = parts.get(key, (key, extent, (0,) * len(extent)))
+                yield key, Box(name, tuple(shape), tuple(offsets), extent), header.get_dtype()
+
+    def map(self) -> Mapping[str, Tensor]:
+        """All tensors, by key."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        self.verify()
+        return load_file(self.path)
+
+    def tensor(self, key: str) -> Tensor:
+        """Raises StateError."""
+        try:
+            return self._tensors[key]
+        except (ValueError, *_UNREADABLE) as error:
+            raise StateError(f"checkpoint {self.path.parent} is damaged: {_reason(error)}", _FIX) from error
+
+
+def _slice_names(metadata: Mapping[str, str]) -> Mapping[str, tuple[str, list[int], list[int]]]:
+    """By key. Raises ValueError."""
+    parts = json.loads(metadata.get("slices", "{}"))
+    if not isinstance(parts, dict) or not all(_names_slice(entry) for entry in parts.values()):
+        raise ValueError("what it tells of its slices is malformed")
+    return parts
+
+
+def _names_slice(entry: object) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 3
+        and isinstance(entry[0], str)
+        and all(isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in sizes) for sizes in entry[1:])
+    )
+
+
+def _groups(files: Sequence[_File]) -> dict[str, Pieces]:
+    """By name. Raises ValueError where slices do not make their tensors whole."""
+    slices: dict[str, list[tuple[Box, Callable[[], Tensor]]]] = {}
+    dtypes: dict[tuple[str, str], str] = {}
+    for file in files:
+        match = _FILE.fullmatch(file.path.name)
+        assert match is not None
+        group = slices.setdefault(match[1], [])
+        for key, box, dtype in file.boxes():
+            group.append((box, partial(file.tensor, key)))
+            if dtypes.setdefault((match[1], box.name), dtype) != dtype:
+                raise ValueError(f"slices of {box.name[:100]!r} are of different types")
+    return {name: Pieces(found) for name, found in slices.items()}
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """The manifest, if it is one, to the last byte as `save` wrote it. Raises ValueError, RecursionError."""
+    try:
+        tree = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST} is not JSON") from error
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST} is not of format {FORMAT}, which this diloco reads")
+    fields = {name: value for name, value in tree.items() if name != "digest"}
+    if tree.get("digest") != _digest(fields) or _encode(tree) != data:
+        raise ValueError(f"{MANIFEST} was changed: its digest does not fit")
+    if fields.keys() != {"format", "version", "files", "meta"} or not _well_formed(fields):
+        raise ValueError(f"{MANIFEST} does not have the fields it should")
+    return tree
+
+
+def _well_formed(fields: Mapping[str, Any]) -> bool:
+    version, files, meta = fields["version"], fields["files"], fields["meta"]
+    return (
+        (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
+        and all(_FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
+        and all(entry.keys() == {"bytes", "sha256"} and type(entry["bytes"]) is int for entry in files.values())
+        and all(isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) for entry in files.values())
+    )
+
+
+def _verify(file: Path, entry: Mapping[str, Any]) -> None:
+    """Raises ValueError or OSError unless the file is there with the size and the hash of the manifest's entry."""
+    if not file.is_file():
+        raise ValueError(f"{file.name} is missing")
+    size = file.stat().st_size
+    if size != entry["bytes"]:
+        raise ValueError(f"{file.name} has {size} bytes, not {entry['bytes']}")
+    if _sha256(file) != entry["sha256"]:
+        raise ValueError(f"{file.name} was changed: its SHA-256 does not fit")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _encode(tree: Mapping[str, Any]) -> bytes:
+    return (json.dumps(tree, sort_keys=True, indent=1) + "\n").encode()
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_encode(fields)).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """In one line: what the operating system said, or the error's own words."""
+    if isinstance(error, OSError) and error.strerror:
+        named = Path(error.filename).name if error.filename is not None else ""
+        return f"{named}: {error.strerror}" if named else error.strerror
+    return (str(error) or repr(error)).rpartition("I/O error: ")[2].partition("\n")[0]

@@ -1,0 +1,51 @@
+"""Addresses as text: `host:port`, IPv6 in brackets. Pure: nothing is resolved."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from diloco.base.errors import UsageError
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_FIX = "write host:port, for instance 10.0.0.5:7700, node3.example.org:7700 or [fd00::5]:7700"
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host (IPv6 without its brackets) and port, 0 to 65535. Raises UsageError when it is no address."""
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        raise UsageError(f"address {text[:300]!r} has no port", _FIX)
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
+        raise UsageError(f"address {text[:300]!r}: the port must be a number from 0 to 65535", _FIX)
+    return _host(host, text), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The text that `split_address` splits."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach `address` (`host:port`). Names other than `localhost` count as outside.
+
+    Raises UsageError when it is no address.
+    """
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _host(host: str, text: str) -> str:
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return str(ipaddress.IPv6Address(host[1:-1]))
+        except ValueError as error:
+            raise UsageError(f"address {text[:300]!r}: {host[1:-1][:100]!r} is not IPv6", _FIX) from error
+    if ":" in host:
+        raise UsageError(f"address {text[:300]!r}: IPv6 needs brackets", _FIX)
+    if not _NAME.fullmatch(host):
+        raise UsageError(f"address {text[:300]!r}: {host[:100]!r} is neither a name nor an IP address", _FIX)
+    return host

@@ -1,0 +1,206 @@
+"""The one seam between the exchange and the network.
+
+`Link` is what a peer can ask of another by address; `Service` is what a peer answers. `grpc_link` carries them over
+gRPC, `memory_link` inside one process. Sizes are known before anything is allocated: a service tells the largest
+part it takes, and whoever fetches says how much it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from diloco.base.types import Closed, Commit, Member
+from diloco.protocol.messages import Acquaintance, Envelope, Fork, Reply
+
+CHUNK_BYTES = 1 << 20
+"""Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""
+
+
+class LinkDown(Exception):
+    """Refused, reset or gone: nobody is at that address now."""
+
+
+class LinkSlow(Exception):
+    """No answer, or no progress of bytes, within the deadline."""
+
+
+class LinkRefused(Exception):
+    """The other side answered, and said no."""
+
+    def __init__(self, reply: Reply, detail: str = "") -> None:
+        super().__init__(f"{reply.name.lower()}{': ' + detail if detail else ''}")
+        self.reply = reply
+
+
+class Kind(IntEnum):
+    """What the parts of a stream are."""
+
+    CONTRIBUTION = 1
+    MEAN = 2
+    WEIGHTS = 3
+    """Of whoever leads a swap (policy `gossip`)."""
+    ANSWER = 4
+    """And of the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHeader:
+    """Opens a stream of parts, and says to which attempt they belong."""
+
+    run: str
+    contract: str
+    lineage: str
+    sender: Member
+    kind: Kind
+    version: int
+    """The version being made; of a swap, its number."""
+    attempt: int
+    generation: int
+    """Repairs that the receiver must know of before it takes these parts."""
+    known: tuple[Acquaintance, ...] = ()
+    """Of a swap: whom the sender knows, itself first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part's encoded bytes, complete and with its checksum verified."""
+
+    index: int
+    payload: bytes
+    omitted: tuple[int, ...] = ()
+    """Of a mean's part: contributors that it does not count, by their place in `Begin.contributors`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a stranger gets to know: enough to join."""
+
+    contract: bytes
+    """Canonical JSON of the contract."""
+    lineage: str
+    version: int
+    """Version of the state that can be downloaded."""
+    founded: bool
+    members: tuple[Member, ...]
+    """Who answers, first, and the other members."""
+    directory: tuple[str, ...]
+    """Multiaddresses of the peer directory (DHT)."""
+    layout: str
+    """Digest of the canonical layout: a joiner's model must have the same."""
+    data: str
+    """Fingerprint of the training data; empty when each peer has its own."""
+    forks: tuple[Fork, ...] = ()
+    """The lineages that led to this one, oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOffer:
+    """A snapshot of anchor and outer state, cut in chunks."""
+
+    version: int
+    commit: Commit | None
+    digest: str
+    steps: tuple[int, ...]
+    """Outer steps taken by each fragment."""
+    chunk_hashes: tuple[str, ...]
+    """`StateChunk.digest` of each chunk in the order of `OuterState.manifest`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of encoded means that are fetched: as much as honest peers give at the most. What goes beyond is MALFORMED."""
+
+    parts: int
+    """Of one mean."""
+    part_bytes: int
+    """Of one part."""
+    total_bytes: int
+    """Of all that one answer has."""
+
+
+class Link(Protocol):
+    """What a peer can ask of another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
+
+    @property
+    def send_bps(self) -> int:
+        """How fast others take what this peer sends in rounds, bits per second over all streams; 0: unknown."""
+        ...
+
+    async def deliver(self, address: str, envelope: Envelope) -> Reply: ...
+
+    async def send_parts(
+        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+    ) -> Reply:
+        """`parts` is closed when nobody takes more of it."""
+        ...
+
+    async def hello(self, address: str, timeout_s: float) -> Welcome: ...
+
+    async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
+        """Where the parts of a round go: part p to the lane p mod their number. Empty: all to that address."""
+        ...
+
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]: ...
+
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]: ...
+
+    async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
+        """`have`: digest of the state that we hold, which need not be kept for us."""
+        ...
+
+    def fetch_state(
+        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+    ) -> AsyncIterator[tuple[int, bytes]]: ...
+
+    async def status(self, address: str, timeout_s: float) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class Service(Protocol):
+    """What a peer answers. Called on the link's event loop; must not block it."""
+
+    max_part_bytes: int
+
+    async def on_envelope(self, envelope: Envelope) -> Reply: ...
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
+        """Consume `parts` as they arrive; not reading slows the sender down."""
+        ...
+
+    def on_bytes(self, header: StreamHeader) -> None:
+        """More of that stream is here, if perhaps not yet a part."""
+        ...
+
+    def on_hello(self) -> Welcome:
+        """Raises LinkRefused (TOO_EARLY) before this peer can tell where it is."""
+        ...
+
+    def on_lanes(self) -> tuple[str, ...]:
+        """Addresses of the lanes, ours first; empty: there is none but us."""
+        ...
+
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
+        """The commits after version `since` that are still here, without gaps; empty if the next is gone."""
+        ...
+
+    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None: ...
+
+    async def on_state_offer(self, have: str) -> StateOffer:
+        """`have`: digest of the state that the caller holds; if it is ours, it comes for no chunk."""
+        ...
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        """One chunk of the snapshot with that digest; None when it is gone."""
+        ...
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        """Wait until so many bytes of a state may be sent: trainers go first."""
+        ...
+
+    def on_status(self) -> str:
+        """JSON."""
+        ...
