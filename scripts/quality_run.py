@@ -31,11 +31,12 @@ from diloco.inner.loop import InnerLoop, evaluate, seed_everything
 from diloco.models import build_model, count_parameters
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Weights, read_fragment, write_fragment
-from diloco.outer.optimizers import FragmentState, OuterState
-from diloco.peer.peer import open_line
+from diloco.outer.line import Line, Sent
+from diloco.outer.state import FragmentState, OuterState
 from diloco.peer.schedule import Cadence, Finish
+from diloco.peer.terms import open_line
 from diloco.protocol import leases
-from diloco.round import Line, Sent, measure, step_outer
+from diloco.round import measure, step_outer
 from diloco.simulate.processes import die_with_parent
 
 CPU = torch.device("cpu")

@@ -156,7 +156,7 @@ class Diloco(Moving):
         super().__init__(task, meet)
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
         import diloco
-        from diloco.config.contract import Site
+        from diloco.config.site import Site
 
         site = Site.model_validate(
             {

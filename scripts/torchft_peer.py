@@ -24,7 +24,8 @@ from torchft.local_sgd import DiLoCo
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diloco.config.contract import Contract, load_contract
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract
 from diloco.models import build_model
 
 VOCABULARY = 256

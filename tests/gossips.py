@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.gossip.peer import GossipPeer
 from diloco.island.slices import Slice
 from diloco.observe.telemetry import Event, Events
 from diloco.outer.fragments import Weights
+from diloco.protocol.streams import Welcome
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.link import Welcome
 from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.runtime import Runtime
 from tests.local import NoDirectory
@@ -78,7 +79,7 @@ class MemoryRuntime:
 
 
 class LocalGate:
-    """`diloco.peer.peer.Gate` without a directory."""
+    """`diloco.transport.gate.Gate` without a directory."""
 
     def __init__(self, runtime: Any, welcome: Welcome | None) -> None:
         self.site, self.runtime, self.welcome = SITE, runtime, welcome

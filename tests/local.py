@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.observe.telemetry import Events
 from diloco.outer.fragments import Weights
 from diloco.peer.peer import Peer
-from diloco.transport.link import Welcome
+from diloco.protocol.streams import Welcome
 from diloco.transport.memory_link import MemoryNetwork
 from tests.peers import until
 
@@ -74,7 +75,7 @@ class LocalRuntime:
 
 
 class LocalGate:
-    """`diloco.peer.peer.Gate` on a network in memory."""
+    """`diloco.transport.gate.Gate` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str, welcome: Welcome | None) -> None:
         self.site = world.site

@@ -13,14 +13,17 @@ from torch import nn
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
-from diloco.config.contract import Contract, StorageSection
+from diloco.config.contract import Contract
+from diloco.config.site import StorageSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Weights
-from diloco.peer.peer import open_line, save_line
+from diloco.outer.resync import adopt_state
+from diloco.peer.terms import open_line
 from diloco.protocol.leases import advance, found
-from diloco.round import adopt_state, measure, step_outer
+from diloco.round import measure, step_outer
 from diloco.storage.checkpoint import save
+from diloco.storage.line_state import save_line
 
 VOCAB = 64
 TOKENS, BLOCKS = 32, 2

@@ -20,9 +20,11 @@ from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger
 from diloco.accounts.replay import replay
 from diloco.base.errors import DilocoError, StateError, UsageError
 from diloco.base.types import Blocks, Commit, Omitted
-from diloco.peer.peer import restore_line
-from diloco.round import Diverged, step_outer, withdraw
+from diloco.outer.eager import withdraw
+from diloco.outer.line import Diverged
+from diloco.round import step_outer
 from diloco.storage.checkpoint import _digest, _encode, load
+from diloco.storage.line_state import restore_line
 from tests.paper import TOKENS, PaperRun
 from tests.peers import run_cli
 

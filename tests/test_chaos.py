@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from diloco.simulate.chaos.absence import Scale, run_absences
-from diloco.simulate.chaos.drill import DrillOptions, Fault, run_drill
+from diloco.simulate.chaos.drill import DrillOptions, run_drill
+from diloco.simulate.chaos.fault import Fault
 from diloco.simulate.chaos.fleet import Life, Told
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import by_kind, throughput

@@ -26,7 +26,8 @@ from torch import Tensor
 from diloco.base.errors import ResourceError, StateError
 from diloco.island.slices import Slice, Slices, whole_slices
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import Nesterov, OuterState, Sgd
+from diloco.outer.optimizers import Nesterov, Sgd
+from diloco.outer.state import OuterState
 from diloco.storage import checkpoint
 from diloco.storage.checkpoint import Checkpoint, JsonValue, latest, load, outer_state
 

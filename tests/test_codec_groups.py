@@ -24,11 +24,12 @@ from diloco.base.errors import ConfigError, StateError
 from diloco.base.types import Omitted
 from diloco.compress import PayloadError, open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
-from diloco.config.contract import Contract, contract_from_json, load_contract
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json, load_contract
 from diloco.outer.average import max_part_bytes, unpack
 from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.pseudograd import pseudo_gradient
-from diloco.peer.peer import rules_of
+from diloco.peer.terms import rules_of
 from diloco.simulate.virtual.plan import draw
 from diloco.simulate.virtual.search import tell
 from tests.paper import PaperRun, contract

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from diloco.base.errors import ConfigError, DilocoError, IncompatibleError
-from diloco.config.contract import Contract, Site, contract_from_json, load_contract, load_site
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json, load_contract, load_site
 from diloco.config.presets import PRESETS
+from diloco.config.site import Site
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))

@@ -21,7 +21,8 @@ from diloco.data.documents import pieces
 from diloco.data.files import find
 from diloco.data.split import choose, split, tail
 from diloco.data.stdlib import read_library
-from diloco.data.tokenizer import ByteTokenizer, open_tokenizer, token_dtype
+from diloco.data.tokenizer import ByteTokenizer, token_dtype
+from diloco.data.tokenizers import open_tokenizer
 
 
 def text_section(*paths: str, **keys: Any) -> DataSection:

@@ -16,7 +16,8 @@ from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
 from diloco.data import open_dataset
 from diloco.data.pack import pack
-from diloco.data.tokenizer import ByteTokenizer, open_tokenizer
+from diloco.data.tokenizer import ByteTokenizer
+from diloco.data.tokenizers import open_tokenizer
 
 WORDS = ["the", "peer", "sends", "its", "part", "to", "its", "owner", "and", "gets", "the", "mean", "back"]
 TEXTS = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(3 + i % 9)) + f" {i}." for i in range(300)]
@@ -24,9 +25,11 @@ TEXTS = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(3 + i % 9)) + f" {i
 
 def test_a_missing_extra_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "diloco.data.hf_tokenizer", raising=False)
     monkeypatch.delitem(sys.modules, "diloco.data.hf", raising=False)
     for attempt in (lambda: open_dataset(section("x"), tmp_path), lambda: open_tokenizer("x", tmp_path)):
-        with pytest.raises(ConfigError, match="a package that is missing: datasets") as caught:
+        with pytest.raises(ConfigError, match=r"a package that is missing: (datasets|transformers)") as caught:
             attempt()
         assert caught.value.fix == "pip install 'diloco[hf]'"
 

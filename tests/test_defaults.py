@@ -20,7 +20,8 @@ from diloco.kernels import build
 from diloco.outer.align import aligned
 from diloco.outer.average import Terms, fold, mean_into, unpack
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import FragmentState, Nesterov, OuterState
+from diloco.outer.optimizers import Nesterov
+from diloco.outer.state import FragmentState, OuterState
 from diloco.outer.stepping import Stepping
 from tests.local import LocalWorld
 

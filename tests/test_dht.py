@@ -21,11 +21,11 @@ import pytest
 
 from diloco.base.errors import ResourceError, UnreachableError, UsageError
 from diloco.base.types import Member
-from diloco.config.contract import Site
-from diloco.peer.peer import Gate
+from diloco.config.site import Site
+from diloco.protocol.streams import Welcome
 from diloco.transport import presence as presence_module
 from diloco.transport.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
-from diloco.transport.link import Welcome
+from diloco.transport.gate import Gate
 from diloco.transport.presence import Presence
 from diloco.transport.sockets import _socket_inodes
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract

@@ -11,20 +11,14 @@ from torch import Tensor
 from diloco.base.types import Counted, Omitted
 from diloco.compress import open_codec
 from diloco.config.contract import CodecSection, OuterSection
+from diloco.outer.eager import withdraw
 from diloco.outer.fragments import Fragment, Layout, Weights
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.line import Line, Sent, keep_local, weights_at_anchor
+from diloco.outer.optimizers import open_outer
+from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.state import OuterState
 from diloco.outer.weighing import Weighing
-from diloco.round import (
-    Line,
-    Sent,
-    adopt_state,
-    drop_progress,
-    keep_local,
-    measure,
-    step_outer,
-    weights_at_anchor,
-    withdraw,
-)
+from diloco.round import measure, step_outer
 from tests.gossips import World
 from tests.local import LocalPeer, LocalWorld
 from tests.test_schedule import close, commit_of

@@ -20,8 +20,9 @@ from diloco.config.contract import CodecSection, OuterSection
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
 from diloco.outer.merge import carry
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import pseudo_gradient
+from diloco.outer.state import OuterState
 
 FP32 = open_codec(CodecSection(name="fp32"))
 INT8 = open_codec(CodecSection(name="int8", block=64))

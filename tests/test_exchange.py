@@ -15,10 +15,11 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
 from diloco.exchange.statesync import IDLE_S
-from diloco.outer.optimizers import OuterState
+from diloco.outer.state import OuterState
 from diloco.protocol import coordinating
 from diloco.protocol.messages import FetchMean, Offered, Reply
-from diloco.transport.link import Kind, LinkDown, LinkRefused, Part, StreamHeader
+from diloco.protocol.streams import Kind, Part, StreamHeader
+from diloco.transport.link import LinkDown, LinkRefused
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import until
 

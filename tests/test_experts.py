@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.island import Island
 from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
 from tests.test_parallel import contract as dense

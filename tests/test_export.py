@@ -32,7 +32,8 @@ from diloco.island.slices import whole_slices
 from diloco.models import build_model
 from diloco.models.export_map import llama_config
 from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
 from diloco.run.export import evaluate_checkpoint, export, weights
 from diloco.storage.checkpoint import load, save
 

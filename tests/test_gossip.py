@@ -23,7 +23,7 @@ from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
 from diloco.gossip.swaps import MOST_SERVED, Stage, Swap, Swaps
-from diloco.outer.optimizers import TILE_ELEMENTS, FragmentState
+from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.peer.schedule import Settling
 from diloco.protocol.messages import Acquaintance, Reply
 from tests.gossips import contract

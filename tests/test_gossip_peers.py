@@ -30,9 +30,10 @@ from diloco.island.slices import whole_slices
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
 from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
+from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.storage.checkpoint import load, save
 from diloco.transport.grpc_link import GrpcLink
-from diloco.transport.link import Kind, Link, LinkRefused, Part, StreamHeader
+from diloco.transport.link import Link, LinkRefused
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
 

@@ -17,13 +17,14 @@ from torch import nn
 import diloco
 from diloco.base.errors import TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.identity.keys import VARIABLE
 from diloco.observe.telemetry import Event
-from diloco.peer.peer import Gate
+from diloco.protocol.streams import Welcome
 from diloco.run.launch import knock
 from diloco.transport import runtime
-from diloco.transport.link import Welcome
+from diloco.transport.gate import Gate
 from diloco.transport.runtime import Runtime, StartingError
 from tests.local import NoDirectory
 
@@ -44,7 +45,7 @@ class Nowhere(NoDirectory):
 
 @pytest.fixture(autouse=True)
 def _without_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.peer.peer.Directory", Nowhere)
+    monkeypatch.setattr("diloco.transport.gate.Directory", Nowhere)
     monkeypatch.setattr(Gate, "open_directory", lambda gate, run, warn: None)
 
 
@@ -178,7 +179,7 @@ def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytes
     gate, warnings = Gate(Site()), list[str]()
     try:
         gate.welcome = Welcome(b"", "lineage", 0, True, (), ("/dnsaddr/example.org",), "layout", "data")
-        monkeypatch.setattr("diloco.peer.peer.Directory", Nowhere)
+        monkeypatch.setattr("diloco.transport.gate.Directory", Nowhere)
         gate.open_directory("run", warnings.append)
         assert "'/dnsaddr/example.org'; going on without it" in warnings[0]
     finally:
@@ -187,7 +188,7 @@ def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytes
 
 def test_a_secret_that_is_too_short_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("diloco.peer.peer.Directory", lambda: made.append("directory"))
+    monkeypatch.setattr("diloco.transport.gate.Directory", lambda: made.append("directory"))
     monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(UsageError, match="5 characters"):
         Gate(Site())

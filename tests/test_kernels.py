@@ -37,7 +37,8 @@ from diloco.compress.topk import DivideBy, TopKCodec, kept_of
 from diloco.kernels import build
 from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import FragmentState, Nesterov
+from diloco.outer.optimizers import Nesterov
+from diloco.outer.state import FragmentState
 
 CODECS: list[BlockCodec] = [
     *(kind(block) for kind in (Int8Codec, Int4Codec, E3M0Codec) for block in (8, 64)),

@@ -29,7 +29,8 @@ from diloco.base.errors import ResourceError
 from diloco.base.ranks import Alone
 from diloco.base.types import Contribution
 from diloco.compress import PayloadError, open_codec
-from diloco.config.contract import CodecChoice, Contract, OuterSection, Site
+from diloco.config.contract import CodecChoice, Contract, OuterSection
+from diloco.config.site import Site
 from diloco.exchange import engine
 from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
@@ -41,12 +42,15 @@ from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
-from diloco.outer.optimizers import OuterState, StateChunk, open_outer
+from diloco.outer.line import Line, complete
+from diloco.outer.optimizers import open_outer
+from diloco.outer.resync import adopt_state
+from diloco.outer.state import OuterState, StateChunk
 from diloco.outer.stepping import Stepping
-from diloco.peer.peer import lane_terms, open_line
-from diloco.round import Line, adopt_state, complete, measure
+from diloco.peer.terms import lane_terms, open_line
+from diloco.protocol.streams import StateOffer
+from diloco.round import measure
 from diloco.run.follower import Follower
-from diloco.transport.link import StateOffer
 from diloco.transport.runtime import Runtime
 from tests.peers import PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree

@@ -21,14 +21,16 @@ from diloco.accounts.ledger import LEDGER, Opening, Standing, Totals, open_ledge
 from diloco.base.clock import new_incarnation
 from diloco.base.errors import UsageError
 from diloco.base.types import Commit, Leases, Member
-from diloco.config.contract import Contract, NetworkSection, Site, load_contract
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract
+from diloco.config.site import NetworkSection, Site
 from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
 from diloco.island.slices import whole_slices
-from diloco.peer.peer import known_here_only, listening
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
 from diloco.storage.checkpoint import save
+from diloco.transport.gate import known_here_only, listening
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 
 ME, BOB, EVE = Member("me", 1, "127.0.0.1:1"), Member("bob", 1, "127.0.0.1:2"), Member("eve", 1, "127.0.0.1:3")

@@ -20,12 +20,13 @@ import torch
 
 import diloco
 from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
-from diloco.config.contract import Contract, PeerSection, Site
+from diloco.config.contract import Contract
+from diloco.config.site import PeerSection, Site
 from diloco.observe.telemetry import read_events
-from diloco.peer.peer import Gate
 from diloco.protocol.coordinating import Coordinating
 from diloco.run import library
 from diloco.run.library import AgreedRun
+from diloco.transport.gate import Gate
 from tests.local import ELEMENTS, LocalGate, LocalWorld
 from tests.peers import until
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from diloco.base.errors import ConfigError, UsageError
-from diloco.config.contract import Contract, MeshSection, ModelSection, Site, load_site
+from diloco.config.contract import Contract, ModelSection
+from diloco.config.load import load_site
+from diloco.config.site import MeshSection, Site
 from diloco.island import given_ranks
 from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
 from diloco.island.pipeline import SCHEDULES

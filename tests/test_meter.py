@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.config.contract import Contract, DeviceSection, load_contract
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract
+from diloco.config.site import DeviceSection
 from diloco.inner import meter
 from diloco.inner.loop import InnerLoop
-from diloco.inner.meter import Phases, Usage, flops_per_token, memory_of, peak_flops
+from diloco.inner.meter import Phases, Usage, memory_of, peak_flops
 from diloco.models import build_model, count_parameters
 from diloco.plan.hardware import DRIVER_NAMES, GPUS, gpu_called
+from diloco.plan.model import flops_per_token
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,9 @@ from diloco.config.contract import CodecSection, OuterSection
 from diloco.outer.average import fold
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment, write_fragment
 from diloco.outer.merge import carry
-from diloco.outer.optimizers import FragmentState, open_outer
+from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import pseudo_gradient
+from diloco.outer.state import FragmentState
 
 ORACLE = Path(__file__).parent / "oracle"
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from diloco.base.errors import StateError
 from diloco.config.contract import OuterSection
 from diloco.outer.fragments import MIN_PART_ELEMENTS, Layout
-from diloco.outer.optimizers import (
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import (
     FragmentState,
     OuterOptimizer,
     OuterState,
     StateChunk,
     buffer_bytes,
     manifest_digest,
-    open_outer,
     part_bytes,
     places,
 )

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.base.clock import monotonic_s
 from diloco.exchange.outlets import Outlets, Precedence
-from diloco.transport.link import Part
+from diloco.protocol.streams import Part
 from diloco.transport.outbox import AHEAD_BYTES, Outbox
 
 PATIENCE_S = 10.0

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.inner.workbench import Bench, Workbench
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.island import Island
 from tests.test_experts import EXPERTS, heldout
 from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest

@@ -18,8 +18,10 @@ import torch
 
 from diloco.base.errors import ConfigError, UsageError
 from diloco.compress import open_codec
-from diloco.config.contract import CodecChoice, Contract, ModelSection, Site, load_contract
+from diloco.config.contract import CodecChoice, Contract, ModelSection
+from diloco.config.load import load_contract
 from diloco.config.presets import PRESETS
+from diloco.config.site import Site
 from diloco.island.mesh import check, sizes_of
 from diloco.models import build_model, count_parameters
 from diloco.plan.answer import Plan, make_plan

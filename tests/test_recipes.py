@@ -18,7 +18,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from diloco.cli.main import app
-from diloco.config.contract import load_contract, load_site
+from diloco.config.load import load_contract, load_site
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "peers" / "launch"

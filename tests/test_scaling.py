@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from diloco.base.errors import ConfigError, UsageError
 from diloco.cli.bench import _contract_of
 from diloco.cli.main import app
-from diloco.config.contract import Contract, Site, load_site
+from diloco.config.contract import Contract
+from diloco.config.load import load_site
+from diloco.config.site import Site
 from diloco.observe.report import Table
 from diloco.run.scaling import jobs, limited
 from tests.peers import run_cli, tiny_contract

@@ -18,29 +18,22 @@ from diloco.compress import PayloadError, open_codec
 from diloco.config.contract import CodecSection, Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
+from diloco.outer.eager import weights_to_keep, withdraw
 from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout, Weights
+from diloco.outer.line import Diverged, Line, Sent, keep_local
 from diloco.outer.merge import mix
-from diloco.outer.optimizers import OuterState, open_outer
-from diloco.outer.stepping import Stepping
+from diloco.outer.optimizers import open_outer
+from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.state import OuterState
+from diloco.outer.stepping import Ahead, Stepping
 from diloco.outer.weighing import Weighing
-from diloco.peer.peer import open_line, restore_line, save_line
 from diloco.peer.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
+from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
-from diloco.round import (
-    Ahead,
-    Diverged,
-    Line,
-    Sent,
-    adopt_state,
-    drop_progress,
-    keep_local,
-    measure,
-    step_outer,
-    weights_to_keep,
-    withdraw,
-)
+from diloco.round import measure, step_outer
 from diloco.storage.checkpoint import load
+from diloco.storage.line_state import restore_line, save_line
 from tests.paper import VOCAB, PaperRun, contract
 
 SIZE = 6000

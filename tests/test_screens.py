@@ -21,8 +21,9 @@ from diloco.config.contract import CodecSection
 from diloco.outer.average import BadTerm, fold
 from diloco.outer.outlier import FLOOR_RMS, outlier
 from diloco.protocol.messages import Envelope, Reply
+from diloco.protocol.streams import Kind, Part
 from diloco.transport.grpc_link import GrpcLink, serve
-from diloco.transport.link import Kind, Link, Part
+from diloco.transport.link import Link
 from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS, secure_channel
 

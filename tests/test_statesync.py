@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import diloco.outer.optimizers
+import diloco.outer.state
 from diloco.base.errors import StateError
 from diloco.base.types import Closed, Commit
-from diloco.config.contract import NetworkSection, OuterSection, Site
+from diloco.config.contract import OuterSection
+from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
 from diloco.exchange.statesync import (
     FRUITLESS_PASSES,
@@ -31,11 +33,13 @@ from diloco.exchange.statesync import (
     why_useless,
 )
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import OuterState, open_outer
-from diloco.peer.peer import serve_bps_of
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
+from diloco.peer.terms import serve_bps_of
 from diloco.protocol.messages import Reply
+from diloco.protocol.streams import StateOffer
 from diloco.transport.grpc_link import GrpcLink, serve
-from diloco.transport.link import LinkRefused, StateOffer
+from diloco.transport.link import LinkRefused
 from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from tests.local import LocalPeer, LocalWorld
@@ -468,14 +472,14 @@ def test_chunks_that_do_not_exist_are_not_there() -> None:
 
 def test_a_state_is_hashed_once_however_many_joiners_come(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = 0
-    real = diloco.outer.optimizers.part_hash
+    real = diloco.outer.state.part_hash
 
     def counting(buffer: torch.Tensor, start_byte: int, stop_byte: int) -> str:
         nonlocal hashed
         hashed += 1
         return real(buffer, start_byte, stop_byte)
 
-    monkeypatch.setattr(diloco.outer.optimizers, "part_hash", counting)
+    monkeypatch.setattr(diloco.outer.state, "part_hash", counting)
     first = start(3)
     for _ in range(3):
         make_offer(first, None)

@@ -26,15 +26,17 @@ LAYERS = {
     "command line": "diloco diloco.__main__ diloco.cli",
     "programs": """
         diloco.inner.workbench diloco.simulate diloco.accounts diloco.observe diloco.run""",
-    "peer": "diloco.gossip.peer diloco.accounts.journal diloco.peer",
+    "peer": """
+        diloco.gossip.peer diloco.accounts.journal diloco.peer diloco.storage.line_state diloco.transport.gate""",
     "round": """
         diloco.round diloco.inner.loop diloco.exchange diloco.peer.schedule diloco.compress.encoding
-        diloco.outer.stepping diloco.gossip.swapping diloco.transport""",
+        diloco.outer.stepping diloco.gossip.swapping diloco.transport diloco.gossip.status diloco.outer.eager
+        diloco.outer.gradients diloco.outer.landing diloco.outer.line diloco.outer.resync""",
     "edges": """
         diloco.transport.grpc_link diloco.transport.outbox diloco.transport.dht diloco.transport.sockets
         diloco.wire diloco.island diloco.base.clock diloco.observe.telemetry diloco.base.failpoints
         diloco.accounts.ledger diloco.accounts.recording diloco.data diloco.models diloco.base.ranks
-        diloco.identity diloco.inner diloco.kernels diloco.storage""",
+        diloco.identity diloco.inner diloco.kernels diloco.storage diloco.base.files""",
     "tensor maths": """
         diloco.compress diloco.base.memory diloco.models.transformer diloco.models.moe diloco.models.export_map
         diloco.inner.muon diloco.gossip.pairing diloco.island.slices diloco.outer""",
@@ -58,19 +60,20 @@ FORBIDDEN = {"tensor maths": EFFECTS, "protocol": EFFECTS + " numpy torch", "val
 OWNERS = {
     "blake3": "diloco.base.hashing",
     "cryptography": "diloco.identity.keys",
-    "datasets": "diloco.data.hf",
+    "datasets": "diloco.data.hf diloco.data.hf_tokenizer",
     "google.protobuf": "diloco.transport.grpc_link diloco.wire",
     "grpc": "diloco.transport.grpc_link diloco.wire",
     "hivemind": "diloco.transport.dht",
     "jinja2": "diloco.observe.report",
     "markupsafe": "diloco.observe.report",
     "matplotlib": "diloco.observe.report",
-    "pydantic": "diloco.config.contract",
+    "pydantic": """
+        diloco.config.contract diloco.config.load diloco.config.section diloco.config.site""",
     "rich": "diloco.cli.main diloco.observe.screen",
     "safetensors": "diloco.storage.checkpoint",
-    "tokenizers": "diloco.data.hf diloco.models.hf",
+    "tokenizers": "diloco.data.hf diloco.models.hf diloco.data.hf_tokenizer",
     "torch.distributed": "diloco.island",
-    "transformers": "diloco.data.hf diloco.models.hf",
+    "transformers": "diloco.data.hf diloco.models.hf diloco.data.hf_tokenizer",
     "typer": "diloco.cli.main diloco.cli.plan diloco.cli.bench",
     "zstandard": "diloco.compress diloco.kernels.build",
 }

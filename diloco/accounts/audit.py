@@ -27,7 +27,8 @@ from diloco.base.errors import ConfigError, StateError, UsageError
 from diloco.base.types import Commit, Counted
 from diloco.observe.telemetry import readable_text
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
 from diloco.protocol.leases import front
 from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
 

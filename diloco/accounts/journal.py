@@ -11,8 +11,9 @@ from pathlib import Path
 from diloco.accounts.ledger import Ledger, Opening, Standing, Totals, open_ledger
 from diloco.accounts.recording import RECORDED, Recorder
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
-from diloco.config.contract import Contract, StorageSection
-from diloco.round import Exchanger, Line
+from diloco.config.contract import Contract
+from diloco.config.site import StorageSection
+from diloco.outer.line import Exchanger, Line
 
 Whole = Callable[[Contribution], Contribution]
 

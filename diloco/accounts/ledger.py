@@ -37,6 +37,7 @@ from xxhash import xxh3_64_hexdigest
 
 from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
+from diloco.base.files import sync_path
 from diloco.base.types import Commit, Member
 
 FORMAT = 1
@@ -278,15 +279,6 @@ class DiskFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-
-def sync_path(path: Path) -> None:
-    """Return when a file or folder is on the disk. A new name in a folder is there when the folder is."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------- writing

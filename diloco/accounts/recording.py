@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.ledger import sealed_line, sync_path, unsealed
+from diloco.accounts.ledger import sealed_line, unsealed
 from diloco.base.errors import StateError
+from diloco.base.files import sync_path
 from diloco.base.types import Contribution, Counted
 from diloco.outer.fragments import Fragment
 

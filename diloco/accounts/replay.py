@@ -24,13 +24,15 @@ from diloco.accounts.recording import Recording, recordings
 from diloco.base.errors import StateError, UsageError
 from diloco.base.types import Commit, Counted
 from diloco.compress import Codec, PayloadError, open_codecs
-from diloco.config.contract import Contract, contract_from_json
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.models import build_model
 from diloco.observe.telemetry import readable_text
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment
-from diloco.outer.optimizers import OuterOptimizer, OuterState, open_outer
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterOptimizer, OuterState
 from diloco.outer.weighing import Weighing
 from diloco.storage.checkpoint import Checkpoint, load
 

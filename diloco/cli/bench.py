@@ -16,7 +16,8 @@ from diloco.base.errors import UsageError
 from diloco.cli.plan import write_json
 
 if TYPE_CHECKING:
-    from diloco.config.contract import Contract, Site
+    from diloco.config.contract import Contract
+    from diloco.config.site import Site
     from diloco.island.collectives import Measured
     from diloco.run.scaling import Measured as MeasuredSteps
     from diloco.run.scaling import Scaled
@@ -51,7 +52,7 @@ def collectives(
 
     By NCCL on GPUs, by gloo on CPUs. Bandwidths are defined as in NCCL-tests: the bus one compares with a link.
     """
-    from diloco.config.contract import load_site
+    from diloco.config.load import load_site
     from diloco.island import Island
     from diloco.island.collectives import measure
     from diloco.plan.hardware import parse_bps
@@ -95,7 +96,7 @@ def scaling(
     island's), memory (the most that a rank took: of its GPU, else of the host), FLOP/s (of the model, all ranks), MFU
     (of the ranks' peak, where it is known: device.peak_tflops).
     """
-    from diloco.config.contract import load_site, split_overrides
+    from diloco.config.load import load_site, split_overrides
     from diloco.island import given_ranks
     from diloco.run.scaling import compare, jobs, limited
 
@@ -125,7 +126,7 @@ def _scaling_of_these(contract: Contract, site: Site, seconds: float, json_file:
 
 
 def _contract_of(model: str, overrides: Sequence[str]) -> Contract:
-    from diloco.config.contract import load_contract
+    from diloco.config.load import load_contract
     from diloco.config.presets import PRESETS
 
     if model not in PRESETS:

@@ -98,7 +98,7 @@ def peer(
     The founder prints the line that others run to join. The first Ctrl-C (or SIGTERM) leaves in good order: the work
     done is counted if a version closes soon, or handed back. The second ends at once.
     """
-    from diloco.config.contract import split_overrides
+    from diloco.config.load import split_overrides
     from diloco.run.options import PeerOptions, checked
 
     profiled = [f"device.profile_steps={profile}"] if profile else []
@@ -234,7 +234,7 @@ def _simulate_real(
     contract: Path, peers: int | None, speeds: str, compare: list[str], out: Path | None, site: Path | None,
     overrides: list[str], as_json: bool,
 ) -> None:  # fmt: skip
-    from diloco.config.contract import split_overrides
+    from diloco.config.load import split_overrides
     from diloco.simulate.local import SimulateOptions, read_speeds, run_simulation
 
     by_peer = read_speeds(speeds, peers)
@@ -424,7 +424,7 @@ def config_show(
     contract: ContractPath, site: SitePath = None, overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """Print every effective value and where it comes from."""
-    from diloco.config.contract import load_contract, load_site, split_overrides
+    from diloco.config.load import load_contract, load_site, split_overrides
 
     site_overrides, contract_overrides = split_overrides(overrides or [])
     loaded, local = load_contract(contract, contract_overrides), load_site(site, site_overrides)
@@ -475,7 +475,7 @@ def data_pack(
 ) -> None:
     """Turn text into a memory-mapped token shard (data.source = "shards")."""
     from diloco.data.pack import pack
-    from diloco.data.tokenizer import open_tokenizer
+    from diloco.data.tokenizers import open_tokenizer
 
     result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, None if as_json else _print_progress)
     if as_json:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,11 @@ from diloco.config.contract import DataSection
 from diloco.data.dataset import Dataset, TokenArray, fingerprint
 from diloco.data.documents import text_of
 from diloco.data.files import find, unreadable
-from diloco.data.tokenizer import Tokenizer, open_tokenizer, token_dtype
+from diloco.data.tokenizer import Tokenizer, token_dtype
+from diloco.data.tokenizers import open_tokenizer
 
 try:
     import datasets
-    import transformers
 except ImportError as missing:
     raise ConfigError(
         f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}",
@@ -47,37 +46,6 @@ _BUILDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 _BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.exceptions.DatasetsError)
 """What the builders raise for a file that they cannot parse."""
-
-
-class HFTokenizer:
-    """A tokenizer that `transformers` reads from a local folder; its end-of-text token ends a document."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises DataError when `folder` holds no usable tokenizer."""
-        if not folder.is_dir():
-            raise DataError(
-                f"no tokenizer folder at {folder}",
-                "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded",
-            )
-        try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # of a damaged file the builders raise anything, `Exception` itself as well
-            raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
-        if self._tokenizer.eos_token_id is None:
-            raise DataError(f"the tokenizer in {folder} has no eos_token to end a document", "set its eos_token")
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values()) + 1  # more than `len` where numbers were left out
-        self.separator: int = self._tokenizer.eos_token_id
-        self.fingerprint = fingerprint("hf", json.dumps(vocabulary, sort_keys=True), self.separator)
-
-    def encode(self, text: str) -> TokenArray:
-        tokens = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array(tokens, token_dtype(self.vocab_size))
-
-    def decode(self, tokens: Sequence[int] | TokenArray) -> str:
-        return str(self._tokenizer.decode(np.asarray(tokens).tolist()))
 
 
 class StreamDataset:

@@ -12,7 +12,7 @@ from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
 from diloco.data.documents import pieces
 from diloco.data.files import TEXT_SUFFIXES, find
 from diloco.data.split import split
-from diloco.data.tokenizer import open_tokenizer
+from diloco.data.tokenizers import open_tokenizer
 
 
 def open_text(section: DataSection, root: Path) -> Dataset:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from diloco.data.dataset import TokenArray, fingerprint
-from diloco.data.files import inside
 
 
 class Tokenizer(Protocol):
@@ -40,18 +38,6 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int] | TokenArray) -> str:
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
-
-
-def open_tokenizer(name: str, root: Path) -> Tokenizer:
-    """`bytes`, or the Hugging Face tokenizer in the folder `root / name`; nothing is ever downloaded.
-
-    Raises DataError (no such tokenizer) and ConfigError (a path outside `root`, or the extra is missing).
-    """
-    if name == "bytes":
-        return ByteTokenizer()
-    from diloco.data.hf import HFTokenizer
-
-    return HFTokenizer(inside(name, root))
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:

@@ -29,22 +29,12 @@ from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json
 from diloco.outer.average import digest_of, is_mean_of
-from diloco.outer.optimizers import OuterState, state_bytes
+from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.rules import Rules, Timing
-from diloco.transport.link import (
-    Kind,
-    Limits,
-    Link,
-    LinkDown,
-    LinkRefused,
-    LinkSlow,
-    Part,
-    StateOffer,
-    StreamHeader,
-    Welcome,
-)
+from diloco.protocol.streams import Kind, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit
 from diloco.transport.probe import nobody_listens
 

@@ -28,12 +28,12 @@ from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.work import BadContribution, Work
 from diloco.outer.average import max_part_bytes
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
-from diloco.outer.stepping import Stepping
+from diloco.outer.state import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
+from diloco.outer.stepping import Ahead, Stepping
 from diloco.outer.weighing import Weighing
 from diloco.protocol import messages as m
-from diloco.round import Ahead
-from diloco.transport.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StreamHeader
+from diloco.protocol.streams import Kind, Part, StreamHeader
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Commit, Member
 from diloco.exchange.lane import Head, Key, Lane
-from diloco.outer.optimizers import StateChunk
+from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
-from diloco.transport.link import LinkRefused, Part, Service, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import LinkRefused, Service
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
-from diloco.transport.link import Part
+from diloco.protocol.streams import Part
 
 
 class Precedence:

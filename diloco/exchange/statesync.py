@@ -21,7 +21,7 @@ from diloco.base.errors import StateError
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Commit
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import (
+from diloco.outer.state import (
     ELEMENT_BYTES,
     OuterOptimizer,
     OuterState,
@@ -31,7 +31,8 @@ from diloco.outer.optimizers import (
     places,
 )
 from diloco.protocol.messages import Reply
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, StateOffer
+from diloco.protocol.streams import StateOffer
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from diloco.base.types import Member, Progress
-from diloco.gossip.acquaintances import Acquaintances
-from diloco.outer.optimizers import OuterState
+from diloco.outer.state import OuterState
 from diloco.protocol.leases import count
 from diloco.protocol.machine import Machine
-from diloco.protocol.messages import Acquaintance
 
 
 def status_json(
@@ -66,41 +63,4 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "version": machine.version if mine else beat.version if beat else -1,
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
-    }
-
-
-def gossip_status_json(acquaintances: Acquaintances, terms: Mapping[str, Any], reason: str, now: float) -> str:
-    """The same under gossip: every peer has a state of its own, and `peers` are those that this one knows.
-
-    `terms`: what does not come from the acquaintances, by its name in `status_json`.
-    """
-    known, mine = acquaintances, acquaintances.progress
-    everybody = [
-        (Acquaintance(known.me, 0, mine, known.spread), 0.0, True),
-        *sorted(known.everybody(now), key=lambda entry: entry[0].member.peer),
-    ]
-    tree: dict[str, Any] = {
-        **terms,
-        "founded": True,
-        "version": mine.version,
-        "state_digest": "",
-        "tokens": mine.tokens + known.tokens(),
-        "answering": known.me.peer,
-        "reason": reason,
-        "spread": known.spread if known.spread >= 0 else None,
-        "peers": [_acquaintance(word, said_s_ago, alive) for word, said_s_ago, alive in everybody],
-    }
-    return json.dumps(tree)
-
-
-def _acquaintance(word: Acquaintance, said_s_ago: float, alive: bool) -> dict[str, Any]:
-    return {
-        "peer": word.member.peer,
-        "address": word.member.address,
-        "incarnation": word.member.incarnation,
-        "alive": alive,
-        "in_view": alive,
-        "spread": word.spread if word.spread >= 0 else None,
-        "heard_s_ago": round(said_s_ago, 1),
-        **asdict(word.progress),
     }

@@ -14,7 +14,7 @@ from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
 from diloco.protocol.messages import Begin, Span
-from diloco.transport.link import Kind
+from diloco.protocol.streams import Kind
 
 
 class BadContribution(Exception):

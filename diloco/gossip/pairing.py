@@ -29,7 +29,7 @@ from torch import Tensor
 
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
-from diloco.outer.optimizers import FragmentState, tiles
+from diloco.outer.state import FragmentState, tiles
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from diloco.base.memory import empty_as
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
 from diloco.gossip.swapping import Agreed, Failed, GossipTerms, Here, Swapping
 from diloco.gossip.swaps import Swap
@@ -38,13 +39,15 @@ from diloco.kernels.build import compiled_codecs
 from diloco.observe.telemetry import Events, timed
 from diloco.outer.fragments import Weights
 from diloco.outer.merge import carry, carry_fragment
-from diloco.outer.optimizers import OuterState
-from diloco.peer.peer import Gate, check_alike, open_line, restore_line, save_line, serve_bps_of, timing_of
+from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.state import OuterState
 from diloco.peer.schedule import Settling, Stopwatch
+from diloco.peer.terms import check_alike, open_line, serve_bps_of, timing_of
 from diloco.protocol.messages import Acquaintance
-from diloco.round import adopt_state, drop_progress
 from diloco.storage.checkpoint import Checkpoint
+from diloco.storage.line_state import restore_line, save_line
 from diloco.storage.saving import Contents
+from diloco.transport.gate import Gate
 from diloco.transport.presence import Presence
 from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketCounter

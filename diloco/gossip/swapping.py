@@ -32,16 +32,17 @@ from diloco.base.types import Closed, Member, Progress
 from diloco.compress import Codec, PayloadError
 from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
-from diloco.exchange.status import gossip_status_json
 from diloco.gossip.acquaintances import Acquaintances
+from diloco.gossip.status import gossip_status_json
 from diloco.gossip.swaps import Stage, Swap, Swaps
 from diloco.outer.average import max_part_bytes
 from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.optimizers import OuterOptimizer, OuterState
+from diloco.outer.state import OuterOptimizer, OuterState
 from diloco.protocol import messages as m
 from diloco.protocol.admission import Admission
 from diloco.protocol.rules import Timing
-from diloco.transport.link import Kind, Link, LinkDown, LinkRefused, LinkSlow, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit
 
 logger = logging.getLogger(__name__)

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from diloco.base.clock import monotonic_s
-from diloco.config.contract import Contract, DeviceSection
+from diloco.config.site import DeviceSection
 from diloco.observe.telemetry import timed
 from diloco.plan.hardware import gpu_called
-from diloco.plan.model import model_of_section
 
 MEMORY = ("host_peak_bytes", "device_peak_bytes", "device_reserved_bytes")
 """What a rank says of its memory: the most that the process ever had in RAM; the most that tensors took of the GPU, and
@@ -86,15 +85,6 @@ def _host_peak_bytes() -> int:
             return int(found[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
-    """Of training the contract's model with so many rows in its embedding; None where the contract does not tell its
-    sizes (kinds `hf` and `external`)."""
-    if contract.model.kind != "transformer":
-        return None
-    model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
-    return model.flops_per_token(contract.data.sequence_length)
 
 
 def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import StateError
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.inner.loop import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
-from diloco.inner.meter import MEMORY, Usage, device_name, flops_per_token, memory_of, peak_flops
+from diloco.inner.meter import MEMORY, Usage, device_name, memory_of, peak_flops
 from diloco.inner.tracing import Trace
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
@@ -35,7 +36,8 @@ from diloco.island.slices import Pieces, Slices, whole_slices
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
 from diloco.outer.fragments import Layout, Weights, named_parameters
-from diloco.round import Line, weights_at_anchor
+from diloco.outer.line import Line, weights_at_anchor
+from diloco.plan.model import flops_per_token
 from diloco.storage.checkpoint import Checkpoint, JsonValue, read_together, reopen
 from diloco.storage.saving import Contents, Saver, Written
 

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from diloco.base.errors import ConfigError
-from diloco.config.contract import Contract, MeshSection, ModelSection, Site
+from diloco.config.contract import Contract, ModelSection
+from diloco.config.site import MeshSection, Site
 from diloco.island.stages import SPLIT, count_stages
 
 DIMENSIONS = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")

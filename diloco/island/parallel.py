@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diloco.base.errors import ConfigError
-from diloco.config.contract import MeshSection, Site
+from diloco.config.site import MeshSection, Site
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh

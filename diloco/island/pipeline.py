@@ -29,7 +29,8 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from diloco.config.contract import MeshSection, ModelSection, PipelineSchedule
+from diloco.config.contract import ModelSection
+from diloco.config.site import MeshSection, PipelineSchedule
 from diloco.island.bridge import Column
 from diloco.island.mesh import Mesh
 from diloco.island.parallel import give_back

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from diloco.config.contract import MeshSection, ModelSection, PipelineSchedule
+from diloco.config.contract import ModelSection
+from diloco.config.site import MeshSection, PipelineSchedule
 
 LOOPED: tuple[PipelineSchedule, ...] = ("interleaved-1f1b", "zero-bubble", "zbv")
 """Schedules under which a rank has several stages, `mesh.chunks` of them."""

@@ -25,13 +25,14 @@ from typing import Literal
 
 import torch
 
-from diloco.accounts.ledger import sync_path
 from diloco.base.errors import ConfigError
+from diloco.base.files import sync_path
 from diloco.compress import Codec, kernels, open_codec
 from diloco.compress.codec import magnitude
 from diloco.config.contract import CodecSection
 from diloco.outer.feedback import with_residual
-from diloco.outer.optimizers import FragmentState, Nesterov
+from diloco.outer.optimizers import Nesterov
+from diloco.outer.state import FragmentState
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd", "-fPIC")

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco.base.errors import DilocoError
-from diloco.config.contract import load_contract
+from diloco.config.load import load_contract
 from diloco.observe.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}

@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.compress import Codec, kernels
 from diloco.compress.codec import magnitude
 from diloco.outer.fragments import Fragment
-from diloco.outer.optimizers import tiles
+from diloco.outer.state import tiles
 
 
 def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> bool:

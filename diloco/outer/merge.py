@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.fragments import Fragment, Weights
-from diloco.outer.optimizers import FragmentState, OuterOptimizer, tiles
+from diloco.outer.state import FragmentState, OuterOptimizer, tiles
 
 
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:

@@ -7,18 +7,28 @@ overwrites the state before it; of a mean that arrives it is only seen that it c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from diloco.base.memory import floats
+from diloco.base.types import Closed
 from diloco.compress import Codec
 from diloco.compress.codec import magnitude
 from diloco.outer.average import check_mean, mean_into
 from diloco.outer.fragments import Fragment
-from diloco.outer.optimizers import FragmentState, OuterOptimizer, OuterState, part_hash
+from diloco.outer.state import FragmentState, OuterOptimizer, OuterState, part_hash
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead(Closed):
+    """A version whose average and outer step are made on another thread, from the state that its commit names."""
+
+    after: Callable[[bool], FragmentState]
+    """Waits for the fragment's next state; told whether that may take the place of the one before, whose buffers are
+    then overwritten. Raises PayloadError when the mean is no mean, and has overwritten nothing."""
 
 
 class Stepping:

@@ -14,170 +14,54 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.errors import EvictedError, IncompatibleError, StateError, TicketError, UnreachableError, UsageError
-from diloco.base.ranks import Alone
+from diloco.base.errors import EvictedError, StateError
 from diloco.base.types import Closed, Commit, Counted, Member, Phase, Progress, Skip
-from diloco.compress import PayloadError, open_codecs
-from diloco.compress.bundle import MAX_CONTRIBUTIONS
-from diloco.compress.encoding import Encode, Encoder, encode_now
-from diloco.config.contract import Contract, NetworkSection, Site, contract_from_json
+from diloco.compress import PayloadError
+from diloco.compress.encoding import Encoder
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.exchange.engine import Exchange, Terms
-from diloco.exchange.lane import LaneTerms
 from diloco.exchange.lanes import Door
-from diloco.identity.keys import VARIABLE, secret_from_environment
 from diloco.island import Island
-from diloco.island.slices import Slice
 from diloco.kernels.build import compiled_codecs
 from diloco.observe.telemetry import Events
-from diloco.outer.fragments import Layout, Weights
-from diloco.outer.optimizers import OuterState, open_outer
-from diloco.outer.weighing import Weighing
+from diloco.outer.fragments import Weights
+from diloco.outer.line import Diverged, keep_local
+from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.state import OuterState
 from diloco.peer.schedule import OFFERED_AGAIN, Cadence, Finish
+from diloco.peer.terms import check_alike, lane_terms, lanes_of, open_line, rules_of, serve_bps_of, timing_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
-from diloco.protocol.rules import Rules, Timing
-from diloco.protocol.view import Policy
-from diloco.round import (
-    Diverged,
-    Line,
-    Trained,
-    adopt_state,
-    adopted,
-    begin_round,
-    drop_progress,
-    finish_round,
-    keep_local,
-    run_round,
-    step_outer,
-)  # fmt: skip
-from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
+from diloco.protocol.streams import StateOffer, Welcome
+from diloco.round import begin_round, finish_round, run_round, step_outer
+from diloco.storage.checkpoint import Checkpoint
+from diloco.storage.line_state import restore_line, save_line
 from diloco.storage.saving import Contents
-from diloco.transport.address import is_loopback, split_address
-from diloco.transport.dht import Directory
-from diloco.transport.link import StateOffer, Welcome
-from diloco.transport.pace import SERVE_BPS_PER_CORE
 from diloco.transport.presence import Presence
-from diloco.transport.runtime import Runtime, reachable
+from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes, SocketCounter
+
+if TYPE_CHECKING:
+    from diloco.transport.gate import Gate
 
 logger = logging.getLogger(__name__)
 
 
-_DIGEST = re.compile(r"[0-9a-f]{1,64}")
-
-
 class RunOver(Exception):
     """Nothing more is to be contributed."""
-
-
-class Gate:
-    """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
-
-    def __init__(self, site: Site, lanes: int = 1) -> None:
-        """`lanes`: so many ranks of an island share `network.send_bps`."""
-        failpoints.arm_from_environment()
-        listen = site.network.listen
-        secret = secret_from_environment()
-        if not (is_loopback(listen) or site.network.insecure or secret):
-            cause = f"listening on {listen} without a secret lets anybody in who can reach it"
-            fix = f"export {VARIABLE} (16 characters or more, the same for every peer), or say --insecure"
-            raise UsageError(cause, fix)
-        self.site = site
-        self.directory = Directory()
-        self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
-        self.welcome: Welcome | None = None
-
-    def knock(
-        self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
-    ) -> Contract:
-        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and
-        trains what it should.
-
-        `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
-        Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
-        ticket.
-        """
-        doors = dict(_door(ticket) for ticket in tickets.split(","))
-
-        def checked(address: str, welcome: Welcome) -> Contract:
-            contract, expected = contract_from_json(welcome.contract), doors[address]
-            if not contract.digest.startswith(expected):
-                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
-                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
-            return contract
-
-        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
-        return contract
-
-    def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others,
-        and `Presence` tries again."""
-        network = self.site.network
-        if self.welcome is None and (warning := known_here_only(network)):
-            warn(warning)
-        host, _ = split_address(network.listen)
-        self.directory.open(run, host, network.dht_port)
-        if not self.directory.addresses:
-            warn("the peer directory is slow to start: going on without it until it has")
-        elif self.welcome is not None and self.welcome.directory:
-            try:
-                self.directory.join(self.welcome.directory)
-            except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
-                warn(f"{error.cause}; going on without it, and trying again later")
-
-    def close(self) -> None:
-        """End link, server and directory."""
-        self.runtime.close()
-        self.directory.close()
-
-
-def known_here_only(network: NetworkSection) -> str:
-    """What to say to a founder that listens for others, and does not know at which address; empty: it does."""
-    if network.advertise is not None or is_loopback(network.listen):
-        return ""
-    address = reachable(network.listen, None)
-    if not is_loopback(address):
-        return ""
-    return f"no route tells this machine's address: others are told {split_address(address)[0]}; set network.advertise"
-
-
-def listening(site: Site, tickets: str | None) -> Site:
-    """The site of who joins with these tickets. It listens on loopback by default, where members on other machines
-    would not reach it: then on a free port of all addresses instead. Raises UsageError."""
-    network = site.network
-    if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
-        return site
-    away = [address for address, _ in map(_door, tickets.split(",")) if not is_loopback(address)]
-    if not away:
-        return site
-    listen = "[::]:0" if all(address.startswith("[") for address in away) else "0.0.0.0:0"
-    return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
-
-
-def _door(ticket: str) -> tuple[str, str]:
-    """Address, and the beginning of the contract's digest, if it is said. Raises UsageError."""
-    address, slash, expected = ticket.strip().partition("/")
-    split_address(address)
-    if slash and not _DIGEST.fullmatch(expected):
-        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
-        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
-    return address, expected
 
 
 class Peer:
@@ -630,180 +514,6 @@ class Peer:
             data=data,
             serve_bps=serve_bps_of(self.site),
         )
-
-
-def lanes_of(site: Site, island: Island | None) -> int:
-    """Ranks of an island that divide the outer state."""
-    if island is None:
-        return 1
-    return min(site.network.lanes or (1 if site.network.advertise else island.size), island.size)
-
-
-def open_line(
-    name: str,
-    contract: Contract,
-    weights: Weights,
-    encode: Encode = encode_now,
-    island: Island | None = None,
-    lanes: int = 1,
-) -> Line:
-    """What the rounds of a peer work on, before the first version: on a rank of an island, its part. Raises
-    ConfigError."""
-    layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
-    optimizer = open_outer(contract.outer)
-    anchor = [weights.read(fragment) for fragment in layout.fragments]
-    return Line(
-        name,
-        weights,
-        layout,
-        open_codecs(contract.codec),
-        optimizer,
-        Weighing.of(contract),
-        OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
-        ranks=island or Alone(),
-        merge=contract.sync.merge,
-        mix_alpha=contract.sync.mix_alpha,
-        feedback=contract.codec.error_feedback,
-        residual_after_rejoin=contract.codec.residual_after_rejoin,
-        encode=encode,
-        align=contract.outer.alignment == "momentum",
-    )
-
-
-def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
-    """Before anything is copied: the same parameters, the same data. Raises IncompatibleError."""
-    if welcome.layout != layout_digest:
-        cause = "this model has other parameters (names or shapes) than the run's"
-        raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
-    if welcome.data != data:
-        cause = f"this peer's data ({data[:12]}) is not the run's ({welcome.data[:12]})"
-        fix = "use the same files; for data.source 'stdlib', the same Python version"
-        raise IncompatibleError(cause, fix)
-
-
-def save_line(line: Line, contract: Contract) -> Contents:
-    """What a checkpoint holds of what a line stands at: references, to buffers that are not overwritten meanwhile.
-
-    Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
-    (under `weights_to_keep`).
-    """
-    groups = line_slices(line)
-    if line.trained.tokens:
-        groups["local"] = []
-    about: dict[str, JsonValue] = {
-        "peer": line.peer,
-        "contract": contract.to_json(),
-        "commit": line.commit.to_bytes().decode() if line.commit else None,
-        "steps": [fragment.steps for fragment in line.state.fragments],
-        "tokens": line.trained.tokens,
-        "blocks": line.trained.blocks,
-        "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
-    }
-    return groups, about
-
-
-def line_slices(line: Line) -> dict[str, list[Slice]]:
-    """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
-    own = [(f"{index}/{name}", slot) for index, state in line.own.items() for name, slot in state.slots.items()]
-    return {
-        "outer": _flat_slices(line, line.state.buffers()),
-        "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
-        "own": _flat_slices(line, own),
-    }
-
-
-def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
-    """By part, where other ranks hold other parts; `buffers` by names that begin with their fragment's index."""
-    slices = []
-    for name, flat in buffers:
-        fragment = line.layout.fragments[int(name.partition("/")[0])]
-        slices += fragment_slices(name, fragment, flat)
-    return slices
-
-
-def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
-    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
-
-    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
-    """
-    line.commit = checkpoint.commit
-    line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
-    restored_line(line, lambda: checkpoint)
-    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
-    line.since = line.state.version
-    return line.commit
-
-
-def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
-    """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
-
-    def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
-        checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
-        return (
-            outer_state(checkpoint, layout, optimizer),
-            flat_buffers(checkpoint, "residual", layout),
-            flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
-        )
-
-    state, residuals, foreseen = read_together(line.ranks, read)
-    adopted(line, state)
-    line.residuals.update((int(index), flat) for index, flat in residuals.items())
-    for name, flat in foreseen.items():
-        index, _, slot = name.partition("/")
-        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
-        line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
-
-
-def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
-    """What the protocol needs of a contract. `parts`: of each fragment."""
-    membership = contract.membership
-    return Rules(
-        run=contract.run.name,
-        contract=contract.digest,
-        parts=parts,
-        start_peers=membership.start_peers,
-        lease_blocks=contract.lease_blocks,
-        policy=Policy(
-            quorum_peers={"sync": None, "quorum": membership.quorum_peers, "async": 1}[membership.policy],
-            grace_s=membership.grace_s,
-            match_deadline_s=membership.match_deadline_s,
-            uses_slack=membership.policy == "async",
-            sync_versions=membership.sync_versions,
-            most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
-        ),
-        backlog_versions=membership.backlog_versions,
-        continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
-        offences_allowed=membership.offences_allowed,
-        total_tokens=contract.run.total_tokens,
-    )
-
-
-def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
-    """What a lane needs of both. `layout`: of the parts that are held here; `ranks`: of the island."""
-    how = site.device.outer_step
-    return LaneTerms(
-        layout,
-        open_codecs(contract.codec),
-        open_outer(contract.outer),
-        Weighing.of(contract),
-        site.timeouts.stall_s,
-        contract.membership.max_norm_ratio,
-        contract.outer.averaging == "radial",
-        how == "ahead" or (how == "auto" and ranks == 1),
-    )
-
-
-def serve_bps_of(site: Site) -> float:
-    """The rate at which joiners are served: as set, else by the cores that this process may use. 0: no limit."""
-    if site.network.serve_bps is not None:
-        return site.network.serve_bps
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return SERVE_BPS_PER_CORE * cores
-
-
-def timing_of(site: Site) -> Timing:
-    """What the protocol needs of a site."""
-    return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)
 
 
 OnClosed = Callable[[Commit, Commit | None, Counted | None, dict[str, float]], None]

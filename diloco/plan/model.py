@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco.base.errors import ConfigError, UsageError
-from diloco.config.contract import ModelSection
+from diloco.config.contract import Contract, ModelSection
+
+
+def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
+    """Of training the contract's model with so many rows in its embedding; None where the contract does not tell its
+    sizes (kinds `hf` and `external`)."""
+    if contract.model.kind != "transformer":
+        return None
+    model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
+    return model.flops_per_token(contract.data.sequence_length)
+
 
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diloco.base.errors import ConfigError, UsageError
-from diloco.config.contract import Contract, ModelSection, load_contract
+from diloco.config.contract import Contract, ModelSection
+from diloco.config.load import load_contract
 from diloco.config.presets import PRESETS
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute

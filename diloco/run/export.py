@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from diloco.base.errors import ConfigError, IncompatibleError, StateError, UsageError
 from diloco.base.types import Commit
-from diloco.config.contract import Contract, DataSection, ModelSection, contract_from_json
+from diloco.config.contract import Contract, DataSection, ModelSection
+from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.inner.loop import evaluate
 from diloco.models import build_model, checked_vocab_size
 from diloco.models.export_map import llama_config, to_llama
 from diloco.outer.fragments import Layout, NamedShapes, named_parameters
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import (
     Checkpoint,
     load,

@@ -15,25 +15,21 @@ from pathlib import Path
 from diloco.base.types import Closed, Commit
 from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoder
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.inner.workbench import Bench
 from diloco.island import Island
 from diloco.kernels.build import compiled_codecs
-from diloco.outer.optimizers import OuterState
-from diloco.peer.peer import lane_terms, lanes_of, line_slices, open_line, restored_line
-from diloco.round import (
-    adopted,
-    dropped,
-    kept_local,
-    measured,
-    move_anchor,
-    weights_at_anchor,
-    weights_to_keep,
-    withdraw,
-)
+from diloco.outer.eager import weights_to_keep, withdraw
+from diloco.outer.line import kept_local, weights_at_anchor
+from diloco.outer.resync import adopted, dropped
+from diloco.outer.state import OuterState
+from diloco.peer.terms import lane_terms, lanes_of, open_line
+from diloco.round import measured, move_anchor
 from diloco.storage.checkpoint import reopen
+from diloco.storage.line_state import line_slices, restored_line
 from diloco.transport.address import join_address, split_address
 from diloco.transport.runtime import Runtime, reachable
 from diloco.transport.sockets import SocketCounter

@@ -10,17 +10,18 @@ from pathlib import Path
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ConfigError
 from diloco.base.types import Blocks
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
 from diloco.gossip.peer import GossipPeer
 from diloco.inner.workbench import Workbench
 from diloco.island import Island
 from diloco.observe.telemetry import Events
-from diloco.peer.peer import Gate
 from diloco.run.trainer import REPORT_EVERY_S, Ending
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents, Keeper, Written
+from diloco.transport.gate import Gate
 
 logger = logging.getLogger(__name__)
 

@@ -13,17 +13,20 @@ from pathlib import Path
 
 from diloco.accounts.ledger import LEDGER, left_off, read_ledger
 from diloco.base.errors import ConfigError, ResourceError, StateError, UsageError
-from diloco.config.contract import Contract, Site, contract_from_json
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json
+from diloco.config.site import Site
 from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
 from diloco.observe.telemetry import Event, Events
-from diloco.peer.peer import Gate, lanes_of, listening
+from diloco.peer.terms import lanes_of
 from diloco.run.follower import follow
 from diloco.run.gossip_trainer import GossipTrainer
 from diloco.run.options import PeerOptions, checked
 from diloco.run.trainer import Ending, Trainer, device_of
 from diloco.storage.checkpoint import Checkpoint, latest, load
+from diloco.transport.gate import Gate, listening
 
 logger = logging.getLogger(__name__)
 

@@ -25,13 +25,16 @@ from torch import nn
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
 from diloco.base.types import Closed, Commit, Counted, Phase, Skip
-from diloco.config.contract import Contract, Site, load_contract, load_site
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract, load_site
+from diloco.config.site import Site
 from diloco.gossip.peer import GossipPeer
 from diloco.observe.telemetry import Events
 from diloco.outer.fragments import Weights
-from diloco.peer.peer import Gate, Peer, listening
+from diloco.peer.peer import Peer
 from diloco.peer.schedule import Cadence, Stopwatch
 from diloco.run.launch import peer_name
+from diloco.transport.gate import Gate, listening
 
 
 class Run(ABC):

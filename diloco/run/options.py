@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.base.errors import UsageError
-from diloco.config.contract import Contract, Site, load_contract, load_site
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract, load_site
+from diloco.config.site import Site
 
 
 @dataclass(frozen=True)

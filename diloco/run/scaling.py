@@ -19,7 +19,9 @@ from typing import Any, Literal
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError, UsageError
 from diloco.base.types import Blocks
-from diloco.config.contract import Contract, Site, contract_from_json
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json
+from diloco.config.site import Site
 from diloco.data.reader import BlockReader
 from diloco.inner.workbench import Bench, Workbench
 from diloco.island import Island

@@ -13,17 +13,19 @@ import torch
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.types import Commit, Counted, Phase
-from diloco.config.contract import Contract, Site
+from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.data.reader import BlockReader
 from diloco.inner.workbench import Workbench
 from diloco.island import Island
 from diloco.observe.telemetry import FLIGHT, Events
-from diloco.peer.peer import Gate, Peer
+from diloco.outer.eager import weights_to_keep
+from diloco.peer.peer import Peer
 from diloco.peer.schedule import Cadence, Stopwatch
 from diloco.protocol.leases import front
-from diloco.round import weights_to_keep
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents, Keeper, Written
+from diloco.transport.gate import Gate
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from diloco.config.contract import Contract
 from diloco.exchange.engine import Exchange, Terms
 from diloco.observe.telemetry import Event, Events
 from diloco.outer.fragments import Layout
-from diloco.peer.peer import Gate, lane_terms, listening, rules_of, timing_of
 from diloco.peer.schedule import Finish
+from diloco.peer.terms import lane_terms, rules_of, timing_of
 from diloco.protocol.messages import Reply
 from diloco.run.launch import event_card, knock, open_directory, peer_name
 from diloco.run.options import PeerOptions, open_site
+from diloco.transport.gate import Gate, listening
 from diloco.transport.presence import Presence
 from diloco.transport.runtime import reachable
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from diloco.base.clock import monotonic_s
-from diloco.config.contract import Contract, contract_from_json
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.data.reader import BlockReader
 from diloco.inner.loop import InnerLoop, evaluate, seed_everything

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import DilocoError, ResourceError, UsageError
-from diloco.config.contract import Contract, load_contract, load_site
+from diloco.config.contract import Contract
+from diloco.config.load import load_contract, load_site
 from diloco.observe.report import write_plot, write_report
 from diloco.observe.screen import Screen, summary_table
 from diloco.observe.telemetry import Event, read_events

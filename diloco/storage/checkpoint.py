@@ -38,16 +38,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diloco.accounts.ledger import sync_path
 from diloco.base import failpoints
 from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, StateError
+from diloco.base.files import sync_path
 from diloco.base.memory import floats
 from diloco.base.ranks import Alone, Ranks
 from diloco.base.types import Commit
-from diloco.config.contract import Contract, contract_from_json
+from diloco.config.contract import Contract
+from diloco.config.load import contract_from_json
 from diloco.island.slices import Box, Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
-from diloco.outer.optimizers import FragmentState, OuterOptimizer, OuterState
+from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
 
 logger = logging.getLogger(__name__)
 

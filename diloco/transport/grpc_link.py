@@ -29,19 +29,9 @@ from diloco.base.errors import ResourceError, UsageError
 from diloco.base.types import Closed
 from diloco.identity.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.protocol.messages import Envelope, Reply
+from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.address import join_address, split_address
-from diloco.transport.link import (
-    Limits,
-    Link,
-    LinkDown,
-    LinkRefused,
-    LinkSlow,
-    Part,
-    Service,
-    StateOffer,
-    StreamHeader,
-    Welcome,
-)
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.outbox import Outbox
 from diloco.transport.pace import RateLimit, Uplink
 from diloco.wire import convert

@@ -13,19 +13,8 @@ from typing import Any, TypeVar
 from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
-from diloco.transport.link import (
-    CHUNK_BYTES,
-    Limits,
-    Link,
-    LinkDown,
-    LinkRefused,
-    LinkSlow,
-    Part,
-    Service,
-    StateOffer,
-    StreamHeader,
-    Welcome,
-)
+from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.outbox import Outbox
 from diloco.transport.pace import RateLimit
 

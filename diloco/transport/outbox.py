@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from diloco.transport.link import Part
+from diloco.protocol.streams import Part
 
 AHEAD_BYTES = 1 << 20
 """What is taken before earlier parts are sent: parts of 16 KB fill a message of any size."""

@@ -12,8 +12,8 @@ from typing import Protocol
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UnreachableError, UsageError
 from diloco.base.types import Member
+from diloco.protocol.streams import Welcome
 from diloco.transport.dht import ANNOUNCE_EVERY_S, MAX_MEMBERS, Directory
-from diloco.transport.link import Welcome
 
 logger = logging.getLogger(__name__)
 

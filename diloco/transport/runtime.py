@@ -12,9 +12,10 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import DilocoError, IncompatibleError, UnreachableError
 from diloco.identity.keys import VARIABLE, keys_from_environment
 from diloco.protocol.messages import Reply
+from diloco.protocol.streams import Welcome
 from diloco.transport.address import join_address, split_address
 from diloco.transport.grpc_link import GrpcLink, Server, serve
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service, Welcome
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
-from diloco.transport.link import CHUNK_BYTES, Part
+from diloco.protocol.streams import CHUNK_BYTES, Part
 from diloco.wire.v1 import parts_pb2 as pb
 
 MESSAGE_BYTES = CHUNK_BYTES // 16

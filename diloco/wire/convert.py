@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from diloco.base.types import Commit, Counted, Member, Progress
 from diloco.protocol import messages as m
-from diloco.transport.link import Kind, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import Kind, StateOffer, StreamHeader, Welcome
 from diloco.wire.chunks import Damaged
 from diloco.wire.v1 import control_pb2 as control
 from diloco.wire.v1 import parts_pb2 as parts

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
+from diloco.simulate.chaos.fault import Fault
 from diloco.simulate.chaos.fleet import POLL_S, Fleet, Life, empty_folder
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import verdict
@@ -46,21 +47,6 @@ class DrillOptions:
     """From one fault to the next."""
     clean: bool = True
     """Whether to train a clean run afterwards."""
-
-
-@dataclass
-class Fault:
-    """Something that was done to peers. Times are unix seconds."""
-
-    kind: str
-    victims: tuple[str, ...]
-    began_s: float
-    ended_s: float = 0.0
-    """When it was mended: the end of a stop or a cut, the start of the next life. 0 while it lasts."""
-    back_s: float = 0.0
-    """When a version counted all of them again."""
-    cut: tuple[str, ...] = ()
-    """Who could not reach everybody while it lasted."""
 
 
 KINDS: Final = {

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from diloco.accounts.ledger import LEDGER, read_ledger
 from diloco.base.clock import unix_s
-from diloco.config.contract import load_site
+from diloco.config.load import load_site
 from diloco.observe.telemetry import Event
 from diloco.simulate.chaos.fleet import Fleet, Life, commits
 

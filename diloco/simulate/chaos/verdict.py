@@ -20,7 +20,7 @@ from diloco.accounts.audit import audit
 from diloco.simulate.chaos.fleet import Fleet, Life, Told, commits
 
 if TYPE_CHECKING:
-    from diloco.simulate.chaos.drill import Fault
+    from diloco.simulate.chaos.fault import Fault
 
 LONGEST_GAP_S = 90.0
 """Between two commits, I7. A round of 30 s, and whatever one fault after another may add."""

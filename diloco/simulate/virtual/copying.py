@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from diloco.base.hashing import content_hash
 from diloco.base.types import Commit, Member
 from diloco.exchange.statesync import why_useless
-from diloco.outer.optimizers import OuterState, StateChunk, places
-from diloco.transport.link import StateOffer
+from diloco.outer.state import OuterState, StateChunk, places
+from diloco.protocol.streams import StateOffer
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.host import Host

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from diloco.base.types import Commit
-from diloco.outer.optimizers import OuterState
+from diloco.outer.state import OuterState
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.invariants import Pieces

@@ -15,14 +15,14 @@ from diloco.compress import PayloadError
 from diloco.exchange.statesync import Backlog, Snapshots, make_offer
 from diloco.exchange.work import BadContribution, Work
 from diloco.outer.average import is_mean_of, mean_digest
-from diloco.outer.optimizers import OuterState, state_bytes
+from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
+from diloco.protocol.streams import Kind, StateOffer
 from diloco.simulate.virtual.lies import omitting, other_mean
 from diloco.simulate.virtual.network import Stream
 from diloco.simulate.virtual.plan import OMITS
 from diloco.simulate.virtual.training import Training
-from diloco.transport.link import Kind, StateOffer
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import World

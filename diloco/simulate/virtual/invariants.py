@@ -25,9 +25,9 @@ from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
 from diloco.outer.average import mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
+from diloco.outer.line import Line, Sent
 from diloco.outer.outlier import FLOOR_RMS
 from diloco.protocol import messages as m
-from diloco.round import Line, Sent
 from diloco.simulate.virtual.ballots import Ballots
 from diloco.simulate.virtual.disk import Page
 from diloco.simulate.virtual.gate import Gate

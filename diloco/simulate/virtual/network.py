@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from diloco.base.types import Member
 from diloco.protocol.messages import Accept, Envelope, Propose
-from diloco.transport.link import Kind
+from diloco.protocol.streams import Kind
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.host import Host

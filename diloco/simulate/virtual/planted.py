@@ -16,10 +16,11 @@ from diloco import round as line_of
 from diloco.base.types import Closed, Counted, Leases, Member
 from diloco.compress import Codec
 from diloco.exchange.work import Work
-from diloco.outer import average
+from diloco.outer import average, landing
 from diloco.outer.average import unpack
 from diloco.outer.feedback import left_over
 from diloco.outer.fragments import Fragment, write_fragment
+from diloco.outer.line import Line, Sent, Trained
 from diloco.protocol import electorate, leases
 from diloco.protocol import messages as m
 from diloco.protocol.admission import Admission
@@ -28,7 +29,7 @@ from diloco.protocol.machine import Machine
 from diloco.protocol.reducing import Reducing
 from diloco.protocol.roster import Entry, Roster
 from diloco.protocol.tally import Tally
-from diloco.round import Line, Sent, Trained, measure, step_outer
+from diloco.round import measure, step_outer
 from diloco.simulate.virtual import host, training
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Plan
 from diloco.simulate.virtual.world import World
@@ -206,7 +207,7 @@ def _lost_residual() -> Iterator[None]:
     ) -> Tensor:
         return left_over(target, parts, fragment, codecs, counted, before).zero_()
 
-    with _replaced(line_of, "left_over", nothing):
+    with _replaced(landing, "left_over", nothing):
         yield
 
 

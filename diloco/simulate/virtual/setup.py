@@ -15,7 +15,8 @@ from diloco.compress import Codec, open_codec
 from diloco.compress.dct import DctCodec
 from diloco.config.contract import SHARED_OPTIMIZERS, CodecSection, OuterSection
 from diloco.outer.fragments import Fragment, Layout, read_fragment
-from diloco.outer.optimizers import OuterState, open_outer
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
 from diloco.outer.weighing import FINE, Weighing
 from diloco.peer.schedule import Cadence
 from diloco.protocol.rules import Rules, Timing

@@ -15,25 +15,16 @@ from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger, Opening, Standing
 from diloco.base.types import Closed, Commit, Member, Skip
 from diloco.compress import PayloadError
-from diloco.config.contract import StorageSection
+from diloco.config.site import StorageSection
+from diloco.outer.eager import weights_to_keep, withdraw
 from diloco.outer.fragments import Weights
-from diloco.outer.optimizers import OuterState
+from diloco.outer.line import Diverged, Line, Sent, Trained, keep_local
+from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.state import OuterState
 from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
-from diloco.round import (
-    Diverged,
-    Line,
-    Sent,
-    Trained,
-    adopt_state,
-    drop_progress,
-    keep_local,
-    measure,
-    step_outer,
-    weights_to_keep,
-    withdraw,
-)
+from diloco.round import measure, step_outer
 from diloco.simulate.virtual.copying import Download
 from diloco.simulate.virtual.disk import Snapshot
 from diloco.simulate.virtual.invariants import Books

@@ -1,0 +1,15 @@
+"""Files that survive a power cut."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_path(path: Path) -> None:
+    """Return when a file or folder is on the disk. A new name in a folder is there when the folder is."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""What protocol, lanes and rounds need of contract and site."""
+
+from __future__ import annotations
+
+import os
+
+from diloco.base.errors import IncompatibleError
+from diloco.base.ranks import Alone
+from diloco.compress import open_codecs
+from diloco.compress.bundle import MAX_CONTRIBUTIONS
+from diloco.compress.encoding import Encode, encode_now
+from diloco.config.contract import Contract
+from diloco.config.site import Site
+from diloco.exchange.lane import LaneTerms
+from diloco.island import Island
+from diloco.outer.fragments import Layout, Weights
+from diloco.outer.line import Line
+from diloco.outer.optimizers import open_outer
+from diloco.outer.state import OuterState
+from diloco.outer.weighing import Weighing
+from diloco.protocol.rules import Rules, Timing
+from diloco.protocol.streams import Welcome
+from diloco.protocol.view import Policy
+from diloco.transport.pace import SERVE_BPS_PER_CORE
+
+
+def lanes_of(site: Site, island: Island | None) -> int:
+    """Ranks of an island that divide the outer state."""
+    if island is None:
+        return 1
+    return min(site.network.lanes or (1 if site.network.advertise else island.size), island.size)
+
+
+def open_line(
+    name: str,
+    contract: Contract,
+    weights: Weights,
+    encode: Encode = encode_now,
+    island: Island | None = None,
+    lanes: int = 1,
+) -> Line:
+    """What the rounds of a peer work on, before the first version: on a rank of an island, its part. Raises
+    ConfigError."""
+    layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
+    optimizer = open_outer(contract.outer)
+    anchor = [weights.read(fragment) for fragment in layout.fragments]
+    return Line(
+        name,
+        weights,
+        layout,
+        open_codecs(contract.codec),
+        optimizer,
+        Weighing.of(contract),
+        OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
+        ranks=island or Alone(),
+        merge=contract.sync.merge,
+        mix_alpha=contract.sync.mix_alpha,
+        feedback=contract.codec.error_feedback,
+        residual_after_rejoin=contract.codec.residual_after_rejoin,
+        encode=encode,
+        align=contract.outer.alignment == "momentum",
+    )
+
+
+def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
+    """Before anything is copied: the same parameters, the same data. Raises IncompatibleError."""
+    if welcome.layout != layout_digest:
+        cause = "this model has other parameters (names or shapes) than the run's"
+        raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
+    if welcome.data != data:
+        cause = f"this peer's data ({data[:12]}) is not the run's ({welcome.data[:12]})"
+        fix = "use the same files; for data.source 'stdlib', the same Python version"
+        raise IncompatibleError(cause, fix)
+
+
+def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
+    """What the protocol needs of a contract. `parts`: of each fragment."""
+    membership = contract.membership
+    return Rules(
+        run=contract.run.name,
+        contract=contract.digest,
+        parts=parts,
+        start_peers=membership.start_peers,
+        lease_blocks=contract.lease_blocks,
+        policy=Policy(
+            quorum_peers={"sync": None, "quorum": membership.quorum_peers, "async": 1}[membership.policy],
+            grace_s=membership.grace_s,
+            match_deadline_s=membership.match_deadline_s,
+            uses_slack=membership.policy == "async",
+            sync_versions=membership.sync_versions,
+            most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
+        ),
+        backlog_versions=membership.backlog_versions,
+        continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,
+        offences_allowed=membership.offences_allowed,
+        total_tokens=contract.run.total_tokens,
+    )
+
+
+def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
+    """What a lane needs of both. `layout`: of the parts that are held here; `ranks`: of the island."""
+    how = site.device.outer_step
+    return LaneTerms(
+        layout,
+        open_codecs(contract.codec),
+        open_outer(contract.outer),
+        Weighing.of(contract),
+        site.timeouts.stall_s,
+        contract.membership.max_norm_ratio,
+        contract.outer.averaging == "radial",
+        how == "ahead" or (how == "auto" and ranks == 1),
+    )
+
+
+def serve_bps_of(site: Site) -> float:
+    """The rate at which joiners are served: as set, else by the cores that this process may use. 0: no limit."""
+    if site.network.serve_bps is not None:
+        return site.network.serve_bps
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return SERVE_BPS_PER_CORE * cores
+
+
+def timing_of(site: Site) -> Timing:
+    """What the protocol needs of a site."""
+    return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)

@@ -1,0 +1,91 @@
+"""What a checkpoint holds of a line, and a line from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diloco.base.types import Commit
+from diloco.config.contract import Contract
+from diloco.island.slices import Slice
+from diloco.outer.line import Line, Trained
+from diloco.outer.resync import adopted
+from diloco.outer.state import OuterState
+from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
+from diloco.storage.saving import Contents
+
+
+def save_line(line: Line, contract: Contract) -> Contents:
+    """What a checkpoint holds of what a line stands at: references, to buffers that are not overwritten meanwhile.
+
+    Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
+    (under `weights_to_keep`).
+    """
+    groups = line_slices(line)
+    if line.trained.tokens:
+        groups["local"] = []
+    about: dict[str, JsonValue] = {
+        "peer": line.peer,
+        "contract": contract.to_json(),
+        "commit": line.commit.to_bytes().decode() if line.commit else None,
+        "steps": [fragment.steps for fragment in line.state.fragments],
+        "tokens": line.trained.tokens,
+        "blocks": line.trained.blocks,
+        "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
+    }
+    return groups, about
+
+
+def line_slices(line: Line) -> dict[str, list[Slice]]:
+    """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
+    own = [(f"{index}/{name}", slot) for index, state in line.own.items() for name, slot in state.slots.items()]
+    return {
+        "outer": _flat_slices(line, line.state.buffers()),
+        "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
+        "own": _flat_slices(line, own),
+    }
+
+
+def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
+    """By part, where other ranks hold other parts; `buffers` by names that begin with their fragment's index."""
+    slices = []
+    for name, flat in buffers:
+        fragment = line.layout.fragments[int(name.partition("/")[0])]
+        slices += fragment_slices(name, fragment, flat)
+    return slices
+
+
+def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
+    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
+
+    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
+    """
+    line.commit = checkpoint.commit
+    line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
+    restored_line(line, lambda: checkpoint)
+    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.since = line.state.version
+    return line.commit
+
+
+def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
+    """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
+
+    def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
+        checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
+        return (
+            outer_state(checkpoint, layout, optimizer),
+            flat_buffers(checkpoint, "residual", layout),
+            flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
+        )
+
+    state, residuals, foreseen = read_together(line.ranks, read)
+    adopted(line, state)
+    line.residuals.update((int(index), flat) for index, flat in residuals.items())
+    for name, flat in foreseen.items():
+        index, _, slot = name.partition("/")
+        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
+        line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
