@@ -10,16 +10,22 @@ with diloco.join(address, model) as run:   # or diloco.found(contract, model)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # typing's own would take longer to import than all the rest of this file
 
 if TYPE_CHECKING:
+    from diloco.config.contract import Contract
     from diloco.run.library import Run, found, join
 
-__all__ = ["Run", "found", "join"]
+__version__ = "0.1.0"
+__all__ = ["Contract", "Run", "found", "join"]
 
 
-def __getattr__(name: str) -> Any:
-    """Import torch only when something that needs it is asked for."""
+def __getattr__(name: str) -> object:
+    """Import what is asked for only then: `Contract` needs pydantic, the others torch."""
+    if name == "Contract":
+        from diloco.config.contract import Contract
+
+        return Contract
     if name in __all__:
         from diloco.run import library
 

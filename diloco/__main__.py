@@ -1,6 +1,20 @@
-"""`python -m diloco`: the same as the command `diloco`."""
+"""`diloco` and `python -m diloco`: Ctrl-C is heard before anything is imported that takes time."""
 
-from diloco.cli.main import main
+from __future__ import annotations
+
+import os
+import signal
+
+
+def main() -> None:
+    """Entry point. Until the command takes the signals over, SIGINT ends the process at once with exit code 130."""
+    signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
+    if hasattr(signal, "pthread_sigmask"):  # whoever started this process may have held the signal back until here
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    from diloco.cli.main import run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

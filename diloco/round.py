@@ -17,14 +17,14 @@ from diloco.base.clock import monotonic_s
 from diloco.base.memory import empty_as
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.compress import PayloadError
-from diloco.observe.telemetry import FLIGHT, timed
+from diloco.observe.events import FLIGHT, timed
 from diloco.outer.align import aligned
 from diloco.outer.average import unpack
 from diloco.outer.eager import look_ahead, withdraw
 from diloco.outer.feedback import with_residual
 from diloco.outer.gradients import cut, gradients
 from diloco.outer.landing import merge_local, pass_over, settle
-from diloco.outer.line import LARGEST, Diverged, Sent, complete, keep_local
+from diloco.outer.line import MAX_VALUE, Diverged, Sent, complete, keep_local
 from diloco.outer.pseudograd import pseudo_gradient
 from diloco.outer.stepping import Ahead
 
@@ -111,7 +111,7 @@ def measured(line: Line, staleness: float, trainers: int, overlaps: bool, second
     fragment = line.due
     before = line.state.fragments[fragment.index]
     with timed(seconds, "pseudo_gradient"):
-        if not line.ranks.all(line.weights.within(fragment, LARGEST) and before.largest <= LARGEST):
+        if not line.ranks.all(line.weights.within(fragment, MAX_VALUE) and before.largest <= MAX_VALUE):
             raise PayloadError("the pseudo-gradient is not finite")
         anchor = line.weights.rounded(fragment, before.anchor)
         whole = line.feedback is not None or line.merge == "eager" or line.align

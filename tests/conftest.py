@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from diloco.observe.event_log import read_lines
+from diloco.observe.events import from_json, to_json
 
 # Several peers share a machine's cores in many tests; one thread each keeps them from fighting. Read when torch loads,
 # and inherited by the processes that tests start.
@@ -25,3 +29,31 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         slow = item.get_closest_marker("slow")
         if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("slow"))
+
+
+@pytest.fixture(autouse=True)
+def _events_fit_the_schema(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every event file that peers wrote into a test's folder; not where a test writes such files by hand."""
+    handmade = request.node.get_closest_marker("handmade_events")
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames and not handmade else None
+    yield
+    if folder is not None:
+        check_events(folder)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shared_events_fit_the_schema(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The same of the folders that several tests share."""
+    yield
+    for folder in tmp_path_factory.getbasetemp().iterdir():
+        if folder.is_dir() and not folder.name.startswith("test_"):
+            check_events(folder)
+
+
+def check_events(folder: Path) -> None:
+    """Each line of each event file in there is what its kind says: all of its fields, and no others."""
+    for path in folder.rglob("events.jsonl"):
+        for line in read_lines(path):
+            stamped = from_json(line)
+            assert stamped is not None, f"{path}: no event of the schema: {line}"
+            assert to_json(stamped) == line, f"{path}: {line}"

@@ -18,18 +18,19 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.gossip.peer import GossipPeer
 from diloco.island.slices import Slice
-from diloco.observe.telemetry import Event, Events
+from diloco.observe.event_log import EventLine, Events
+from diloco.observe.events import to_json
 from diloco.outer.fragments import Weights
 from diloco.protocol.streams import Welcome
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.runtime import Runtime
 from tests.local import NoDirectory
-from tests.peers import until
+from tests.peers import DEADLINE_S, until
 
 ELEMENTS = 5000
 TOKENS = 10
-"""Of an inner step."""
+"""Tokens of an inner step."""
 SITE = Site.model_validate(
     {
         "timeouts": {
@@ -97,11 +98,11 @@ class Gossiper:
         self.model = torch.nn.Linear(1, world.elements, bias=False, dtype=world.dtype)
         torch.nn.init.constant_(self.model.weight, 1.0)
         self.target = torch.linspace(1, 2, world.elements)[:, None] * (1 + int(name[1:], 36) % 3)
-        self.seen: list[Event] = []
+        self.seen: list[EventLine] = []
         welcome = world.hello(through) if through is not None else None
         self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0, world.send_bps)
         gate: Any = LocalGate(self.runtime, welcome)
-        events = Events(None, name, [self.seen.append])
+        events = Events(None, name, [lambda stamped: self.seen.append(to_json(stamped))])
         self.peer = GossipPeer(name, world.contract, SITE, Weights.of(self.model), gate, events, checkpoint)
         if checkpoint is not None:
             checkpoint.groups["local"].read(Slice.whole("weight", self.model.weight))
@@ -115,7 +116,7 @@ class Gossiper:
         self.peer.trained(TOKENS, 0.001, 1.0)
         return self.peer.between_steps()
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: str) -> list[EventLine]:
         return [event for event in list(self.seen) if event["kind"] == kind]
 
     @property
@@ -170,7 +171,7 @@ class World:
         async def answer() -> Any:
             return question()
 
-        return asyncio.run_coroutine_threadsafe(answer(), self.loop).result(10.0)
+        return asyncio.run_coroutine_threadsafe(answer(), self.loop).result(DEADLINE_S)
 
     def hello(self, through: Gossiper) -> Welcome:
         return through.peer.exchange._ask(through.peer.exchange.on_hello)

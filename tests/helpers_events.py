@@ -25,7 +25,7 @@ def loss_at(tokens: float) -> float:
 
 
 def members_at(version: int, versions: int, peers: Sequence[str] = PEERS) -> list[str]:
-    """Who is in the view: the last peer comes at a quarter, the second dies at 60 %, the third leaves at 80 %."""
+    """Members of the view: the last peer comes at a quarter, the second dies at 60 %, the third leaves at 80 %."""
     steady, dying, leaving, late = peers
     return [
         steady,

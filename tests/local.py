@@ -14,12 +14,13 @@ import torch
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import to_json
 from diloco.outer.fragments import Weights
 from diloco.peer.peer import Peer
 from diloco.protocol.streams import Welcome
 from diloco.transport.memory_link import MemoryNetwork
-from tests.peers import until
+from tests.peers import DEADLINE_S, until
 
 ELEMENTS = 5000
 SITE = Site.model_validate(
@@ -103,7 +104,7 @@ class LocalPeer:
         gate = LocalGate(world, address, welcome)
         directory = world.directory / name if world.directory else None
         self.told: list[dict[str, Any]] = []
-        events = Events(None, name, [self.told.append])
+        events = Events(None, name, [lambda stamped: self.told.append(to_json(stamped))])
         self.peer = Peer(name, world.contract, world.site, Weights.of(self.model), gate, events, directory=directory)  # type: ignore[arg-type]
         self.address = address
         self.commits: list[Commit] = []
@@ -173,7 +174,7 @@ class LocalWorld:
         list(self.pool.map(LocalPeer.enter, self.peers))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(10.0)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_S)
 
     def ask(self, question: Callable[[], Any]) -> Any:
         async def answer() -> Any:
@@ -200,7 +201,7 @@ class LocalWorld:
                 peer.peer.catch_up(peer.on_closed)
             return len({peer.version for peer in peers}) == 1
 
-        until(level, "all stand at one version", 10.0)
+        until(level, "all stand at one version")
         return {peer.digest for peer in peers}
 
     def close(self) -> None:

@@ -536,7 +536,7 @@ def test_folders_that_do_not_go_together(run: PaperRun, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="different runs"):
         audit([run.root / "a", other.root / "a"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"no ledger\.jsonl"):
+    with pytest.raises(StateError, match=r"no ledger\.jsonl"):
         audit([tmp_path / "empty"])
 
 

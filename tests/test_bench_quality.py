@@ -7,8 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,15 @@ from diloco.config.contract import Contract
 from diloco.gossip.pairing import spread
 from diloco.observe.report import Table
 from diloco.protocol import leases
+from scripts.bench import quality
+from scripts.bench.quality_bench import table
+from scripts.bench.quality_rows import QUICK, Row, async_rows, contract_of, rows
+from scripts.bench.quality_run import AsyncRun, GossipRun, Outcome, Peer, Run, train
+from tests.peers import DEADLINE_S
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BENCH = SCRIPTS / "bench-quality"
 TOKENS = 3 * 4 * 2 * 4 * 32  # rounds, steps, peers, sequences, tokens of the quick scale
-
-sys.path.insert(0, str(SCRIPTS))
-from quality_bench import table  # noqa: E402
-from quality_rows import QUICK, Row, async_rows, contract_of, rows  # noqa: E402
-from quality_run import AsyncRun, GossipRun, Outcome, Peer, Run, train  # noqa: E402
 
 
 def contract(**sections: dict[str, Any]) -> Contract:
@@ -165,7 +163,7 @@ BITS = {"ddp": (32, 32), "fp32": (24, 32), "int4": (3, 4.3), "topk12-ef": (1.7, 
 def test_quick(tmp_path: Path) -> None:
     path = tmp_path / "quality.json"
     done = start("--rows", ",".join(BITS), "--seeds", "1", "--json", str(path))
-    output, errors = done.communicate(timeout=100)
+    output, errors = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 0, errors
     runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
     assert list(runs) == list(BITS)
@@ -184,7 +182,7 @@ def test_quick_async(tmp_path: Path) -> None:
     path = tmp_path / "async.json"
     chosen = "sync*,*-scratch,gossip"
     done = start("--rows", chosen, "--seeds", "1", "--json", str(path), script=SCRIPTS / "bench-async")
-    output, errors = done.communicate(timeout=100)
+    output, errors = done.communicate(timeout=DEADLINE_S)
     assert done.returncode == 0, errors
     runs = {run["row"]: run for run in json.loads(path.read_text())["runs"]}
     assert list(runs) == [
@@ -206,7 +204,7 @@ def test_an_interrupted_run_tells_what_it_has(tmp_path: Path) -> None:
     assert done.stderr is not None
     assert "seed 1" in done.stderr.readline()
     done.send_signal(signal.SIGINT)
-    output, _ = done.communicate(timeout=20)  # its workers have ended, too: they hold the pipe
+    output, _ = done.communicate(timeout=DEADLINE_S)  # its workers have ended, too: they hold the pipe
     assert done.returncode == 130
     assert "`fp32`" in output or "`int8`" in output
 
@@ -216,17 +214,7 @@ def start(*arguments: str, script: Path = BENCH) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """The script as a module."""
-    loader = SourceFileLoader("bench_quality", str(BENCH))
-    module = module_from_spec(spec_from_loader(loader.name, loader) or pytest.fail("it is a file"))
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
-
-
-def test_the_table(bench: Any) -> None:
+def test_the_table() -> None:
     def outcome(loss: float) -> Outcome:
         return Outcome(loss, bits=4.25, bytes_per_token=1234.5, tokens=1, cpu_s=1.0)
 
@@ -234,7 +222,7 @@ def test_the_table(bench: Any) -> None:
     results = {"fp32": {1: outcome(2.0), 2: outcome(4.0)}, "int4": {2: outcome(3.0)}, "sign-ef": {}}
     head, rule, fp32, int4 = (
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table(chosen, results, bench.HEADER, bench.cells).splitlines()
+        for line in table(chosen, results, quality.HEADER, quality.cells).splitlines()
     )
     assert head == ["row", "loss", "spread", "to fp32", "bits", "bytes/token", ""]
     assert set("".join(rule)) == {"-"}
@@ -247,9 +235,9 @@ def test_the_table(bench: Any) -> None:
     [("--rows fp32,fp31", "no row fp31"), ("--steps 6", "multiple of 4"), ("--seeds 0", "must be 1 or more")],
 )
 def test_mistakes_are_named(
-    bench: Any, arguments: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["bench-quality", *arguments.split()])
     with pytest.raises(SystemExit):
-        bench.main()
+        quality.main()
     assert complaint in capsys.readouterr().err

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.peers import DEADLINE_S
+
 BENCH = Path(__file__).parent.parent / "scripts" / "bench-sync"
 NOT_PERMITTED = "no network namespaces here"
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run it to its end. What it made is gone then."""
-    command = [sys.executable, str(BENCH), "--ready", *arguments]
+    command = [sys.executable, str(BENCH), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=DEADLINE_S)
     assert not list(Path("/run/netns").glob(f"diloco-sync-{process.pid}-*"))
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 

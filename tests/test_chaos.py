@@ -18,7 +18,8 @@ from diloco.simulate.chaos.fault import Fault
 from diloco.simulate.chaos.fleet import Life, Told
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import by_kind, throughput
-from diloco.simulate.processes import Child
+from diloco.simulate.local.processes import Child
+from tests.peers import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,7 +64,7 @@ def to_b(network: Network, request: pytest.FixtureRequest) -> Iterator[socket.so
     """A connection from peer a to peer b, which echoes; as Python makes it, and as gRPC does."""
     with echo() as port:
         door = int(network.door("b", port).rpartition(":")[2])
-        with socket.create_connection((request.param, door), timeout=5.0) as connection:
+        with socket.create_connection((request.param, door), timeout=DEADLINE_S) as connection:
             yield connection
 
 
@@ -80,7 +81,7 @@ def comes_back(connection: socket.socket, data: bytes, within_s: float = 5.0) ->
 
 
 def ends(connection: socket.socket) -> bool:
-    connection.settimeout(5.0)
+    connection.settimeout(DEADLINE_S)
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
@@ -100,7 +101,7 @@ def test_either_direction_can_be_cut_and_goes_on_where_it_was(
     network.impose(cut)
     assert not comes_back(to_b, b"held", within_s=0.2)
     network.lift(cut)
-    to_b.settimeout(5.0)
+    to_b.settimeout(DEADLINE_S)
     assert to_b.recv(4) == b"held"
 
 
@@ -113,7 +114,7 @@ def test_a_cut_hides_the_end_of_a_connection(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, _, door = network.door("b", server.getsockname()[1]).rpartition(":")
         cut = [Rule(frozenset("b"), None, passes=False)]
-        with socket.create_connection((host, int(door)), timeout=5.0) as caller:
+        with socket.create_connection((host, int(door)), timeout=DEADLINE_S) as caller:
             there, _ = server.accept()
             network.impose(cut)
             there.close()
@@ -139,7 +140,7 @@ def test_nobody_behind_the_door(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     host, _, door = network.door("b", port).rpartition(":")
-    with socket.create_connection((host, int(door)), timeout=5.0) as caller:
+    with socket.create_connection((host, int(door)), timeout=DEADLINE_S) as caller:
         assert ends(caller)
 
 

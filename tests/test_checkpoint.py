@@ -30,6 +30,7 @@ from diloco.outer.optimizers import Nesterov, Sgd
 from diloco.outer.state import OuterState
 from diloco.storage import checkpoint
 from diloco.storage.checkpoint import Checkpoint, JsonValue, latest, load, outer_state
+from tests.peers import DEADLINE_S
 
 META = {
     "tokens": 12_345,
@@ -403,7 +404,7 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.said: list[str] = [""] * size
-        self.meeting = threading.Barrier(size, timeout=30.0)
+        self.meeting = threading.Barrier(size, timeout=DEADLINE_S)
 
     def member(self, rank: int) -> Member:
         return Member(self, rank)
@@ -443,7 +444,7 @@ W = torch.arange(24.0).view(6, 4)
 
 
 def shares() -> list[Slices]:
-    """Of three ranks: rows of a matrix, one of them with nothing else, one with a group of its own."""
+    """Slices of three ranks: rows of a matrix, one of them with nothing else, one with a group of its own."""
     rows = [Slice.of("w/exp_avg", W.shape, (start, 0), W[start : start + 2]) for start in (0, 2, 4)]
     inner = [*whole_slices({"w/step": torch.tensor(7.0)}), rows[0]]
     return [

@@ -17,8 +17,8 @@ import pytest
 
 from diloco.base.errors import ResourceError
 from diloco.cli import main as cli
-from diloco.cli.main import _PeerLines
-from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+from diloco.cli.lines import PeerLines
+from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
 
@@ -64,15 +64,13 @@ def test_nothing_to_do_and_contradictions() -> None:
     fails(2, "nothing to do", "peer")
     fails(2, "do not go together", "peer", str(QUICK), "--join", "127.0.0.1:1")
     fails(2, "--set changes a contract", "peer", "--join", "127.0.0.1:1", "--set", "inner.lr=1")
-    fails(2, "no events in", "report", "no/such/folder")
+    fails(2, "has no port", "peer", "--join", "10.0.0.5")
+    fails(2, "has no port", "status", "10.0.0.5")
     fails(2, "--speeds is '1,2'", "simulate", str(QUICK), "--speeds", "1,2")
     fails(2, "--speeds is", "simulate", str(QUICK), "--speeds", "fast")
     fails(2, "2 speeds for 3 peers", "simulate", str(QUICK), "--speeds", "1,0.5", "--peers", "3")
     fails(2, "ddp has no peers of different speeds", "simulate", str(QUICK), "--speeds", "1,0.5", "--compare", "ddp")
     fails(2, "does not begin a contract's digest", "peer", "--join", "127.0.0.1:4999/xyz")
-    fails(2, "--seed needs --virtual", "simulate", str(QUICK), "--seed", "3")
-    fails(2, "--without-majority needs --virtual", "simulate", str(QUICK), "--without-majority", "wait")
-    fails(2, "--peers does nothing with --virtual", "simulate", "--virtual", "--peers", "3")
     fails(2, "cannot compare with fsdp", "simulate", str(QUICK), "--compare", "fsdp")
 
 
@@ -91,6 +89,13 @@ def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow(queued=False)
 def test_resume_from_nothing(tmp_path: Path) -> None:
     fails(13, str(tmp_path), "peer", "--resume", str(tmp_path))
+
+
+@pytest.mark.slow(queued=False)
+@pytest.mark.parametrize("command", ["peer --resume", "report", "audit", "replay", "eval", "export", "status"])
+def test_a_missing_run_folder_is_named_whole_and_exits_with_13(command: str, tmp_path: Path) -> None:
+    out = [str(tmp_path / "exported")] if command == "export" else []
+    fails(13, str(tmp_path / "runs" / "none"), *command.split(), "runs/none", *out, cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -147,18 +152,19 @@ def test_another_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path)))]) as peers:
         ticket = peers[0].ticket()
         monkeypatch.setenv("DILOCO_SECRET", "quite another secret")
-        fails(11, "does not let us in", "status", ticket)
+        fails(12, "does not let us in", "status", ticket)
+        fails(12, "does not let us in", "peer", "--join", ticket, "--dir", str(tmp_path / "b"))
 
 
 def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It ended reports, exports and resumes in a traceback."""
 
-    def refused(**_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/a/events.jsonl")
 
     monkeypatch.setattr(cli, "app", refused)
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.run()
     assert ended.value.code == ResourceError.exit_code
     assert capsys.readouterr().err.startswith("error: runs/a/events.jsonl: Permission denied\n  fix: ask its owner")
 
@@ -169,12 +175,12 @@ def test_full_disk(tmp_path: Path) -> None:
     contract = tiny_contract(tmp_path, tokens=12_288)
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({60_000}, {60_000})); "
     quiet = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    program = limit + quiet + "from diloco.cli.main import main; main()"
+    program = limit + quiet + "from diloco.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "peer", str(contract), "--dir", str(tmp_path / "p")],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=DEADLINE_S,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -211,18 +217,27 @@ def test_help_has_text_and_an_example(command: list[str]) -> None:
         assert "diloco " + " ".join(command) in done.stdout
 
 
+def test_init_writes_a_contract_and_a_site_and_replaces_nothing(tmp_path: Path) -> None:
+    done = run_cli("init", "my-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "diloco simulate my-run/contract.toml" in done.stdout
+    shown = run_cli("config", "show", "my-run/contract.toml", "--site", "my-run/site.toml", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    fails(2, f"{tmp_path}/my-run/contract.toml is there already", "init", "my-run", cwd=tmp_path)
+
+
 # ---------------------------------------------------------------- what a peer prints
 
 
 def run_python(program: str, **streams: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], text=True, timeout=60, check=False, **streams)
+    return subprocess.run([sys.executable, "-c", program], text=True, timeout=DEADLINE_S, check=False, **streams)
 
 
 SAYING = """
 import sys
-import diloco.cli.main
-diloco.cli.main.LAST_LINES_S = 0.1
-with diloco.cli.main._saying() as say:
+import diloco.cli.lines
+diloco.cli.lines.LAST_LINES_S = 0.1
+with diloco.cli.lines.saying() as say:
     for number in range(20_000):
         say("x" * 100)
 sys.stderr.write("trained on")
@@ -250,7 +265,7 @@ def test_what_is_said_comes_out_whole_and_in_order() -> None:
 
 
 def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
-    program = "import os, signal; from diloco.cli.main import _signals; stop = _signals(); "
+    program = "import os, signal; from diloco.cli.stopping import stop_asked; stop = stop_asked(); "
     program += "os.kill(os.getpid(), signal.SIGHUP); print(stop())"
     with Path("/dev/full").open("wb") as gone:
         done = run_python(program, stdout=subprocess.PIPE, stderr=gone)
@@ -259,7 +274,7 @@ def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
 
 def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
     lines: list[str] = []
-    show = _PeerLines(lines.append)
+    show = PeerLines(lines.append)
     hostile = "\x1b]0;owned\x07\u202eevil\r\njoin with:  diloco peer --join 6.6.6.6:66"
     stamp = {"t": 0.0, "time": 0.0, "peer": "a", "version": 3, "tokens": 9}
     version = {"kind": "version", "loss": None, "own": True, "counted": [hostile, "zoë"], "tokens_per_s": 1.0}
@@ -276,9 +291,10 @@ def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
 
 
 def test_a_mistake_is_told_before_torch_is_imported() -> None:
-    for arguments in (["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "a:1", "--name", "-"]):
+    mistakes: list[list[str]] = [["qick.toml"], [], [str(QUICK), "--set", "inner.lr=fast"], ["--join", "10.0.0.5"]]
+    for arguments in (*mistakes, ["--join", "a:1", "--name", "-"], ["--join", "a:1,b"], ["--join", "a:1/xyz"]):
         program = f"import sys, atexit; sys.argv = ['diloco', 'peer', *{arguments}]; "
-        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.cli.main import main; main()"
+        program += "atexit.register(lambda: print('torch' in sys.modules)); from diloco.__main__ import main; main()"
         done = run_python(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert done.returncode in (2, 10), done.stderr
         assert done.stdout == "False\n", arguments
@@ -287,12 +303,12 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
 def test_a_simulation_in_virtual_time_takes_no_contract(tmp_path: Path) -> None:
     contract = tiny_contract(tmp_path)
     before = contract.read_text()
-    fails(2, "--virtual does not read", "simulate", "--virtual", "--seed", "1", "--json", str(contract))
+    fails(2, "virtual time does not read", "virtual", "--seed", "1", "--json", str(contract))
     assert contract.read_text() == before
 
 
 def test_what_was_found_is_told_though_it_cannot_be_written() -> None:
-    done = run_cli("simulate", "--virtual", "--seed", "1", "--json", "/no/such/folder/x.json")
+    done = run_cli("virtual", "--seed", "1", "--json", "/no/such/folder/x.json")
     assert done.returncode == 2
     assert "COMMIT" in done.stdout.upper()
     assert "cannot write /no/such/folder/x.json" in done.stderr
@@ -347,6 +363,8 @@ def logging_command(level: str | None) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "DILOCO_LOG"}
     environment |= {"DILOCO_LOG": level} if level else {}
     program = "import logging; from diloco.cli import main as cli; say = logging.getLogger('diloco.peer.peer'); "
-    program += "cli.app = lambda **_: [getattr(say, name)('of ' + name) for name in ('debug', 'info', 'warning')]; "
-    command = [sys.executable, "-c", program + "cli.main()"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    program += (
+        "cli.app = lambda *_, **__: [getattr(say, name)('of ' + name) for name in ('debug', 'info', 'warning')]; "
+    )
+    command = [sys.executable, "-c", program + "cli.run()"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -114,7 +114,7 @@ def test_of_many_parameters_those_with_names_like_an_empty_groups_are_told() -> 
 
 
 def test_a_strangers_glob_takes_no_time() -> None:
-    """What a regular expression of the same shape would not finish in a year."""
+    """A regular expression of the same shape would not finish in a year."""
     begun_s = monotonic()
     for glob in ("*a" * 50, "*[ab]?" * 16, "*" * 100):
         Layout.of([("a" * 3000 + "b", (3,)), ("x", (1,))], groups=[[glob, "x"]])
@@ -179,7 +179,7 @@ def test_radial_with_groups_whose_means_are_made_once() -> None:
     ],
 )
 def test_any_gathered_group_limits_the_contributors(codec: dict[str, Any], most: int | None) -> None:
-    assert rules_of(contract(codec=codec), (1,)).policy.most_peers == most
+    assert rules_of(contract(codec=codec), (1,)).policy.max_peers == most
 
 
 # ---------------------------------------------------------------- a run on paper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import struct
 import subprocess
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from diloco import compress
 from diloco.compress import Codec, PayloadError, open_codec
 from diloco.compress.binned import BinnedCodec
 from diloco.compress.blocks import TILE_ELEMENTS, BlockCodec
 from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.extra.sign import SignCodec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
-from diloco.compress.sign import SignCodec
 from diloco.config.contract import CodecSection
 
 KINDS = (
@@ -68,6 +70,19 @@ def there_and_back(codec: Codec, values: Tensor) -> Tensor:
 
 def bits(values: Tensor) -> list[int]:
     return values.view(torch.int32).tolist()
+
+
+def test_rare_codecs_are_imported_only_where_a_contract_names_one():
+    package = Path(compress.__file__).parents[1]
+    files = [path for path in package.rglob("*.py") if path.parent.name != "extra"]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    assert not [
+        str(path)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and "diloco.compress.extra" in ast.unparse(node)
+    ]
+    assert isinstance(open_codec(CodecSection(name="sign", zstd=False)), SignCodec)
 
 
 # ---------------------------------------------------------------- round trips
@@ -200,7 +215,7 @@ def test_fixed_bytes_of_sign() -> None:
 # ---------------------------------------------------------------- blocks of all sizes and magnitudes
 
 
-LARGEST_ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "e3m0": 0.25, "sign": 1.0, "two_bit": 2.0, "statistical": 2.0}
+MAX_ERROR = {"int8": 0.5 / 127, "int4": 0.5 / 7, "e3m0": 0.25, "sign": 1.0, "two_bit": 2.0, "statistical": 2.0}
 """In shares of a block's largest absolute value, when rounding to nearest; the scale in bf16 adds 2^-7 of that."""
 
 
@@ -210,7 +225,7 @@ def test_no_value_of_a_block_errs_beyond_its_step(codec: BlockCodec, values: lis
     tensor = torch.tensor(values)
     decoded = there_and_back(codec, tensor)
     assert decoded.isfinite().all()
-    limit = LARGEST_ERROR[codec.name.split("-")[-1] if "statistical" in codec.name else codec.name.split("-")[0]]
+    limit = MAX_ERROR[codec.name.split("-")[-1] if "statistical" in codec.name else codec.name.split("-")[0]]
     limit *= 2 if codec.stochastic else 1
     block = min(codec.block, len(values))
     for got, sent in zip(decoded.split(block), tensor.clamp(-(2.0**120), 2.0**120).split(block), strict=True):

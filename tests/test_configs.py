@@ -20,6 +20,7 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, load_contract, load_site
 from diloco.config.presets import PRESETS
 from diloco.config.site import Site
+from diloco.config.template import contract_template, site_template
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -315,18 +316,38 @@ def test_an_override_into_something_that_is_no_section(tmp_path: Path) -> None:
         contract(tmp_path, "run = 5", "run.name=x")
 
 
-@pytest.mark.parametrize("name", ["dmo.toml", "demo", "demo.tml", "configs/demo.tom"])
-def test_a_missing_file_gets_the_nearest_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+@pytest.mark.parametrize("name", ["dmo.toml", "demmo", "demo.tml", "configs/demo.tom"])
+def test_a_missing_contract_gets_the_nearest_name_and_all_that_are_shipped(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         load_contract(name)
-    assert explained(raised) == (f"contract not found: {name}", "did you mean configs/demo.toml?")
+    cause, fix = explained(raised)
+    assert cause == f"contract not found: {tmp_path / name}"
+    assert fix.startswith("did you mean demo? shipped contracts: async, chaos, demo,")
+    assert all(path.stem in fix for path in CONFIGS)
 
 
-def test_a_missing_file_near_nothing(tmp_path: Path) -> None:
+def test_a_missing_site_gets_the_nearest_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as raised:
+        load_site("lann.toml")
+    assert explained(raised)[1] == "did you mean peers/lan.toml?"
     with pytest.raises(ConfigError) as raised:
         load_site(tmp_path / "nowhere" / "zzzzzz.toml")
     assert explained(raised)[1] == "give the path of a site file (TOML)"
+
+
+def test_a_shipped_contract_is_found_by_its_name_from_any_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()  # a folder, such as of data, is no contract
+    for path in CONFIGS:
+        assert load_contract(path.stem).value == load_contract(path).value
+    (tmp_path / "quick").write_text(RUN)
+    assert load_contract("quick").value == contract(tmp_path, RUN), "a file that is there comes first"
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -338,6 +359,53 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_contract(binary)
     assert "is not UTF-8 text" in explained(raised)[0]
+
+
+# ---------------------------------------------------------------- numbers of tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("50M", 50_000_000), ("1.5B", 1_500_000_000), ("2G", 2 * 10**9), ("3k", 3000), ("3 K", 3000), ("0.004M", 4000)],
+)
+def test_tokens_take_a_unit_and_the_digest_is_that_of_the_number(tmp_path: Path, text: str, count: int) -> None:
+    named = contract(tmp_path, f'[run]\nname = "test"\ntotal_tokens = "{text}"\n')
+    assert named.run.total_tokens == count
+    assert named.digest == contract(tmp_path, f'[run]\nname = "test"\ntotal_tokens = {count}\n').digest
+    assert contract(tmp_path, RUN, f"run.total_tokens={text}").run.total_tokens == count
+
+
+@pytest.mark.parametrize("text", ["50X", "M", "-1M", "0M", "0.0001k", "1e3M", "5MM", "", "9" * 5000 + "M", "50"])
+def test_what_is_no_number_of_tokens_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.total_tokens"):
+        contract(tmp_path, f'[run]\nname = "test"\ntotal_tokens = "{text}"\n')
+
+
+# ---------------------------------------------------------------- diloco init
+
+
+def test_what_init_writes_loads_unchanged_and_shows_every_key(tmp_path: Path) -> None:
+    written = tmp_path / "c.toml"
+    written.write_text(contract_template("c.toml", "s.toml"))
+    local = tmp_path / "s.toml"
+    local.write_text(site_template())
+    for loaded, path in ((load_contract(written), written), (load_site(local), local)):
+        lines = {line.removeprefix("# ").split(" =")[0].split(":")[0] for line in path.read_text().splitlines()}
+        assert {key.partition(".")[2] for key, _, _ in loaded.rows()} <= lines
+        assert max(map(len, path.read_text().splitlines())) <= 120
+    assert load_site(local).value == Site()
+
+
+def test_the_defaults_that_init_shows_are_the_defaults(tmp_path: Path) -> None:
+    """With the # of every default taken away the file means the same."""
+    for template, load in ((contract_template("c", "s"), load_contract), (site_template(), load_site)):
+        path = tmp_path / "x.toml"
+        path.write_text(template)
+        before = load(path).value
+        path.write_text(re.sub(r"^# ([a-z_]+ = )", r"\1", template, flags=re.MULTILINE))
+        after = load(path)
+        assert len(after.origin) > 20
+        assert after.value.model_dump(exclude={"model"}) == before.model_dump(exclude={"model"})
 
 
 # ---------------------------------------------------------------- contracts from strangers

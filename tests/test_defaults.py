@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from diloco.base.errors import ConfigError
-from diloco.base.memory import LEAST_BYTES, empty_as, floats
-from diloco.compress import Codec, dct, kernels, open_codec
+from diloco.base.memory import MIN_BYTES, empty_as, floats
+from diloco.compress import Codec, kernels, open_codec
+from diloco.compress.extra import dct
 from diloco.config.contract import CodecSection
 from diloco.island import Island
 from diloco.island.slices import Pieces, Slice
@@ -65,7 +66,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[CDLL | None]:
 
 @pytest.fixture(params=[*DTYPES, "meta"], ids=str)
 def changed(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
-    """What makes another dtype the default, or another device, until the end of the test."""
+    """Makes another dtype the default, or another device, until the end of the test."""
     dct._basis.cache_clear()  # it could have been made before
     before = torch.get_default_dtype()
     change = torch.set_default_device if request.param == "meta" else torch.set_default_dtype
@@ -144,7 +145,7 @@ def test_the_outer_step_has_the_same_bits(values: Tensor, changed: Callable[[], 
 
 def test_memory_is_on_the_host(values: Tensor, changed: Callable[[], None]) -> None:
     def made() -> list[object]:
-        large = empty_as(values.new_zeros(LEAST_BYTES))  # fp32
+        large = empty_as(values.new_zeros(MIN_BYTES))  # fp32
         box = Slice.whole("w", values[0])
         halves = [Slice.of("w", [ELEMENTS], [at], values[0][at : at + 2500]) for at in (0, 2500)]
         whole = Pieces.of(halves)["w"]

@@ -1,4 +1,4 @@
-"""How soon a dead, a frozen and a thawed peer are noticed, with the default timeouts and real processes."""
+"""Time until a dead, a frozen and a thawed peer are noticed, with the default timeouts and real processes."""
 
 from __future__ import annotations
 

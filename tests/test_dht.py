@@ -28,7 +28,7 @@ from diloco.transport.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, 
 from diloco.transport.gate import Gate
 from diloco.transport.presence import Presence
 from diloco.transport.sockets import _socket_inodes
-from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 NOBODY = "12D3KooWRewQaQbxfswwda6yHi83rGL497ErE691b7UYGoAmfTj5"
 
@@ -37,7 +37,7 @@ def member(name: str, port: int = 4000) -> Member:
     return Member(name, incarnation=7, address=f"127.0.0.1:{port}")
 
 
-def becomes(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def becomes(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -129,7 +129,7 @@ def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch:
 
 def test_importing_it_is_cheap() -> None:
     code = "import sys, diloco.transport.dht; assert not {'hivemind', 'torch', 'grpc'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
 
 
 # ---------------------------------------------------------------- starting
@@ -325,7 +325,7 @@ def test_close_leaves_nothing_behind() -> None:
     directory = Directory.start("run")
     assert len(session(leader_of(directory))) == 2
     directory.close()
-    assert becomes(lambda: not session(leader_of(directory)), timeout_s=1.0)
+    assert becomes(lambda: not session(leader_of(directory)))
     directory.close()
 
 
@@ -333,7 +333,7 @@ def test_close_leaves_nothing_behind() -> None:
 def test_closes_before_it_was_opened() -> None:
     directory = Directory()
     directory.close()
-    assert becomes(lambda: not session(leader_of(directory)), timeout_s=1.0)
+    assert becomes(lambda: not session(leader_of(directory)))
 
 
 @pytest.mark.slow
@@ -351,7 +351,7 @@ OWNER = """
 import os, signal, time
 from diloco.transport.dht import Directory
 from diloco.base.types import Member
-from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 directory = Directory.start("run")
 if os.fork() == 0:  # as a data loader's worker: holds our end of the directory's pipe open
@@ -397,7 +397,7 @@ def test_ends_with_an_owner_that_is_killed(
         os.kill(p2pd, signal.SIGKILL)
         assert becomes(lambda: session(node) == [node])
     process.kill()
-    assert becomes(lambda: not session(node), 20.0)
+    assert becomes(lambda: not session(node))
     assert (tmp_path / "errors").read_text() == ""
 
 
@@ -409,7 +409,7 @@ def test_works_on_after_ctrl_c(owner: tuple[subprocess.Popen[str], int]) -> None
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout is not None
     assert process.stdout.readline() == "left\n"
-    assert process.wait(10) == 0
+    assert process.wait(DEADLINE_S) == 0
 
 
 @pytest.mark.slow(queued=False)
@@ -423,7 +423,7 @@ def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
         gate.welcome = Welcome(b"", "lineage", 0, True, (), addresses, "layout", "data")
         gate.open_directory("run", warnings.append)
         assert "going on without it" in warnings[0]
-        assert becomes(lambda: gate.directory.announce(member("a"), version=0), 60.0)
+        assert becomes(lambda: gate.directory.announce(member("a"), version=0))
         assert gate.directory.addresses
         assert gate.directory.addresses != addresses
     finally:
@@ -444,7 +444,7 @@ def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkey
         assert "going on without it" in warnings[0]
         assert gate.directory.addresses == ()
         os.killpg(leader_of(gate.directory), signal.SIGCONT)
-        assert becomes(lambda: gate.directory.announce(member("a"), version=0), 60.0)
+        assert becomes(lambda: gate.directory.announce(member("a"), version=0))
         assert gate.directory.addresses
         exchange = Exchanging()
         presence = Presence(gate.directory, exchange, gate.runtime.answer_of)
@@ -455,7 +455,7 @@ def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkey
 
 
 class Exchanging:
-    """Who is announced, as far as that is told."""
+    """An exchange as the directory sees it: the member that is announced."""
 
     version, alone = 1, False
     directory: tuple[str, ...] = ()
@@ -472,7 +472,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers look after their directory all the time."""
     monkeypatch.setattr(presence_module, "LOOK_AGAIN_S", 0.2)
     monkeypatch.setattr(presence_module, "ANNOUNCE_EVERY_S", 0.2)
-    monkeypatch.setattr(presence_module, "MOST_PAUSE_S", 1.0)
+    monkeypatch.setattr(presence_module, "MAX_PAUSE_S", 1.0)
 
 
 class Kept:
@@ -488,7 +488,7 @@ class Kept:
         )
 
     def finds(self, *names: str) -> bool:
-        return becomes(lambda: set(self.directory.lookup()) == set(names), 120.0)
+        return becomes(lambda: set(self.directory.lookup()) == set(names))
 
     def close(self) -> None:
         self.presence.stop()
@@ -503,13 +503,13 @@ def test_who_finds_nobody_in_the_directory_joins_it_later(caplog: pytest.LogCapt
         closing(Kept(Directory.start("run"), "a", "b", lambda: ())) as a,
         closing(Kept(Directory.start("run"), "b", "a", lambda: told)) as b,
     ):
-        assert becomes(lambda: "/tcp/1/" in caplog.text, 60.0)
+        assert becomes(lambda: "/tcp/1/" in caplog.text)
         assert set(b.directory.lookup()) <= {"b"}
         told[:] = a.directory.addresses
         assert b.finds("a", "b")
         assert a.finds("a", "b")
         with closing(Directory.start("run", b.directory.addresses)) as late:  # who asks the joiner finds all
-            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 60.0)
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"})
     said = [record for record in caplog.records if "/tcp/1/" in record.message]
     assert len(said) == 1
 
@@ -530,14 +530,14 @@ def test_a_directory_whose_p2pd_dies_comes_back(
         node, before = leader_of(a.directory), a.directory.addresses
         (p2pd,) = set(session(node)) - {node}
         os.kill(p2pd, signal.SIGKILL)
-        assert becomes(lambda: leader_of(a.directory) != node, 60.0)
-        assert becomes(lambda: a.exchange.directory not in ((), before), 120.0)
-        assert not session(node)
+        assert becomes(lambda: leader_of(a.directory) != node)
+        assert becomes(lambda: a.exchange.directory not in ((), before))
+        assert becomes(lambda: not session(node))
         at.update(a=a.exchange.directory)
         assert a.finds("a", "b")
         assert b.finds("a", "b")
         with closing(Directory.start("run", a.exchange.directory)) as late:
-            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 60.0)
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"})
     assert caplog.text.count("starting it again") == 1
     assert "Traceback" not in capfd.readouterr().err
 
@@ -585,4 +585,4 @@ def test_peers_find_the_run_through_who_joined_while_its_directory_was_silent(tm
         assert any("trying again later" in event["text"] for event in peers[1].events("warning"))
         addresses = json.loads(run_cli("status", door, "--json").stdout)["directory"]
         with closing(Directory.start("tiny", addresses)) as late:
-            assert becomes(lambda: set(late.lookup()) == {"a", "b"}, 120.0)
+            assert becomes(lambda: set(late.lookup()) == {"a", "b"})

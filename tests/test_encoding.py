@@ -16,7 +16,7 @@ from diloco.compress.floats import FloatCodec
 
 PARTS = 8
 CODEC = FloatCodec("fp32", torch.float32)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Bench:

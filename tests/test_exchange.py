@@ -21,7 +21,7 @@ from diloco.protocol.messages import FetchMean, Offered, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
 from tests.local import SITE, LocalPeer, LocalWorld
-from tests.peers import until
+from tests.peers import DEADLINE_S, until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.0}
 """Two of three go on without the third."""
@@ -126,7 +126,7 @@ def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
         world.run(exchange.on_state_offer(""))
     waiting = asyncio.run_coroutine_threadsafe(exchange.on_state_offer(""), world.loop)
     exchange.hold(line.state, line.commit)
-    assert waiting.result(10.0).digest == line.state.digest
+    assert waiting.result(DEADLINE_S).digest == line.state.digest
     assert not exchange.spare()  # somebody is about to copy it
     other = world.peers[1].peer
     assert world.run(other.exchange.on_state_offer(other.line.state.digest)).digest == other.line.state.digest
@@ -165,7 +165,7 @@ def test_routes_of_members_that_are_gone_are_forgotten(world: LocalWorld) -> Non
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "topk", "zstd": False}}], indirect=True)
 def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three contributions to each part of a gathered mean, two travel to each peer; all hold the same mean."""
+    """Two of three contributions to each part of a gathered mean travel to each peer; all hold the same mean."""
     sent: list[int] = []
     for peer in world.peers:
         link = peer.peer.exchange.link
@@ -354,7 +354,7 @@ def test_a_leaver_and_a_dead_peer_of_the_same_version_are_told_apart(world: Loca
     dead.peer.close()
     last = world.pool.submit(leaver.round, True)
     world.rounds(staying, 1)
-    assert [entry.peer for entry in last.result(10.0)[-1].commit.counted] == ["p0", "p1", "p2", "p4"]
+    assert [entry.peer for entry in last.result(DEADLINE_S)[-1].commit.counted] == ["p0", "p1", "p2", "p4"]
     for peer in staying:
         (view,) = (event for event in peer.told if event["kind"] == "view" and event["left"])
         assert view["left"] == [{"peer": "p3", "reason": "lost"}, {"peer": "p4", "reason": "left"}]
@@ -388,7 +388,7 @@ def test_who_leaves_and_is_not_in_the_group_is_counted_in_the_next_version(
     monkeypatch.setattr(coordinating, "in_turn", first_without)
     last = world.pool.submit(leaver.round, True)
     world.rounds(staying, 2)
-    last.result(10.0)
+    last.result(DEADLINE_S)
     leaver.leave()
     assert counted(leaver)[1:] == [["p0", "p1"], ["p0", "p1", "p2"]]
     assert [member.peer for member in leaver.commits[-1].view] == ["p0", "p1"]

@@ -160,7 +160,7 @@ def test_write_then_read(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_rounded_is_what_is_read_after_a_write(lanes: int) -> None:
-    """Of parameters of several dtypes in one fragment; fp32 is not copied."""
+    """One fragment has parameters of several dtypes; fp32 is not copied."""
     dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.float16, "d": torch.float64}
     parameters = {name: torch.empty(40, 33, dtype=dtype) for name, dtype in dtypes.items()}
     (whole,) = Layout.of([(name, (40, 33)) for name in dtypes], part_elements=1024).fragments

@@ -22,7 +22,7 @@ from diloco.data.order import block_at, own_seed
 from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
-from diloco.gossip.swaps import MOST_SERVED, Stage, Swap, Swaps
+from diloco.gossip.swaps import MAX_SERVED, Stage, Swap, Swaps
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.peer.schedule import Settling
 from diloco.protocol.messages import Acquaintance, Reply
@@ -221,9 +221,9 @@ def test_of_two_that_ask_each_other_one_leads(first: str) -> None:
 
 def test_what_was_served_is_remembered_for_so_many() -> None:
     swaps = Swaps("a")
-    for number in range(MOST_SERVED + 5):
+    for number in range(MAX_SERVED + 5):
         swaps.served(Swap(1, Member(f"p{number}", 1, "x:1"), False, Stage.WHOLE))
-    assert len(swaps._served) == MOST_SERVED
+    assert len(swaps._served) == MAX_SERVED
 
 
 # ---------------------------------------------------------------- whom a peer knows
@@ -299,7 +299,7 @@ def test_what_is_told_says_how_old_it_is() -> None:
 
 
 def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintances, "MOST_KNOWN", 10)
+    monkeypatch.setattr(acquaintances, "MAX_KNOWN", 10)
     known = Acquaintances(A)
     known.hear([word(B, 1)], 1000.0)
     known.hear([word(Member(f"p{number}", 1, "x:1"), 1, age_s=float(number)) for number in range(50)], 1000.0)
@@ -311,7 +311,7 @@ def test_the_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_final_average_ends_when_the_latest_three_were_close() -> None:
-    settling = Settling(tolerance=0.01, most_swaps=100)
+    settling = Settling(tolerance=0.01, max_swaps=100)
     assert settling.settled(0)
     assert not settling.settled(5)
     for peer, apart in (("b", 0.5), ("c", 0.001), ("d", 0.002), ("c", 0.003)):
@@ -325,7 +325,7 @@ def test_the_final_average_ends_when_the_latest_three_were_close() -> None:
 
 
 def test_the_final_average_goes_round() -> None:
-    settling = Settling(tolerance=0.01, most_swaps=3)
+    settling = Settling(tolerance=0.01, max_swaps=3)
     assert settling.met_least(["b", "c"]) == ["b", "c"]
     settling.swapped("b", 0.5)
     assert settling.met_least(["b", "c"]) == ["c"]

@@ -39,7 +39,7 @@ from tests.peers import KEYS, until
 
 FP32 = CodecSection(name="fp32", zstd=False)
 PARTS = 5
-"""Of 1024 elements, the last one shorter."""
+"""Parts of 1024 elements, the last one shorter."""
 
 
 @pytest.fixture(params=["grpc", "memory"])
@@ -95,7 +95,7 @@ def test_a_part_may_take_longer_than_nothing_may_come() -> None:
     try:
         a, b = world.peers
         a.step()
-        world.until(lambda: a.version == b.version == 1, "both have swapped", deadline_s=40.0)
+        world.until(lambda: a.version == b.version == 1, "both have swapped")
     finally:
         world.close()
 
@@ -276,7 +276,7 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
     other = c if victim is b else b
     before, trained = a.local, a.peer.line.trained.tokens
     victim.die()
-    world.until(lambda: a.events("skip"), "a gives it up", deadline_s=15.0)
+    world.until(lambda: a.events("skip"), "a gives it up")
     assert torch.equal(a.local, before)
     assert (a.version, a.peer.line.trained.tokens) == (0, trained)
     world.until(lambda: a.version == 1, "a swaps with the other")
@@ -338,7 +338,7 @@ def test_a_leader_killed_in_the_middle_costs_nothing(make: Callable[..., World])
     victim = until(reserved, "somebody waits for a's weights", 10.0)
     a.die()
     other = c if victim is b else b
-    world.until(lambda: not victim.peer.exchange.busy, "it gives up waiting", deadline_s=15.0)
+    world.until(lambda: not victim.peer.exchange.busy, "it gives up waiting")
     assert victim.events("skip")
     victim.step()
     world.until(lambda: victim.version == 1, "it swaps with the other", victim)
@@ -426,7 +426,7 @@ def test_what_does_not_belong_here_is_refused(stranger: Stranger) -> None:
     assert stranger.stream(weights(1.0), contract="0" * 64) is Reply.OTHER_CONTRACT
     assert stranger.stream(weights(1.0), kind=Kind.MEAN) is Reply.MALFORMED
     assert stranger.stream(weights(1.0), known=()) is Reply.MALFORMED
-    with pytest.raises(LinkRefused, match="at most 4096"):
+    with pytest.raises(LinkRefused, match="4097 known"):
         stranger.say(body=Greeting((stranger.word(),) * 4097, False))
     with pytest.raises(LinkRefused, match="spread is nan"):
         stranger.say(body=Greeting((stranger.word(spread=float("nan")),), False))

@@ -1,4 +1,4 @@
-"""How a peer finds the run that it is to join: it knocks at peers that are starting, gone, or of another run."""
+"""Joining a run through addresses where peers are starting, gone, or of another run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import pytest
 from torch import nn
 
 import diloco
-from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.base.errors import Interrupted, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.identity.keys import VARIABLE
-from diloco.observe.telemetry import Event
+from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
 from diloco.run.launch import knock
 from diloco.transport import runtime
 from diloco.transport.gate import Gate
 from diloco.transport.runtime import Runtime, StartingError
 from tests.local import NoDirectory
+from tests.peers import DEADLINE_S
 
 
 def contract(name: str = "joining") -> Contract:
@@ -72,7 +73,7 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     hello = Runtime._hello
 
     def slow(gate: Gate, run: str, warn: Callable[[str], None]) -> None:
-        assert gate.welcome is not None or may_go_on.wait(30.0)
+        assert gate.welcome is not None or may_go_on.wait(DEADLINE_S)
 
     def knocked(own: Runtime, address: str) -> Welcome:
         try:
@@ -86,10 +87,10 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     with ThreadPoolExecutor(1) as pool:
         founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4), Site())
         try:
-            joiner = diloco.join(served.get(timeout=30.0), nn.Linear(4, 4))
+            joiner = diloco.join(served.get(timeout=DEADLINE_S), nn.Linear(4, 4))
         finally:
             may_go_on.set()
-            founder = founding.result(30.0)
+            founder = founding.result(DEADLINE_S)
         assert joiner.digest == founder.digest
         joiner.close()
         founder.close()
@@ -102,7 +103,7 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
 
     def lookup(directory: NoDirectory) -> dict[str, Member]:
         looks.set()
-        assert ended.wait(30.0)
+        assert ended.wait(DEADLINE_S)
         return {}
 
     monkeypatch.setattr(NoDirectory, "lookup", lookup)
@@ -110,7 +111,7 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
     before = set(threading.enumerate())  # those of other tests
     run = diloco.found(contract(), nn.Linear(4, 4), Site())
     (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
-    assert looks.wait(30.0)
+    assert looks.wait(DEADLINE_S)
     monkeypatch.setattr(type(run._peer.exchange), "alone", True)  # whom it finds it is to tell of
     run.close()
     ended.set()
@@ -141,14 +142,14 @@ def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:
 
 def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "KNOCK_S", 0.5)
-    gate, heard = Gate(Site()), list[Event]()
+    gate, heard = Gate(Site()), list[Stamped]()
     try:
         with pytest.raises(UnreachableError, match="nobody answers"):
             knock("127.0.0.1:1", gate, heard.append, lambda: False)  # `stop`
-        assert [event["kind"] for event in heard] == ["reason"]  # once, and not for each knock
-        assert "nobody answers at 127.0.0.1:1" in heard[0]["text"]
+        assert [type(stamped.event) for stamped in heard] == [Remark]  # once, and not for each knock
+        assert "nobody answers at 127.0.0.1:1" in heard[0].event.text
         monkeypatch.setattr(runtime, "KNOCK_S", 60.0)
-        with pytest.raises(UnreachableError, match="nobody answers"):
+        with pytest.raises(Interrupted, match="nobody answers"):
             knock("127.0.0.1:1", gate, heard.append, lambda: True)
     finally:
         gate.close()

@@ -27,18 +27,19 @@ from diloco.compress import Codec, PayloadError, kernels
 from diloco.compress.binned import WHOLE_PART, BinnedCodec
 from diloco.compress.blocks import BlockCodec
 from diloco.compress.codec import magnitude
-from diloco.compress.dct import DctCodec
 from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.extra.dct import DctCodec
+from diloco.compress.extra.sign import SignCodec
 from diloco.compress.floats import FloatCodec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
-from diloco.compress.sign import SignCodec
 from diloco.compress.topk import DivideBy, TopKCodec, kept_of
 from diloco.kernels import build
 from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import Nesterov
 from diloco.outer.state import FragmentState
+from tests.peers import DEADLINE_S
 
 CODECS: list[BlockCodec] = [
     *(kind(block) for kind in (Int8Codec, Int4Codec, E3M0Codec) for block in (8, 64)),
@@ -86,7 +87,7 @@ def eager_afterwards() -> Iterator[None]:
 
 
 def outcome(codec: BlockCodec, values: Tensor, weight: float = 3.0, library: CDLL | None = None) -> Outcome:
-    """What comes of the values, with this library or without any."""
+    """Every result of the codec for the values, with this library or without any."""
     kernels.install(library)
     try:
         payload = codec.encode(values)
@@ -252,7 +253,7 @@ def bits_or_reason(work: Callable[[], Tensor]) -> bytes | str:
 
 
 def gathered(codec: Codec, terms: list[tuple[int, bytes]], elements: int) -> Gathered:
-    """What is made of the first payload, and of all."""
+    """Means of the first payload, and of all."""
 
     def folded() -> Tensor:
         total = gaussian(elements, 9)
@@ -323,7 +324,7 @@ def test_topk_of_any_length(topk: TopKCodec, elements: int, library: CDLL) -> No
 
 @each_topk
 def test_topk_of_sizes_that_differ_wildly(topk: TopKCodec, library: CDLL) -> None:
-    """What would lead a search astray: of each chunk other sizes, and steps between them that nobody guesses."""
+    """Values that would lead a search astray: of each chunk other sizes, and steps between them that nobody guesses."""
     noise = gaussian(2 * 4096)
     spread = noise * torch.exp2(torch.linspace(-90, 90, 2 * 4096))
     steps = torch.where(torch.arange(2 * 4096) % 7 == 0, 1e30, 1e-30) * noise.sign()
@@ -335,7 +336,7 @@ def test_topk_of_sizes_that_differ_wildly(topk: TopKCodec, library: CDLL) -> Non
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=40), density=st.floats(0.01, 1))
 def test_topk_of_any_values(values: list[float], density: float, library: CDLL) -> None:
-    """What is not finite is refused by what encodes the kept values."""
+    """A value that is not finite is refused by the codec of the kept values."""
     encoded(replace(small_topk, density=density), torch.tensor(values), library)
 
 
@@ -352,7 +353,7 @@ def test_of_values_as_large_as_each_other_the_first_are_sent(values: list[float]
 
 
 def test_c_gets_no_tensor_that_it_would_go_astray_with(library: CDLL) -> None:
-    """Of another dtype, too short, not contiguous, elsewhere; and no payload that is cut."""
+    """A tensor of another dtype, too short, not contiguous, or elsewhere; and no payload that is cut."""
     kernels.install(library)
     cut = kernels.Cut(100, 40, 10, 5)
     assert (cut.sent, cut.packed_bytes) == (25, 39)
@@ -428,7 +429,7 @@ def test_topk_refuses_the_same_bytes(topk: TopKCodec, seed: int, elements: int, 
 
 @pytest.mark.parametrize(("last", "refused"), [(902, False), (903, True), (904, True), (4095, True)])
 def test_no_index_is_beyond_the_short_chunk(last: int, refused: bool, library: CDLL) -> None:
-    """Of 903 values, behind a whole chunk: nothing is written there, for it is refused before."""
+    """903 values behind a whole chunk: nothing is written there, for it is refused before."""
     topk = TopKCodec(1e-6, FloatCodec("fp32", torch.float32))
     payload = (4095 | last << 12).to_bytes(3, "little") + torch.ones(2).numpy().tobytes()
     made = assert_same_gathered(topk, [(1, payload)], 4096 + 903, library)
@@ -461,8 +462,8 @@ def test_threads_share_topk(library: CDLL) -> None:
 
 def test_topk_chunks_too_large_for_a_kernel_are_not_asked_of_it(library: CDLL) -> None:
     kernels.install(library)
-    assert kernels.has_topk(kernels.Cut(10_000, kernels.WIDEST_CHUNK, 5, 5))
-    assert not kernels.has_topk(kernels.Cut(10_000, kernels.WIDEST_CHUNK + 1, 5, 5))
+    assert kernels.has_topk(kernels.Cut(10_000, kernels.MAX_CHUNK, 5, 5))
+    assert not kernels.has_topk(kernels.Cut(10_000, kernels.MAX_CHUNK + 1, 5, 5))
 
 
 # ---------------------------------------------------------------- error feedback
@@ -756,7 +757,7 @@ def test_the_first_peer_decides(
         return build.COMPILED
 
     def asked(_: int) -> str:
-        begin.wait(10.0)
+        begin.wait(DEADLINE_S)
         return build.compiled_codecs("auto")
 
     monkeypatch.setattr(build, "use_compiled", counted)

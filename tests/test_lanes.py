@@ -35,8 +35,8 @@ from diloco.exchange import engine
 from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
-from diloco.exchange.lane import Head, Lane
-from diloco.exchange.lanes import Door, FirstRank, RemoteLane
+from diloco.exchange.lane import Lane, LaneEvents
+from diloco.exchange.lanes import FirstRank, RankListener, RemoteLane
 from diloco.inner.workbench import Bench, Workbench
 from diloco.island import Island
 from diloco.island.bridge import Bridge
@@ -52,14 +52,14 @@ from diloco.protocol.streams import StateOffer
 from diloco.round import measure
 from diloco.run.follower import Follower
 from diloco.transport.runtime import Runtime
-from tests.peers import PeerProcess, ending, ranks_of, run_cli, tiny_contract
+from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree
 from tests.warm import run_ranks
 
 SHAPES = [("a.weight", (70, 100)), ("b.weight", (90, 101)), ("b.bias", (77,))]
 LAYOUT = Layout.of(SHAPES, part_elements=1024, groups=[["b.*"]])
 LANES = (1, 2, 3, 7, 40)
-"""Of 17 parts; 40 leave some ranks nothing."""
+"""Lanes for 17 parts; 40 leave some ranks nothing."""
 CPU = torch.device("cpu")
 
 
@@ -260,7 +260,7 @@ def test_an_island_steps_in_place_unless_told_otherwise(outer_step: str, ranks: 
 
 
 class Heard:
-    """What reaches the exchange of rank 0 from a lane on another rank."""
+    """Events that reach the exchange of rank 0 from a lane on another rank."""
 
     def __init__(self) -> None:
         self.failures: queue.Queue[BaseException] = queue.Queue()
@@ -289,26 +289,26 @@ class Blocked(Sequence[bytes]):
 def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.AbstractEventLoop]]:
     """The lane of rank 1, on a loop of its own, as rank 0 sees it; somebody else has called first."""
     key = secrets.token_bytes(32)
-    door = Door("127.0.0.1", key)
+    listener = RankListener("127.0.0.1", key)
     with ThreadPoolExecutor(1) as pool:
-        welcome = pool.submit(door.let_in, 1, 30.0)
+        welcome = pool.submit(listener.accept_ranks, 1, 30.0)
         with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
-            Client(("127.0.0.1", door.port), authkey=b"a guess")
-        with socket.create_connection(("127.0.0.1", door.port)):
+            Client(("127.0.0.1", listener.port), authkey=b"a guess")
+        with socket.create_connection(("127.0.0.1", listener.port)):
             pass
-        silent = socket.create_connection(("127.0.0.1", door.port))
-        with socket.create_connection(("127.0.0.1", door.port)) as probe:
+        silent = socket.create_connection(("127.0.0.1", listener.port))
+        with socket.create_connection(("127.0.0.1", listener.port)) as probe:
             probe.sendall(b"GET / HTTP/1.0\r\n\r\n")
             with suppress(ConnectionError):  # it is hung up on
                 while probe.recv(1024):
                     pass
         here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
-        first = FirstRank(("127.0.0.1", door.port), key, 1, lane, there.loop)
-        connections = welcome.result(30.0)
+        first = FirstRank(("127.0.0.1", listener.port), key, 1, lane, there.loop)
+        connections = welcome.result(DEADLINE_S)
         silent.close()
     heard = Heard()
-    remote = RemoteLane(connections[1], here.loop, cast(Head, heard), 1)
+    remote = RemoteLane(connections[1], here.loop, cast(LaneEvents, heard), 1)
     try:
         yield remote, heard, lane, first, here.loop
     finally:
@@ -322,19 +322,19 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.Ab
 def test_strangers_at_the_door_do_not_keep_the_ranks_out() -> None:
     with two_ranks() as (remote, _, _, _, loop):
         question = remote.chunk(7, StateChunk("0/anchor", 0, "no such state"))
-        assert asyncio.run_coroutine_threadsafe(question, loop).result(30.0) is None
+        assert asyncio.run_coroutine_threadsafe(question, loop).result(DEADLINE_S) is None
 
 
 @pytest.mark.slow(queued=False)
 def test_a_rank_that_never_calls_is_not_waited_for_for_ever() -> None:
     key = secrets.token_bytes(32)
-    door = Door("127.0.0.1", key)
+    listener = RankListener("127.0.0.1", key)
     with ThreadPoolExecutor(1) as pool:
-        welcome = pool.submit(door.let_in, 3, 5.0)
-        with Client(("127.0.0.1", door.port), authkey=key) as rank:
+        welcome = pool.submit(listener.accept_ranks, 3, 5.0)
+        with Client(("127.0.0.1", listener.port), authkey=key) as rank:
             rank.send(2)
             with pytest.raises(ResourceError, match="rank 1, 3 of this island did not call rank 0 within 5 s"):
-                welcome.result(30.0)
+                welcome.result(DEADLINE_S)
 
 
 class Unsayable:
@@ -347,7 +347,7 @@ class Unsayable:
     def __reduce__(self) -> Any:
         self.pickled.set()
         if self._waits:
-            assert self.may_end.wait(30.0)
+            assert self.may_end.wait(DEADLINE_S)
             return bytes, ()
         raise TypeError("this cannot be said")
 
@@ -356,12 +356,14 @@ def test_what_cannot_be_said_to_another_rank_ends_the_island_and_says_why() -> N
     with two_ranks() as (remote, heard, _, _, loop):
         question = asyncio.run_coroutine_threadsafe(remote.mean(cast(str, Unsayable())), loop)
         with pytest.raises(TypeError, match="this cannot be said"):
-            question.result(30.0)
-        assert "this cannot be said" in str(heard.failures.get(timeout=30.0))
+            question.result(DEADLINE_S)
+        assert "this cannot be said" in str(heard.failures.get(timeout=DEADLINE_S))
     with two_ranks() as (remote, heard, lane, _, loop):
         lane.take(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
         asyncio.run_coroutine_threadsafe(remote.contributed(), loop)
-        assert "rank 1 of this island failed: TypeError: this cannot be said" in str(heard.failures.get(timeout=30.0))
+        assert "rank 1 of this island failed: TypeError: this cannot be said" in str(
+            heard.failures.get(timeout=DEADLINE_S)
+        )
         with pytest.raises(TypeError):
             lane.copied()
 
@@ -373,13 +375,13 @@ def test_a_rank_that_goes_while_something_is_said_to_it_is_a_lost_rank(monkeypat
     with two_ranks() as (remote, heard, _, first, _):
         late = Unsayable(waits=True)
         remote.keep_mean("digest", cast(Sequence[bytes], [late]))
-        assert late.pickled.wait(30.0)
+        assert late.pickled.wait(DEADLINE_S)
         first.close()
-        assert "another rank of this island is gone" in str(heard.failures.get(timeout=30.0))
+        assert "another rank of this island is gone" in str(heard.failures.get(timeout=DEADLINE_S))
         late.may_end.set()
         for thread in threading.enumerate():
             if thread.name == "lane":
-                thread.join(30.0)
+                thread.join(DEADLINE_S)
     assert not unhandled
 
 
@@ -393,10 +395,10 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
             question.result(0.05)
         first.close()
         with pytest.raises(ResourceError, match="another rank of this island is gone"):
-            question.result(30.0)
-        assert isinstance(heard.failures.get(timeout=30.0), ResourceError)
+            question.result(DEADLINE_S)
+        assert isinstance(heard.failures.get(timeout=DEADLINE_S), ResourceError)
         with pytest.raises(ResourceError, match="gone"):
-            asyncio.run_coroutine_threadsafe(remote.mean("any"), loop).result(30.0)
+            asyncio.run_coroutine_threadsafe(remote.mean("any"), loop).result(DEADLINE_S)
         parts.may_end.set()
 
 
@@ -410,7 +412,7 @@ def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -
         asked = pool.submit(exchange.whole, Contribution(0, 1, 1, 1, 1, [b"", b""]))
         exchange.failed(ResourceError("the exchange failed"))
         with pytest.raises(ResourceError, match="the exchange failed"):
-            asked.result(30.0)
+            asked.result(DEADLINE_S)
         parts.may_end.set()
 
 
@@ -432,9 +434,9 @@ def test_how_fast_an_island_uploads_is_unknown_as_long_as_any_lane_has_not_measu
 def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
     with two_ranks() as (remote, heard, lane, _, _):
         remote.fill("0/anchor", 0, b"of a copy that was never begun")
-        assert "rank 1 of this island failed: KeyError" in str(heard.failures.get(timeout=30.0))
+        assert "rank 1 of this island failed: KeyError" in str(heard.failures.get(timeout=DEADLINE_S))
         lane.failed(PayloadError("of a task of its own"))
-        assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=30.0))
+        assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=DEADLINE_S))
         with pytest.raises(KeyError):
             lane.copied()
 
@@ -453,10 +455,10 @@ def test_a_state_that_still_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch)
             assert not asked.done(), asked.exception()
             time.sleep(0.05)
         remote.end_copy(7, [7])
-        assert asked.result(30.0).version == 7
+        assert asked.result(DEADLINE_S).version == 7
         asked = pool.submit(lane.copied)
         with pytest.raises(TimeoutError, match="the copied state did not come from rank 0 within"):
-            asked.result(30.0)
+            asked.result(DEADLINE_S)
 
 
 def state_of(lane: Lane) -> OuterState:
@@ -496,9 +498,9 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
         exchange.terms = exchange.machine = cast(Any, Mock())
         exchange.link = exchange._resync_from = cast(Any, None)
         never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)
-        assert began.wait(30.0)
+        assert began.wait(DEADLINE_S)
         never.cancel()
-        copied, _ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(30.0)
+        copied, _ = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop).result(DEADLINE_S)
         assert copied is state
         assert lane.copied().version == 3
         assert heard.failures.empty()

@@ -1,4 +1,4 @@
-"""What an island that lost a rank does when its ranks are started again: its ledger and last checkpoint decide."""
+"""Restart of an island that lost a rank: its ledger and last checkpoint decide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diloco.accounts.ledger import LEDGER, Opening, Standing, Totals, open_ledger
+from diloco.accounts.ledger import LEDGER, Opening, Position, Totals, open_ledger
 from diloco.base.clock import new_incarnation
 from diloco.base.errors import UsageError
 from diloco.base.types import Commit, Leases, Member
@@ -27,6 +27,7 @@ from diloco.config.site import NetworkSection, Site
 from diloco.island import elastic
 from diloco.island.elastic import SINCE, WELL_S
 from diloco.island.slices import whole_slices
+from diloco.observe.events import Listening, Stamped
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
 from diloco.storage.checkpoint import save
@@ -59,7 +60,7 @@ def written(
     """A life of `me` in the ledger of its folder, which begins at `version`."""
     ledger = open_ledger(directory, print)
     opening = Opening("me", incarnation, contract.run.name, contract.digest, "lineage", founds, resumed=version > 0)
-    ledger.opened(opening, json.loads(contract.to_json()), Standing(version, "", "state"), NOTHING)
+    ledger.opened(opening, json.loads(contract.to_json()), Position(version, "", "state"), NOTHING)
     for commit in commits:
         ledger.committed(commit, "state", True, NOTHING)
     ledger.close()
@@ -323,7 +324,7 @@ import logging, sys
 from pathlib import Path
 from diloco.island import elastic
 logging.basicConfig()
-elastic.RESTARTS = 1
+elastic.MAX_RESTARTS = 1
 elastic.monotonic_s = lambda: float(Path("clock").read_text())
 run_once = elastic.run_once
 elastic.run_once = lambda ranks, module, arguments, leave_s: run_once(ranks, "dies", arguments, leave_s)
@@ -465,7 +466,7 @@ def unroutable(*_: object) -> None:
 
 def test_a_card_that_cannot_be_written_ends_no_peer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "peer.json").mkdir()
-    event_card(tmp_path)({"kind": "listening", "address": "127.0.0.1:1", "ticket": "127.0.0.1:1/0123"})
+    event_card(tmp_path)(Stamped(0.0, 0.0, "a", Listening("127.0.0.1:1", "127.0.0.1:1/0123")))
     assert "peer.json" in caplog.text
 
 

@@ -55,7 +55,7 @@ class Disk:
     def close(self) -> None: ...
 
     def lose_power(self, kept_bytes: int = 0) -> Disk:
-        """What is there afterwards: all that was synced, and perhaps some of the rest."""
+        """The disk after a loss of power: all that was synced, and perhaps some of the rest."""
         return Disk(self.data[: max(len(self.durable), kept_bytes)])
 
 
@@ -252,5 +252,6 @@ def test_tokens_add_up_or_do_not() -> None:
 
 
 def test_the_simulator_can_load_it_without_torch() -> None:
-    code = "import diloco.accounts.ledger, diloco.accounts.chain, sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import diloco.accounts.ledger, diloco.accounts.chain, sys"
+    code += "; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ import diloco
 from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.site import PeerSection, Site
-from diloco.observe.telemetry import read_events
+from diloco.observe.event_log import read_lines
 from diloco.protocol.coordinating import Coordinating
 from diloco.run import library
 from diloco.run.library import AgreedRun
@@ -372,5 +372,5 @@ def test_a_loop_that_goes_on_when_the_run_is_over_and_leaves_twice(tmp_path: Pat
         run.leave()
     assert run.version == 2
     assert run._peer.journal.totals.discarded == 30
-    events = read_events(tmp_path / "events.jsonl")
+    events = read_lines(tmp_path / "events.jsonl")
     assert [event["version"] for event in events if event["kind"] == "version"] == [1, 2]

@@ -32,7 +32,7 @@ from diloco.transport.address import is_loopback, join_address, split_address
 from diloco.transport.grpc_link import GrpcLink, Server, serve, server_credentials
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.memory_link import MemoryNetwork
-from diloco.transport.pace import FEWEST_VERSIONS, MEASURED_S, Uplink
+from diloco.transport.pace import MEASURED_S, MIN_VERSIONS, Uplink
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
@@ -577,7 +577,7 @@ class Slow(Listener):
     def __init__(self) -> None:
         super().__init__()
         self.streams: list[int] = []
-        """How many parts came over each."""
+        """Number of parts that came over each stream."""
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
         self.headers.append(header)
@@ -596,10 +596,10 @@ def test_the_link_notices_how_fast_others_take_what_it_sends():
         address = await net.start(service)
         await net.link.send_parts(address, HEADER, stream(Part(99, b"connected")), 5.0)
         started = time.monotonic()
-        for version in range(1, 1 + FEWEST_VERSIONS):
+        for version in range(1, 1 + MIN_VERSIONS):
             assert net.link.send_bps == 0
             await net.link.send_parts(address, replace(HEADER, version=version), stream(*parts), 5.0)
-        bps = 8 * FEWEST_VERSIONS * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
+        bps = 8 * MIN_VERSIONS * sum(len(part.payload) for part in parts) / (time.monotonic() - started)
         assert 0.5 * bps < net.link.send_bps < 2 * bps
 
     parts = [Part(index, bytes(65_536)) for index in range(40)]
@@ -624,7 +624,7 @@ def test_a_sender_that_is_slow_itself_learns_nothing_of_its_link():
 
 
 def uplink_after(*versions: Sequence[float], limit_bps: float = 0.0) -> Uplink:
-    """That sent for these versions, in each as many kB in one sample of time after the other."""
+    """An uplink after these versions, in each as many kB in one sample of time after the other."""
     uplink = Uplink(limit_bps)
     for version, samples in enumerate(versions):
         uplink.begin(version)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.exchange.status import status_json
 from diloco.protocol import messages as m
-from diloco.protocol.admission import MOST_NAMES, WINDOW, Admission
-from diloco.protocol.electorate import MOST_EVICTED, Electorate
+from diloco.protocol.admission import MAX_NAMES, WINDOW, Admission
+from diloco.protocol.electorate import MAX_EVICTED, Electorate
 from diloco.protocol.lineage import goes_on, parted_at
 from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Reduction, covers, well_formed
@@ -372,10 +372,10 @@ def test_a_number_far_ahead_costs_no_memory() -> None:
 
 def test_names_are_forgotten_only_when_there_are_many() -> None:
     admission = Admission("run", "contract")
-    for number in range(MOST_NAMES):
+    for number in range(MAX_NAMES):
         admission.replayed(envelope(1, replace(B, peer=f"p{number}")))
     admission.forget(["p7"])
-    assert len(admission) == MOST_NAMES
+    assert len(admission) == MAX_NAMES
     admission.replayed(envelope(1, C))
     admission.forget(["p7"])
     assert len(admission) == 1
@@ -513,7 +513,7 @@ def test_an_eviction_is_of_one_life_of_a_peer(life: int, lineage: str, reply: m.
 
 def test_evictions_that_never_matter_are_forgotten_in_the_end() -> None:
     electorate = Electorate()
-    for life in range(MOST_EVICTED + 1):
+    for life in range(MAX_EVICTED + 1):
         electorate.evict("b", B.incarnation + life)
     electorate.stand([A, B])
     assert electorate.voters() == {"a", "b"}

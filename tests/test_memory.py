@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.base.memory import LEAST_BYTES, MOST_SPARE, empty_as
+from diloco.base.memory import MAX_SPARE, MIN_BYTES, empty_as
 
-ELEMENTS = LEAST_BYTES // 4 + 12_345  # a size that no other test has
+ELEMENTS = MIN_BYTES // 4 + 12_345  # a size that no other test has
 
 
 def test_what_is_let_go_is_lent_again() -> None:
@@ -53,10 +53,10 @@ def test_other_sizes_and_dtypes_get_their_own() -> None:
 
 def test_no_more_than_a_few_are_kept() -> None:
     like = torch.zeros(ELEMENTS + 2)
-    many = [empty_as(like) for _ in range(MOST_SPARE + 3)]
+    many = [empty_as(like) for _ in range(MAX_SPARE + 3)]
     places = {tensor.data_ptr() for tensor in many}
-    assert len(places) == MOST_SPARE + 3
+    assert len(places) == MAX_SPARE + 3
     del many
     from diloco.base.memory import _spare
 
-    assert len(_spare[like.nbytes]) == MOST_SPARE
+    assert len(_spare[like.nbytes]) == MAX_SPARE

@@ -19,6 +19,7 @@ from diloco.island import given_ranks
 from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
 from diloco.island.pipeline import SCHEDULES
 from diloco.island.stages import cut, home_of, layer_costs, stages_of
+from tests.peers import DEADLINE_S
 
 CONTRACT = Contract.model_validate(
     {
@@ -335,6 +336,6 @@ assert is_symm_mem_enabled_for_group(tp.get_group().group_name) and torch._induc
 @pytest.mark.slow
 def test_this_torch_has_what_asynchronous_tensor_parallelism_switches_on(tmp_path: Path) -> None:
     code = SYMMETRIC.format(tmp_path / "meeting")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
     assert run.returncode == 0, run.stderr
     assert "FutureWarning" not in run.stderr

@@ -1,4 +1,4 @@
-"""What is told of the hardware: arithmetic on known numbers, phases that add up to the steps, this process's memory."""
+"""Hardware figures: arithmetic on known numbers, phases that add up to the steps, this process's memory."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_experts_share_the_work_in_training(balance: str, how: dict[str, float])
     settings = InnerSection(batch_size=16, lr=4e-3, schedule="constant", warmup=0.0)
     inner = InnerLoop(build_model(section, 256, seed=0), settings, 1, CPU)
     order = torch.randperm(dataset.blocks_per_epoch, generator=torch.Generator().manual_seed(0))
-    for step in range(80):
+    for step in range(160):  # after 80 the balance still depends on the last bits of a machine
         inner.step(dataset.read(order[16 * step : 16 * step + 16].tolist()), 1)
     (imbalance,) = inner.expert_imbalance()
     assert 0 < imbalance < 1
@@ -189,7 +189,7 @@ def test_a_router_learns_who_is_good_at_what() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """How often each operation ran."""
+    """Counts the runs of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Counted(TorchDispatchMode):
 
 
 def operations(how: Any) -> tuple[Counter[str], list[torch.Tensor]]:
-    """Of one forward and backward pass, and its gradients."""
+    """Operations of one forward and backward pass, and its gradients."""
     model = build_model(SECTION.model_copy(update={"shared_experts": 1}), 32, seed=0)
     checkpoint_blocks(model, how)
     tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""What goes first, and how much is taken ahead of what is sent."""
+"""Order of the parts that are sent, and the number taken ahead."""
 
 from __future__ import annotations
 

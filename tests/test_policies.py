@@ -1,4 +1,4 @@
-"""Who may go on without whom, with real processes: a witness, `without_majority = "continue"`, a quorum."""
+"""Loss of peers under each policy, with real processes: a witness, `without_majority = "continue"`, a quorum."""
 
 from __future__ import annotations
 

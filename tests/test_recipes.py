@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from diloco.cli.main import app
 from diloco.config.load import load_contract, load_site
+from tests.peers import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "peers" / "launch"
@@ -44,7 +45,7 @@ class Started(NamedTuple):
 
 
 def dry_run(tmp_path: Path, command: Sequence[str], environment: Mapping[str, str]) -> list[Started]:
-    """What a shell command would start."""
+    """Processes that a shell command would start."""
     tmp_path.mkdir(exist_ok=True)
     for name, text in STAND_INS.items():
         path = tmp_path / name
@@ -52,7 +53,7 @@ def dry_run(tmp_path: Path, command: Sequence[str], environment: Mapping[str, st
         path.chmod(0o755)
     records = tmp_path / "records"
     path_and_records = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORDS": str(records)}
-    subprocess.run(command, cwd=ROOT, env={**path_and_records, **environment}, check=True, timeout=30)
+    subprocess.run(command, cwd=ROOT, env={**path_and_records, **environment}, check=True, timeout=DEADLINE_S)
     return [read_torchrun(line.split(SEPARATOR)[:-1]) for line in records.read_text().splitlines()]
 
 

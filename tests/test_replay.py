@@ -21,7 +21,7 @@ from diloco.outer.weighing import FINE
 from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun
-from tests.peers import PeerProcess, ending, run_cli, tiny_contract
+from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 from tests.test_audit import rewrite
 
 HERE = Path()
@@ -239,7 +239,7 @@ def test_real_peers_that_join_and_fall_behind_and_die(tmp_path: Path) -> None:
         victim.peer.line.state = OuterState(3, (replace(broken, anchor=broken.anchor * 2),))
         victim.peer.exchange.hold(victim.peer.line.state, victim.peer.line.commit)
         world.rounds(world.peers[:3], 2)  # p2's state is copied anew
-        world.pool.submit(late.enter).result(10.0)
+        world.pool.submit(late.enter).result(DEADLINE_S)
         world.rounds(world.peers, 2)
         world.peers[3].peer.close()  # no goodbye
         world.rounds(world.peers[:3], 2)

@@ -14,9 +14,9 @@ import pytest
 
 from diloco.base.errors import ResourceError, UsageError
 from diloco.observe import history, report
-from diloco.observe.history import MOST_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
+from diloco.observe.events import STEPS
+from diloco.observe.history import MAX_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
 from diloco.observe.report import Table, write_plot, write_report
-from diloco.observe.telemetry import STEPS
 from tests.helpers_events import (
     DYING,
     LATE,
@@ -29,6 +29,7 @@ from tests.helpers_events import (
     write_run,
 )
 
+pytestmark = pytest.mark.handmade_events
 HOSTILE = ("<script>alert(1)</script>", "$\\frac{a", "\u202eevil\x1b[31m", "_x\" onload='y'")
 
 
@@ -149,7 +150,7 @@ def test_when_a_contribution_was_on_its_way(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.flights == [Stay("a", 7.0, 10.0)]
     assert "sent, and counted at the dot" in text_of(page_of(tmp_path))
-    many = [flown | {"version": number, "t": float(number)} for number in range(MOST_FLIGHTS + 1)]
+    many = [flown | {"version": number, "t": float(number)} for number in range(MAX_FLIGHTS + 1)]
     write_events(tmp_path / "events.jsonl", many)
     assert read_run(tmp_path).flights == []
 
@@ -458,7 +459,7 @@ def test_whatever_a_field_holds_there_is_a_page(tmp_path: Path) -> None:
 
 
 def test_whatever_a_summary_holds_there_is_a_page(tmp_path: Path) -> None:
-    """What does not fit is as if it were not there."""
+    """A field that does not fit is as if it were not there."""
     whole = write_run(tmp_path, versions=1)
     (tmp_path / "summary.json").unlink()
     told = read_run(tmp_path).summary

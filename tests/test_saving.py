@@ -15,10 +15,12 @@ from torch import Tensor
 from diloco.base.errors import ResourceError
 from diloco.island import Island
 from diloco.island.slices import Slices, whole_slices
-from diloco.observe.telemetry import Event, Events
+from diloco.observe.event_log import EventLine, Events
+from diloco.observe.events import to_json
 from diloco.storage import checkpoint, saving
 from diloco.storage.checkpoint import load
 from diloco.storage.saving import Contents, Keeper, Saver, Written
+from tests.peers import DEADLINE_S
 
 
 class Disk:
@@ -28,7 +30,7 @@ class Disk:
         self.free = threading.Event()
 
     def save(self, *arguments: Any) -> Path:
-        assert self.free.wait(30.0)
+        assert self.free.wait(DEADLINE_S)
         return checkpoint.save(*arguments)
 
 
@@ -48,8 +50,8 @@ class Training:
         self.saver = Saver(Island(0, 1, torch.device("cpu")))
         self.weights, self.anchor = torch.zeros(1000), torch.zeros(1000)
         self.version = 0
-        self.seen: list[Event] = []
-        self.keeper = Keeper(Events(None, "a", [self.seen.append]), self.begin)
+        self.seen: list[EventLine] = []
+        self.keeper = Keeper(Events(None, "a", [lambda stamped: self.seen.append(to_json(stamped))]), self.begin)
 
     def contents(self) -> Contents:
         return {"outer": whole_slices({"0/anchor": self.anchor})}, {"version": self.version}
@@ -69,7 +71,7 @@ class Training:
     def last(self) -> Path:
         return self.keeper.last(self.version, self.contents)
 
-    def events(self, kind: str) -> list[Event]:
+    def events(self, kind: str) -> list[EventLine]:
         return [event for event in self.seen if event["kind"] == kind]
 
 

@@ -28,7 +28,7 @@ from diloco.outer.resync import adopt_state, drop_progress
 from diloco.outer.state import OuterState
 from diloco.outer.stepping import Ahead, Stepping
 from diloco.outer.weighing import Weighing
-from diloco.peer.schedule import LEAST_SHARE, Cadence, Finish, Stopwatch
+from diloco.peer.schedule import MIN_SHARE, Cadence, Finish, Stopwatch
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
 from diloco.round import measure, step_outer
@@ -60,7 +60,7 @@ def test_a_round_is_split_by_the_overlap_and_the_first_one_is_whole() -> None:
         (50.0, 100.0, 15, 5),
         (33.0, 100.0, 9, 5),  # floor(9.9)
         (12.0, 100.0, 3, 3),  # the exchange lasts as long as the round
-        (1.0, 1e300, int(30 * LEAST_SHARE), 1),  # whatever somebody claims
+        (1.0, 1e300, int(30 * MIN_SHARE), 1),  # whatever somebody claims
     ],
 )
 def test_a_slower_peer_does_fewer_steps(pace: float, fastest: float, steps: int, overlap: int) -> None:

@@ -1,4 +1,4 @@
-"""What may come from a peer and must not: refused, with a reason, and the state is as if that peer had been absent.
+"""Hostile input from a peer is refused with a reason, and the state is as if that peer had been absent.
 
 Single chunks, streams and messages are in test_link and test_wire, single payloads in test_compress, states in
 test_statesync. Here a whole peer is hostile, over real gRPC, and the others commit without it.
@@ -19,7 +19,7 @@ from diloco.base.types import Skip
 from diloco.compress import open_codec
 from diloco.config.contract import CodecSection
 from diloco.outer.average import BadTerm, fold
-from diloco.outer.outlier import FLOOR_RMS, outlier
+from diloco.outer.outlier import MIN_RMS, outlier
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Kind, Part
 from diloco.transport.grpc_link import GrpcLink, serve
@@ -44,8 +44,8 @@ RATIO = 100.0
         ([2.0, 9.0, 0.01, 0.01], 1),  # two of four lie: the lower median is honest, and the larger goes first
         ([0.0, 0.0, 0.5], None),  # the others did not train
         ([0.0, 0.01, 1.5], 2),
-        ([1e-9, 1e-9, 0.99 * RATIO * FLOOR_RMS], None),  # the others hardly moved: an honest step is no outlier
-        ([1e-9, 1e-9, 1.01 * RATIO * FLOOR_RMS], 2),
+        ([1e-9, 1e-9, 0.99 * RATIO * MIN_RMS], None),  # the others hardly moved: an honest step is no outlier
+        ([1e-9, 1e-9, 1.01 * RATIO * MIN_RMS], 2),
         ([float("inf"), 0.01, 0.01], 0),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import DilocoError, ResourceError, UsageError
-from diloco.simulate.local import SimulateOptions, _plan, _prepare, run_simulation
+from diloco.simulate.local.simulation import SimulateOptions, _plan, _prepare, run_simulation
 from tests.peers import tiny_contract
 
 

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from diloco.transport.sockets import SocketBytes, SocketCounter
+from tests.peers import DEADLINE_S
 
 
 def sample(counter: SocketCounter) -> SocketBytes:
@@ -129,7 +130,7 @@ def test_sockets_of_a_child_process_count_and_those_of_others_do_not() -> None:
                 left -= len(link.recv(1 << 16))
             assert moved(counter, before) == (200_000, 200_000)  # the child sent, this process received
             assert moved(SocketCounter(child.pid), SocketBytes(0, 0)) == (200_000, 0)
-    assert child.wait(10) == 0
+    assert child.wait(DEADLINE_S) == 0
 
 
 def test_watch_sees_connections_that_are_gone_at_the_end() -> None:
@@ -214,5 +215,5 @@ def test_gloo_all_reduce_of_known_size(tmp_path: os.PathLike[str]) -> None:
         assert 4 * ELEMENTS <= sent < 1.02 * 4 * ELEMENTS
         assert 4 * ELEMENTS <= received < 1.02 * 4 * ELEMENTS
     for process in ranks:
-        process.join(20)
+        process.join(DEADLINE_S)
         assert process.exitcode == 0

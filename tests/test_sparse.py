@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.compress import Codec, PayloadError, bundle, open_codec
-from diloco.compress.dct import DctCodec
-from diloco.compress.dct import _basis as basis
+from diloco.compress.extra.dct import DctCodec
+from diloco.compress.extra.dct import _basis as basis
+from diloco.compress.extra.lowrank import LowRankCodec
 from diloco.compress.floats import FloatCodec
-from diloco.compress.lowrank import LowRankCodec
 from diloco.compress.topk import CHUNK, TopKCodec, kept_of
 from diloco.config.contract import CodecSection
 
@@ -162,7 +162,8 @@ def kept_share(density: float) -> float:
 @pytest.mark.parametrize("name", ["topk", "dct"])
 @pytest.mark.parametrize("density", [0.03125, 0.125])
 def test_error_on_gaussian_values(name: str, density: float) -> None:
-    """What is dropped; two bits for what is kept add little. The cosine transform of noise is noise."""
+    """The error is the dropped values'; two bits for the kept ones add little. The cosine transform of noise is
+    noise."""
     values, dropped = gaussian(2**18), 1 - kept_share(density)
     assert relative_error(opened(name, values="fp16", density=density), values) ** 2 == pytest.approx(dropped, rel=0.01)
     coarse = relative_error(opened(name, values="two_bit", density=density), values) ** 2
@@ -177,7 +178,7 @@ def test_two_bits_keep_both_sizes() -> None:
 
 
 def test_dct_sends_a_slow_wave_in_a_few_numbers() -> None:
-    """What top-k among the values loses, and fp16 alone costs here."""
+    """Top-k among the values loses the wave; fp16 alone is the whole cost here."""
     grid = torch.arange(64) / 64
     wave = (torch.cos(3 * grid)[:, None] * torch.sin(2 * grid)[None, :] * 1e-2).flatten()
     assert relative_error(opened("dct", values="fp16"), wave) < 0.01

@@ -21,10 +21,10 @@ from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
 from diloco.exchange.statesync import (
-    FRUITLESS_PASSES,
     IDLE_S,
+    MAX_FRUITLESS_PASSES,
+    MAX_SNAPSHOTS,
     PAUSE_S,
-    SNAPSHOTS,
     STRIPE_BYTES,
     Backlog,
     Snapshots,
@@ -279,7 +279,7 @@ def test_when_nobody_delivers_the_copy_fails_and_says_how_far_it_came(
         with pytest.raises(StateError, match=f"{3 * STATE_CHUNK_BYTES} of {STATE_BYTES} bytes") as failed:
             await members.copy(start(2))
         assert "try again" in failed.value.fix
-        assert asked == 4 + FRUITLESS_PASSES
+        assert asked == 4 + MAX_FRUITLESS_PASSES
 
     asyncio.run(scenario())
 
@@ -386,9 +386,9 @@ def offered(snapshots: Snapshots, state: OuterState, now_s: float) -> int:
     return snapshots.offer(state, make_offer(state, None), now_s).version
 
 
-def backlog_of(versions: range, kept: int = 4, most_bytes: int = 0, read_version: int | None = None) -> Backlog:
+def backlog_of(versions: range, kept: int = 4, max_bytes: int = 0, read_version: int | None = None) -> Backlog:
     """These versions closed, with means of 10 bytes."""
-    backlog = Backlog(kept, most_bytes)
+    backlog = Backlog(kept, max_bytes)
     for version in versions:
         backlog.add(Closed(commit(version, ()), (bytes(4), bytes(6))), read_version)
     return backlog
@@ -408,7 +408,7 @@ def test_the_latest_commits_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_bytes", "read_version", "versions"),
+    ("max_bytes", "read_version", "versions"),
     [
         (1000, 2, [3, 4, 5, 6, 7, 8, 9]),  # all since the state that is being copied
         (60, 2, [4, 5, 6, 7, 8, 9]),  # as many as fit
@@ -418,9 +418,9 @@ def test_the_latest_commits_are_kept() -> None:
     ],
 )
 def test_commits_since_a_snapshot_are_kept_within_bounds(
-    most_bytes: int, read_version: int, versions: list[int]
+    max_bytes: int, read_version: int, versions: list[int]
 ) -> None:
-    assert kept(backlog_of(range(1, 10), 4, most_bytes, read_version)) == versions
+    assert kept(backlog_of(range(1, 10), 4, max_bytes, read_version)) == versions
 
 
 def test_when_the_copy_is_over_only_the_latest_commits_are_kept() -> None:
@@ -455,12 +455,12 @@ def test_a_snapshot_from_which_no_commits_lead_on_goes() -> None:
 
 def test_when_as_many_as_are_kept_are_being_read_a_newcomer_reads_along() -> None:
     """Memory is bounded however many joiners come, and nobody who reads is cut off."""
-    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10)), versions(SNAPSHOTS + 2)
-    assert [offered(snapshots, state, 0.0) for state in states[:SNAPSHOTS]] == list(range(SNAPSHOTS))
-    assert offered(snapshots, states[SNAPSHOTS], 1.0) == SNAPSHOTS - 1
-    assert all(snapshots.chunk(state.digest, 0, 1.0) for state in states[:SNAPSHOTS])
-    assert snapshots.chunk(states[SNAPSHOTS].digest, 0, 1.0) is None
-    assert offered(snapshots, states[SNAPSHOTS + 1], 2 * IDLE_S) == SNAPSHOTS + 1
+    snapshots, states = Snapshots(backlog_of(range(1, 10), kept=10)), versions(MAX_SNAPSHOTS + 2)
+    assert [offered(snapshots, state, 0.0) for state in states[:MAX_SNAPSHOTS]] == list(range(MAX_SNAPSHOTS))
+    assert offered(snapshots, states[MAX_SNAPSHOTS], 1.0) == MAX_SNAPSHOTS - 1
+    assert all(snapshots.chunk(state.digest, 0, 1.0) for state in states[:MAX_SNAPSHOTS])
+    assert snapshots.chunk(states[MAX_SNAPSHOTS].digest, 0, 1.0) is None
+    assert offered(snapshots, states[MAX_SNAPSHOTS + 1], 2 * IDLE_S) == MAX_SNAPSHOTS + 1
 
 
 def test_chunks_that_do_not_exist_are_not_there() -> None:
@@ -619,7 +619,7 @@ def test_what_a_version_counts_is_not_sent_again_by_who_could_not_apply_it(
 def test_who_diverged_takes_an_older_state_where_no_other_is_to_be_had(world: LocalWorld) -> None:
     """Joiners read as many snapshots of every member as it keeps, and what our state is worth the next version told."""
     victim = world.peers[2]
-    for _ in range(SNAPSHOTS):
+    for _ in range(MAX_SNAPSHOTS):
         world.rounds(world.peers, 1)
         for peer in world.peers:
             world.run(peer.peer.exchange.on_state_offer(""))

@@ -15,11 +15,12 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Member
 from diloco.exchange.statesync import IDLE_S
 from diloco.island import Island
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import to_json
 from diloco.run.trainer import Trainer
 from diloco.storage.checkpoint import Checkpoint, load
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
-from tests.peers import until
+from tests.peers import DEADLINE_S, until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
 """Two of three go on without the third."""
@@ -32,7 +33,10 @@ class LocalTrainer(LocalPeer):
         self.name, self.world, self.told = name, world, []
         self.address = f"{name}:1"
         gate = LocalGate(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
-        island, events = Island(0, 1, torch.device("cpu")), Events(None, name, [self.told.append])
+        island, events = (
+            Island(0, 1, torch.device("cpu")),
+            Events(None, name, [lambda stamped: self.told.append(to_json(stamped))]),
+        )
         folder = world.folder / name
         here = (name, world.contract, world.site, island, gate, events, folder, lambda: False, checkpoint)
         self.trainer = Trainer(*here)  # type: ignore[arg-type]
@@ -132,7 +136,7 @@ def test_whoever_copies_the_state_amid_a_round_does_not_lose_of_its_lease(world:
         after: list[Any] = []
         copier.before_it_offers(copy)
         copier.round()
-        assert [done.result(10.0) for done in after]
+        assert [done.result(DEADLINE_S) for done in after]
         assert copier.peer.exchange.in_view
         assert copier.reads_what_it_is_credited_for
     world.settle(world.peers)
@@ -180,7 +184,7 @@ def test_nothing_is_trained_that_no_version_can_count(world: Trainers) -> None:
     late.before_it_offers(finish)
     late.round()
     for peer, ended in zip(others, last, strict=True):
-        ended.result(10.0)
+        ended.result(DEADLINE_S)
         assert peer.peer.done
     assert late.peer.done
     assert [peer.peer.line.trained.tokens for peer in world.peers] == [0, 0, 0]
@@ -192,7 +196,7 @@ def test_with_nothing_left_to_train_nobody_skips_rounds_at_the_door(world: Train
     world.rounds(world.peers)
     for peer in world.peers:
         peer.peer.ending.last_version = 999  # all tokens are there
-    world.call(outside.peer.exchange.machine._be_born_again)
+    world.call(outside.peer.exchange.machine._new_incarnation)
     waiting = world.pool.submit(outside.round)
     until(lambda: world.rounds(others) and waiting.done(), "a version takes it in", 20.0)
     waiting.result()

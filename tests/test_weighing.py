@@ -1,4 +1,4 @@
-"""What contributions weigh, and of how large a step a version is: on paper; and Nesterov by shares of a step."""
+"""Weights of contributions and sizes of steps, on paper; and Nesterov by shares of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diloco.outer.weighing import FINE, Weighing
 
 
 def weighing(policy: str = "async", **outer: object) -> Weighing:
-    """Of rounds of 2 x 3 x 10 = 60 tokens."""
+    """Weighing for rounds of 2 x 3 x 10 = 60 tokens."""
     sections = {
         "run": {"name": "w", "total_tokens": 1000},
         "data": {"sequence_length": 10},

@@ -80,7 +80,7 @@ def _live(arguments: list[str], output: str, errors: str, cwd: str, environment:
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = ["diloco", *arguments]
-    from diloco.cli.main import main
+    from diloco.__main__ import main
 
     main()
 

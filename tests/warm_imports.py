@@ -1,10 +1,8 @@
-"""What the fork server imports (`tests.warm`): what a peer does."""
+"""Imports of the fork server (`tests.warm`): those of a peer."""
 
 import torch
 
-import diloco.cli.bench
 import diloco.cli.main
-import diloco.cli.plan
 import diloco.observe.report
 import diloco.observe.screen  # noqa: F401
 

@@ -1,1 +1,1 @@
-"""What each peer wrote down for ever (journal, ledger, recorded contributions), and audit and replay of it."""
+"""A peer's durable records (journal, ledger, recorded contributions), and audit and replay of them."""

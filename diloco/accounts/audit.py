@@ -25,14 +25,14 @@ from diloco.accounts.chain import Chain
 from diloco.accounts.ledger import LEDGER, Record, Scan, Totals, forged, read_ledger
 from diloco.base.errors import ConfigError, StateError, UsageError
 from diloco.base.types import Commit, Counted
-from diloco.observe.telemetry import readable_text
+from diloco.observe.readable import readable_text
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.protocol.leases import front
 from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
 
-LIVES_OF_A_PROCESS = 1000
+MAX_LIVES_OF_A_PROCESS = 1000
 """A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
 
 
@@ -44,7 +44,7 @@ class Finding:
     peer: str
     version: int
     line: int
-    """Of the peer's ledger, from 1; 0 where it is about more than one line."""
+    """Line of the peer's ledger, from 1; 0 where it is about more than one line."""
     text: str
 
 
@@ -58,10 +58,12 @@ class Life:
 
     @property
     def opening(self) -> Mapping[str, Any]:
+        """Fields of the record that opens this life."""
         return self.lines[0][1].fields
 
     @property
     def totals(self) -> Totals:
+        """Token totals at the end of this life."""
         return self.lines[-1][1].totals
 
     @property
@@ -103,7 +105,7 @@ class Fork:
 
 @dataclass
 class Audit:
-    """What was found."""
+    """Findings of an audit, with the numbers that it rests on."""
 
     peers: list[dict[str, Any]] = field(default_factory=list)
     versions: int = 0
@@ -117,6 +119,7 @@ class Audit:
 
     @property
     def clean(self) -> bool:
+        """True when no invariant is violated."""
         return not self.violations
 
     def tree(self) -> dict[str, Any]:
@@ -128,15 +131,14 @@ class Audit:
 
 
 def peer_folders(directories: Sequence[Path]) -> list[Path]:
-    """Folders with a ledger: those given, and the ones directly inside (of a simulation, say). Raises UsageError."""
+    """Folders with a ledger: those given, and the ones directly inside (of a simulation, say). Raises StateError."""
     found: list[Path] = []
     for directory in directories:
         inside = sorted(path.parent for path in directory.glob(f"*/{LEDGER}"))
         own = [directory] if (directory / LEDGER).is_file() else inside
         if not own:
-            raise UsageError(
-                f"no {LEDGER} in {directory}", "give folders of peers, or the --out folder of a simulation"
-            )
+            cause = f"no {LEDGER} in {directory.absolute()}"
+            raise StateError(cause, "give folders of peers, or the --out folder of a simulation")
         found += own
     return list(dict.fromkeys(found))
 
@@ -234,7 +236,7 @@ def audit(directories: Sequence[Path]) -> Audit:
 
 
 def examine(books: Sequence[Book], chain: Chain) -> Audit:
-    """What the ledgers say, wherever they are from; `chain` is theirs."""
+    """Audit of ledgers, wherever they are from; `chain` is built from their commits."""
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
     result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(books)]
     result.violations += [*_kept_and_counted(books, chain), *_lineage_findings(books, chain)]
@@ -373,10 +375,10 @@ def _first_after(stood: str, record: Record, chain: Chain) -> Commit | None:
 
 
 def _contribution(life: Life, stood: str, passed: Commit, chain: Chain) -> Counted | None:
-    """What a version counts of this very life, which the view before it knows."""
+    """Contribution of this very life that a version counts and that the view before it knows; None: there is none."""
     member = chain.commits[stood].member(life.peer)
     since = member.incarnation - life.opening["incarnation"] if member is not None else -1
-    if not 0 <= since < LIVES_OF_A_PROCESS:
+    if not 0 <= since < MAX_LIVES_OF_A_PROCESS:
         return None
     return next((entry for entry in passed.counted if entry.peer == life.peer), None)
 

@@ -1,5 +1,4 @@
-"""What a peer writes down while it lives: where its tokens went (always), its ledger and its contributions (with a
-folder)."""
+"""A peer's records while it lives: where its tokens went (always), its ledger and its contributions (with a folder)."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.accounts.ledger import Ledger, Opening, Standing, Totals, open_ledger
+from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger
 from diloco.accounts.recording import RECORDED, Recorder
 from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
 from diloco.config.contract import Contract
@@ -47,6 +46,7 @@ class Journal:
 
     @property
     def totals(self) -> Totals:
+        """Token totals of this life so far."""
         uncommitted = self.line.trained.tokens
         return Totals(self.trained_tokens, self.committed_tokens, self.discarded_tokens, uncommitted)
 
@@ -59,7 +59,7 @@ class Journal:
     def opened(self, contract: Contract) -> None:
         """The life begins here."""
         if self._ledger is not None:
-            self._ledger.opened(self.opening, json.loads(contract.to_json()), self._standing(), self.totals)
+            self._ledger.opened(self.opening, json.loads(contract.to_json()), self._position(), self.totals)
 
     def trained(self, tokens: int, blocks: int) -> None:
         """Inner steps were done."""
@@ -79,7 +79,7 @@ class Journal:
         self.committed_tokens += counted
         self.discarded_tokens += discarded
         if self._ledger is not None:
-            self._ledger.adopted(self._standing(), counted, discarded, self.totals)
+            self._ledger.adopted(self._position(), counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
         """The line has thrown progress away."""
@@ -98,9 +98,9 @@ class Journal:
             self._ledger.close()
             self._ledger = None
 
-    def _standing(self) -> Standing:
+    def _position(self) -> Position:
         commit, state = self.line.commit, self.line.state
-        return Standing(state.version, commit.digest if commit else "", state.digest)
+        return Position(state.version, commit.digest if commit else "", state.digest)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What one peer did, for ever: an append-only file that says which versions it applied and where its tokens went.
+"""The ledger: an append-only file of one peer that records which versions it applied and where its tokens went.
 
     <directory>/ledger.jsonl      one record per line: xxh3-64 of the JSON (16 digits), a blank, canonical JSON
 
@@ -54,9 +54,9 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
     "close": {"reason": str},
     "gap": {"dropped": int},
 }  # fmt: skip
-"""What a record of each kind has, beside its tokens."""
+"""Fields of each kind of record, beside its tokens."""
 _TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
-"""Of every field, also of one that older ledgers lack."""
+"""Type of every field, also of one that older ledgers lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a life begins: one process of a peer, from its start to its end."""
+    """Start of a life: one process of a peer, from its start to its end."""
 
     peer: str
     incarnation: int
@@ -92,12 +92,12 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Position:
     """A place in the chain."""
 
     version: int
     digest: str
-    """Of the commit that made it; empty before the founding."""
+    """Digest of the commit that made it; empty before the founding."""
     state: str
     """Digest of anchor and outer state (`OuterState.digest`)."""
 
@@ -112,6 +112,7 @@ class Record:
 
     @property
     def totals(self) -> Totals:
+        """Token totals of the life up to this record."""
         return Totals(**self.fields["tokens"])
 
     @property
@@ -143,7 +144,7 @@ def sealed_line(tree: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any] | None:
-    """What `sealed_line` wrote (without the line's end), or None for anything else."""
+    """Record in a line that `sealed_line` wrote (without the line's end), or None for anything else."""
     checksum, blank, data = line[:CHECKSUM_DIGITS], line[CHECKSUM_DIGITS : CHECKSUM_DIGITS + 1], line[17:]
     if blank != b" " or checksum != xxh3_64_hexdigest(data).encode():
         return None
@@ -156,11 +157,11 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What is in a ledger's bytes."""
+    """Content of a ledger's bytes."""
 
     records: tuple[Record, ...]
     whole_bytes: int
-    """Where the last whole record ends; what follows was being written when the peer or the machine died."""
+    """End of the last whole record; what follows was being written when the peer or the machine died."""
     torn_bytes: int
 
 
@@ -301,9 +302,9 @@ class Ledger:
             file.truncate(self._bytes)
             file.sync()
 
-    def opened(self, opening: Opening, contract: Mapping[str, Any], standing: Standing, totals: Totals) -> None:
+    def opened(self, opening: Opening, contract: Mapping[str, Any], position: Position, totals: Totals) -> None:
         """A life begins, at a checkpoint's version or at the model as it was built."""
-        fields = {"format": FORMAT, **asdict(opening), **asdict(standing), "contract": dict(contract)}
+        fields = {"format": FORMAT, **asdict(opening), **asdict(position), "contract": dict(contract)}
         self.write("open", fields, totals)
 
     def committed(self, commit: Commit, state_digest: str, own: bool, totals: Totals) -> None:
@@ -311,10 +312,10 @@ class Ledger:
         fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
-    def adopted(self, standing: Standing, counted: int, discarded: int, totals: Totals) -> None:
+    def adopted(self, position: Position, counted: int, discarded: int, totals: Totals) -> None:
         """A state was copied. Tokens of a contribution that others hold: `counted`, as a version says that was passed
         over; or `discarded`, and a version may count it."""
-        self.write("adopt", {**asdict(standing), "counted": counted, "discarded": discarded}, totals)
+        self.write("adopt", {**asdict(position), "counted": counted, "discarded": discarded}, totals)
 
     def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
         """Progress on the anchor of `version` was thrown away."""
@@ -379,31 +380,31 @@ def read_ledger(path: Path) -> Scan:
 
 
 def forged(path: Path, line: int, why: ValueError) -> StateError:
-    """What to say of a line that no peer writes, though its checksum is right."""
+    """Error for a line that no peer writes, though its checksum is right."""
     cause = f"ledger {path}: line {line} is no record of a peer: {why}"
     return StateError(cause[:400], "ask whoever sent it for the ledger as the peer wrote it, or leave it out")
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOff:
-    """Where a peer stood when its last life ended."""
+    """Position of a peer at the end of its last life."""
 
     peer: str
     contract_digest: str
     began_us: int
-    """When that life began (`new_incarnation`)."""
+    """Start of that life in microseconds (`new_incarnation`)."""
     version: int
     commit: Commit | None
     """The last that it applied in the run that it founded or joined last; None when it died before the first."""
 
     @property
     def others(self) -> tuple[Member, ...]:
-        """Who was in the run with it, as far as it knew."""
+        """The other members of the run, as far as this peer knew."""
         return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
 
 
 def left_off(records: Sequence[Record]) -> LeftOff | None:
-    """What the end of a ledger says; None when no life began. Raises ValueError for a last commit that is none."""
+    """Position at the end of a ledger; None when no life began. Raises ValueError for a malformed last commit."""
     opening: Mapping[str, Any] = {}
     last: Record | None = None
     version = 0

@@ -40,7 +40,7 @@ class Recorder:
     peer: str
     incarnation: int
     versions: int
-    """How many versions' contributions are kept; 0: all."""
+    """Versions whose contributions are kept; 0: all."""
     warn: Callable[[str], None]
 
     def keep(self, contribution: Contribution, fragment: Fragment, base: str) -> None:
@@ -92,7 +92,7 @@ class Recording:
     counted: Counted
     """As a commit counts it."""
     offset: int
-    """Of the first part, in the file."""
+    """Place of the first part in the file."""
     parts: tuple[tuple[int, str], ...]
     """Size in bytes and SHA-256 of each."""
 

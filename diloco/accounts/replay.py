@@ -28,7 +28,7 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.models import build_model
-from diloco.observe.telemetry import readable_text
+from diloco.observe.readable import readable_text
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment
 from diloco.outer.optimizers import open_outer
@@ -38,7 +38,7 @@ from diloco.storage.checkpoint import Checkpoint, load
 
 
 class Verdict(StrEnum):
-    """What came of one version."""
+    """Result of replaying one version."""
 
     REPRODUCED = "reproduced"
     """The same mean and the same state, bit for bit."""
@@ -78,6 +78,7 @@ class Replay:
         return not any(one.verdict is Verdict.MISMATCH for one in self.versions)
 
     def count(self, verdict: Verdict) -> int:
+        """Number of versions with this verdict."""
         return sum(one.verdict is verdict for one in self.versions)
 
     def tree(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ Shelf = Mapping[tuple[str, int, int], Sequence[Recording]]
 
 @dataclass(frozen=True)
 class Workshop:
-    """What versions are made with."""
+    """Tools that versions are made with."""
 
     chain: Chain
     shelf: Shelf

@@ -6,9 +6,9 @@ reason, see `diloco.base.types.Skip`, and never an exception through a training 
     DilocoError (1)
       UsageError (2)         ConfigError (10)      UnreachableError (11)   TicketError (12)
       StateError (13)        ResourceError (14)    EvictedError (15)       IncompatibleError (16)
-      QuorumLostError (17)   DataError (18)
+      DataError (18)         Interrupted (130)
 
-Codes 11, 14, 17 and 18 are worth a retry (elsewhere or later); the others are not.
+Codes 11, 14 and 18 are worth a retry (elsewhere or later); the others are not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UnreachableError(DilocoError):
 
 
 class TicketError(DilocoError):
-    """The address names another run or contract than the one that answered."""
+    """The run does not admit this peer: its secret is another, or the address names another contract."""
 
     exit_code = 12
 
@@ -76,13 +76,13 @@ class IncompatibleError(DilocoError):
     exit_code = 16
 
 
-class QuorumLostError(DilocoError):
-    """Too few peers can be reached to go on, and the contract says not to wait any longer."""
-
-    exit_code = 17
-
-
 class DataError(DilocoError):
     """The training data is missing, empty or malformed."""
 
     exit_code = 18
+
+
+class Interrupted(DilocoError):
+    """A signal stopped the program before there was anything to leave."""
+
+    exit_code = 130

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 """Smaller ones the allocator itself keeps."""
-MOST_SPARE = 5
-"""Of one size: anchor, two slots, a copy of the weights, and a residual."""
+MAX_SPARE = 5
+"""Freed buffers that are kept for each size: enough for anchor, two slots, a copy of the weights, and a residual."""
 
 _spare: dict[int, deque[np.ndarray]] = {}
 
@@ -33,9 +33,9 @@ def floats(elements: int) -> Tensor:
 
 def empty_as(flat: Tensor) -> Tensor:
     """A host tensor of the same shape and dtype that holds anything. Its memory is used again when no view is left."""
-    if flat.nbytes < LEAST_BYTES:
+    if flat.nbytes < MIN_BYTES:
         return torch.empty_like(flat)
-    spare = _spare.setdefault(flat.nbytes, deque(maxlen=MOST_SPARE))
+    spare = _spare.setdefault(flat.nbytes, deque(maxlen=MAX_SPARE))
     try:
         memory = spare.pop()
     except IndexError:

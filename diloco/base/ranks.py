@@ -1,4 +1,4 @@
-"""What the ranks of a peer say to each other; for one process alone, nothing."""
+"""Messages between the ranks of one peer; for a single process, a stand-in that sends nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 leads."""
+        """Number of this process within its island; rank 0 leads."""
 
     def announce(self, task: str, **details: object) -> None:
         """From the first: have the others do this, too. `details` are JSON values."""

@@ -9,10 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
+
+from diloco.base.bounds import MAX_TEXT, MinValue
+
+StateVersion = Annotated[int, MinValue(-1)]
+"""The version of a state; -1: none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ class Commit:
     fragment: int
     """The fragment whose anchor moves; -1 for a founding, which moves none."""
     view: tuple[Member, ...]
-    """Who is in the run from this version on, in order of admission."""
+    """Members of the run from this version on, in order of admission."""
     counted: tuple[Counted, ...]
     """In the order of summation; each counts in at least one part."""
     omitted: tuple[Omitted, ...]
@@ -113,7 +118,8 @@ class Commit:
     @cached_property
     def _bytes(self) -> bytes:
         """Made once, and sent to all: with 256 members they are 60 kB."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        tree = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(tree, default=_slots, sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
     def digest(self) -> str:
@@ -140,6 +146,11 @@ class Commit:
         if commit.to_bytes() != data:
             raise ValueError("not a commit in canonical form")
         return commit
+
+
+def _slots(record: Any) -> dict[str, Any]:
+    """The fields of a record within a commit. `asdict` copies all of them and takes three times as long."""
+    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def _commit(tree: dict[str, Any]) -> Commit:
@@ -193,14 +204,15 @@ def _flag(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str or len(value) > 256:
+    if type(value) is not str or len(value) > MAX_TEXT:
         raise ValueError(f"expected a short text, got {value!r}"[:100])
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one peer adds to a version: an encoded pseudo-gradient and what it stands for."""
+    """One peer's addition to a version: an encoded pseudo-gradient, and the fragment, base version and weight it is
+    for."""
 
     fragment: int
     base_version: int
@@ -230,7 +242,7 @@ class Skip:
 
 
 class Phase(StrEnum):
-    """What a peer is doing, for people."""
+    """A peer's present activity, as shown to people."""
 
     WAITING = "waiting"  # for the run to start
     JOINING = "joining"
@@ -244,7 +256,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a peer is; travels with its heartbeats."""
+    """A peer's position in the run: its phase, version and tokens. It travels with heartbeats."""
 
     phase: str = Phase.JOINING
     version: int = 0
@@ -260,5 +272,5 @@ class Progress:
     loss: float = 0.0
     """Training loss, mean over the last round (nats per token); 0 before the first."""
     wire_bytes_sent: int = 0
-    first_counted_version: int = -1
+    first_counted_version: StateVersion = -1
     """The version that counted its first contribution; -1 before."""

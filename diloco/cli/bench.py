@@ -14,6 +14,7 @@ import typer
 from diloco.base.columns import aligned
 from diloco.base.errors import UsageError
 from diloco.cli.plan import write_json
+from diloco.cli.stopping import raise_when_stopped
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
@@ -106,6 +107,7 @@ def scaling(
         _scaling_of_these(contract, here, seconds, json_file)
         return
     wanted = jobs(contract, here, _parse_ranks(ranks))
+    raise_when_stopped()  # the ranks that were started are ended
     with tempfile.TemporaryDirectory() as folder:
         found = list(compare(wanted, seconds, Path(folder)))
     weak_first = sorted(found, key=lambda row: row.scaling != "weak")
@@ -146,7 +148,7 @@ SCALING_HEADER = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", 
 
 
 def _scaling_row(scaling: str, measured: MeasuredSteps, efficiency: float | None) -> list[str]:
-    from diloco.observe.telemetry import readable_bytes, readable_flops, readable_share
+    from diloco.observe.readable import readable_bytes, readable_flops, readable_share
 
     mesh = " x ".join(f"{name} {size}" for name, size in measured.mesh.items()) or "one rank"
     share = "-" if efficiency is None else f"{100 * efficiency:.0f} %"

@@ -11,15 +11,18 @@ import typer
 
 from diloco.base.errors import UsageError
 
+commands = typer.Typer()
+
 EPILOG = (
     "Examples:  diloco plan scaling-10b   |   diloco plan --params 70B --nodes 16 --peers 4 --wan 10Gbit/s   |   "
-    "diloco plan configs/diloco-150m.toml --gpus-per-node 1 --wan 1Gbit/s --peers 4   |   diloco plan --bandwidth-table"
+    "diloco plan muloco --gpus-per-node 1 --wan 1Gbit/s --peers 4   |   diloco plan --bandwidth-table"
 )
-MODEL_HELP = "A preset (diloco config presets) or a contract (configs/*.toml), whose settings are taken."
+MODEL_HELP = "A preset (diloco config presets) or a contract (a file, or a shipped name), whose settings are taken."
 PARAMS_HELP = "Instead of a preset: so many parameters in a usual shape (70B). Beats a contract's model."
 TABLE_HELP = "Print the published table of bandwidth for a compute utilisation beside a simulated one."
 
 
+@commands.command(epilog=EPILOG)
 def plan(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     params: Annotated[str | None, typer.Option(help=PARAMS_HELP)] = None,

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import math
+from importlib import import_module
 
 import torch
 
 from diloco.compress.binned import DEFAULT_BLOCKS, BinnedCodec
 from diloco.compress.codec import Codec, PayloadError
-from diloco.compress.dct import DctCodec
 from diloco.compress.e3m0 import E3M0Codec
 from diloco.compress.floats import FloatCodec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
-from diloco.compress.lowrank import LowRankCodec
-from diloco.compress.sign import SignCodec
-from diloco.compress.topk import CHUNK, TopKCodec, kept_of
+from diloco.compress.topk import TopKCodec
 from diloco.compress.zstd import ZstdCodec
-from diloco.config.contract import GATHERED_CODECS, CodecChoice, CodecSection
+from diloco.config.contract import CodecChoice, CodecSection
 
 __all__ = ["Codec", "PayloadError", "open_codec", "open_codecs"]
 
-SMALLEST_BLOCK = 128
-"""Kept values that share a scale or a codebook, at least: a codebook of 64 bits costs half a bit for each of them."""
+_RARE = {"dct": "DctCodec", "lowrank": "LowRankCodec", "sign": "SignCodec"}
+"""Imported when a contract names one: the default path knows their names only."""
+_BLOCKS: dict[str, type[Int8Codec | Int4Codec | E3M0Codec]] = {"int8": Int8Codec, "int4": Int4Codec, "e3m0": E3M0Codec}
 _FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -36,7 +34,13 @@ def open_codec(section: CodecChoice) -> Codec:
     if section.name in _FLOATS:
         floats = FloatCodec(section.name, _FLOATS[section.name])
         return ZstdCodec(floats, floats.dtype.itemsize) if section.zstd else floats
-    codec = _open_gathered(section) if section.name in GATHERED_CODECS else _open_blocks(section)
+    codec: Codec
+    if section.name in _RARE:
+        codec = getattr(import_module(f"diloco.compress.extra.{section.name}"), _RARE[section.name]).opened(section)
+    elif section.name == "topk":
+        codec = TopKCodec.opened(section)
+    else:
+        codec = _open_blocks(section)
     return ZstdCodec(codec, planes=1) if section.zstd else codec
 
 
@@ -45,28 +49,5 @@ def _open_blocks(section: CodecChoice) -> Codec:
     bits = {**binned, "two_bit": 2}.get(section.name)
     if bits is not None:
         return BinnedCodec(section.block or DEFAULT_BLOCKS[bits], bits)
-    stochastic = section.rounding == "stochastic"
-    match section.name:
-        case "int8":
-            return Int8Codec(section.block or Int8Codec.block, stochastic)
-        case "int4":
-            return Int4Codec(section.block or Int4Codec.block, stochastic)
-        case "e3m0":
-            return E3M0Codec(section.block or E3M0Codec.block, stochastic)
-        case "sign":
-            return SignCodec(section.block or SignCodec.block)
-    raise AssertionError(section.name)
-
-
-def _open_gathered(section: CodecChoice) -> Codec:
-    if section.name == "lowrank":
-        return LowRankCodec(section.rank, section.columns)
-    kept_values = kept_of(CHUNK, section.density)
-    block = max(4 * math.ceil(kept_values / 4), SMALLEST_BLOCK)  # a chunk's; 2-bit codes fill their bytes
-    kept: dict[str, Codec] = {
-        "fp16": FloatCodec("fp16", torch.float16),
-        "int8": Int8Codec(block),
-        "two_bit": BinnedCodec(block, bits=2),
-    }
-    kind = DctCodec if section.name == "dct" else TopKCodec
-    return kind(section.density, kept[section.values], section.mean)
+    kind = _BLOCKS[section.name]
+    return kind(section.block or kind.block, section.rounding == "stochastic")

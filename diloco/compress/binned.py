@@ -38,6 +38,7 @@ class BinnedCodec(BlockCodec):
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
+        """Name of the compiled kernel."""
         return f"binned{self.bits}"
 
     @property

@@ -1,4 +1,4 @@
-"""What the codecs with blocks share: the payload's layout, packed codes, scales in bf16, exact sums, and dither.
+"""Base of the codecs with blocks: the payload's layout, packed codes, scales in bf16, exact sums, and dither.
 
 A *block* is a run of consecutive values with one *header* (a scale, or a codebook) of its own. A payload is all
 headers, then all codes; only the last block may be short. Encoding is the same bits on any CPU, so that `diloco replay`
@@ -18,9 +18,9 @@ from torch import Tensor
 from diloco.compress import kernels
 from diloco.compress.codec import Codec, PayloadError, check_size, from_bytes, saturated, to_bytes
 
-LARGEST_HEADER = 2.0**120
+MAX_HEADER = 2.0**120
 """Keeps 128 scales finite, so that no code, not even a hostile one, decodes to infinity."""
-SMALLEST_MAGNITUDE = 2.0**-100
+MIN_MAGNITUDE = 2.0**-100
 """A block whose largest absolute value is below is sent as zero: what is computed from it stays clear of subnormal
 numbers, which a CPU may be set to flush to zero."""
 TILE_ELEMENTS = 2**17
@@ -38,7 +38,7 @@ class BlockCodec(Codec):
     kernel: str
     """The compiled twin (`diloco.compress.kernels`)."""
     header_dtype = torch.bfloat16
-    largest_value = LARGEST_HEADER
+    max_value = MAX_HEADER
     """Values saturate there."""
     stochastic: bool = False
     """Round up or down by chance, so that the expected value is the value; else to nearest. The chance is a hash of
@@ -57,7 +57,7 @@ class BlockCodec(Codec):
     def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
         """Headers (rows, header_numbers) of `header_dtype` and codes (rows, columns) uint8 of one block per row.
 
-        `values`: fp32 up to `largest_value`. `dither`: numbers in [0, 1) of the same shape, if `stochastic`.
+        `values`: fp32 up to `max_value`. `dither`: numbers in [0, 1) of the same shape, if `stochastic`.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class BlockCodec(Codec):
 
     def encode(self, values: Tensor) -> bytes:
         compiled = kernels.encode(self.kernel, values, self.block, self.stochastic, self.max_bytes(values.numel()))
-        return compiled if compiled is not None else self._encode(saturated(values, self.largest_value))
+        return compiled if compiled is not None else self._encode(saturated(values, self.max_value))
 
     def decode_into(self, payload: bytes, out: Tensor) -> None:
         headers = self._checked_headers(payload, out.numel())
@@ -82,7 +82,7 @@ class BlockCodec(Codec):
         return super().fold(payload, weight, total) if squares is None else squares
 
     def max_bytes(self, elements: int) -> int:
-        """What every payload of so many values has."""
+        """Size of every payload of so many values."""
         return self._header_bytes(elements) + self._code_bytes(elements)
 
     def _encode(self, values: Tensor) -> bytes:
@@ -102,8 +102,8 @@ class BlockCodec(Codec):
         check_size(payload, self.max_bytes(elements))
         headers = from_bytes(payload[: self._header_bytes(elements)]).view(self.header_dtype).float()
         low, high = torch.aminmax(headers)
-        lowest = 0.0 if self.header_numbers == 1 else -LARGEST_HEADER
-        if not (low >= lowest and high <= LARGEST_HEADER):  # also when one is nan
+        lowest = 0.0 if self.header_numbers == 1 else -MAX_HEADER
+        if not (low >= lowest and high <= MAX_HEADER):  # also when one is nan
             raise PayloadError(f"{self.name} payload with a scale that is negative, too large or not a number")
         return headers
 
@@ -176,7 +176,7 @@ def magnitudes(values: Tensor) -> Tensor:
     abs then amax: six times faster in eager torch than `vector_norm(inf)`.
     """
     largest = values.abs().amax(dim=1, keepdim=True)
-    return largest.masked_fill_(largest < SMALLEST_MAGNITUDE, 0.0)
+    return largest.masked_fill_(largest < MIN_MAGNITUDE, 0.0)
 
 
 def rounded_up(scales: Tensor) -> Tensor:

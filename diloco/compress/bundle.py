@@ -44,7 +44,8 @@ def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
 
 
 def without(bundle: bytes, place: int) -> bytes:
-    """What to send to who has the payload at `place` itself: the table stays whole."""
+    """Bundle for the peer that already has the payload at `place`: that payload is left out, and the table stays
+    whole."""
     start, table = _table(bundle)
     first = start + sum(size for _, size in table[:place])
     return bundle[:first] + bundle[first + table[place][1] :]

@@ -1,4 +1,4 @@
-"""What every codec does, and what a payload that is none of ours raises.
+"""Interface of every codec, and the error that a malformed payload raises.
 
 Bytes come from peers and are hostile until decoded: sizes are compared with what the contract implies before
 anything of that size is allocated, and no value that is not finite gets through. Fields are little-endian, as the
@@ -24,7 +24,7 @@ class PayloadError(ValueError):
 
 
 class Codec(ABC):
-    """How the values of one part become bytes and come back."""
+    """Encoding of the values of one part as bytes, and back."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class Codec(ABC):
         return squares
 
     def squares(self, payload: bytes, elements: int) -> float:
-        """What `fold` returns, and nothing else. Raises PayloadError."""
+        """Sum of squares as `fold` returns it, without folding. Raises PayloadError."""
         values = self.decode(payload, elements)
         return float(torch.dot(values, values))
 

@@ -58,7 +58,7 @@ class Encoded(Sequence[bytes]):
         self._asked: deque[int] = deque()
         self._lock = Lock()
         self._made: dict[int, Future[bytes]] = {}
-        """Of the parts that are not empty."""
+        """Encoded parts that are not empty."""
 
     def add(self, part: int, codec: Codec, values: Callable[[], Tensor]) -> None:
         """One more piece, for which `make_one` is to be called once more. None after anybody asked for a part."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.compress.blocks import LARGEST_HEADER, BlockCodec, magnitudes, quotients, rounded_up
+from diloco.compress.blocks import MAX_HEADER, BlockCodec, magnitudes, quotients, rounded_up
 
-LARGEST_CODE = 7
+MAX_CODE = 7
 ZERO = 8
-"""What is added to a code, so that it is stored without a sign."""
+"""Offset that is added to a code, so that it is stored without a sign."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Int4Codec(BlockCodec):
     stochastic: bool = False
     bits = 4
     kernel = "int4"
-    largest_value = LARGEST_CODE * LARGEST_HEADER
+    max_value = MAX_CODE * MAX_HEADER
 
     def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
-        scales = rounded_up(magnitudes(values) / LARGEST_CODE)
+        scales = rounded_up(magnitudes(values) / MAX_CODE)
         codes = quotients(values, scales)
-        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-MAX_CODE, MAX_CODE)
         return scales, codes.add_(ZERO).to(torch.uint8)
 
     def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:

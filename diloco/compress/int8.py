@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diloco.compress.blocks import LARGEST_HEADER, BlockCodec, quotients
+from diloco.compress.blocks import MAX_HEADER, BlockCodec, quotients
 
-LARGEST_CODE = 127
-SMALLEST_SCALE = 2.0**-126
+MAX_CODE = 127
+MIN_SCALE = 2.0**-126
 """Smallest normal fp32. A block that needs less (values below 1.5e-36) is sent as zero: below it the quotient
 value / scale may leave the range of a code, and CPUs may be set to flush to zero."""
 
@@ -28,13 +28,13 @@ class Int8Codec(BlockCodec):
     bits = 8
     kernel = "int8"
     header_dtype = torch.float32
-    largest_value = LARGEST_CODE * LARGEST_HEADER
+    max_value = MAX_CODE * MAX_HEADER
 
     def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
-        scales = values.abs().amax(dim=1, keepdim=True) / LARGEST_CODE
-        scales.masked_fill_(scales < SMALLEST_SCALE, 0.0)
+        scales = values.abs().amax(dim=1, keepdim=True) / MAX_CODE
+        scales.masked_fill_(scales < MIN_SCALE, 0.0)
         codes = quotients(values, scales)
-        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-MAX_CODE, MAX_CODE)
         return scales, codes.to(torch.int8).view(torch.uint8)
 
     def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from diloco.base.memory import floats
 
-MOST_PACKED = 1024
-"""Values of a block of codes below 8 bits, at most (`CHUNK` in kernels.c)."""
-WIDEST_CHUNK = 4096
-"""Values of a chunk of top-k, at most (`WIDEST` in kernels.c)."""
+MAX_PACKED = 1024
+"""Values of a block of codes below 8 bits, at most (`MAX_PACKED` in kernels.c)."""
+MAX_CHUNK = 4096
+"""Values of a chunk of top-k, at most (`MAX_CHUNK` in kernels.c)."""
 NAMES = ("int8", "int4", "e3m0", "sign", "binned8", "binned4", "binned2")
 
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
@@ -36,11 +36,12 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
 
 _library: ctypes.CDLL | None = None
 _here: ContextVar[ctypes.CDLL | None] = ContextVar("kernels")
-"""What a thread uses instead, where it has said so."""
+"""Library that replaces the installed one on this thread, within `using`."""
 
 
 class Cut(NamedTuple):
-    """How top-k cuts a part of `elements` values into chunks, and how many it sends of each, and of the short last."""
+    """Chunks of a part of `elements` values under top-k: values in each, values sent of each, and of the short last
+    one."""
 
     elements: int
     chunk: int
@@ -54,7 +55,7 @@ class Cut(NamedTuple):
 
     @property
     def packed_bytes(self) -> int:
-        """Of their indices: two in three bytes."""
+        """Bytes of the indices: two in three bytes."""
         return 3 * math.ceil(self.sent / 2)
 
 
@@ -79,7 +80,7 @@ def using(library: ctypes.CDLL | None) -> Iterator[None]:
 
 
 def installed() -> ctypes.CDLL | None:
-    """What this thread uses: what `install` was given last, unless it is within `using`."""
+    """Library that this thread uses: the one given to `install` last, unless it is within `using`."""
     return _here.get(_library)
 
 
@@ -176,7 +177,7 @@ def nesterov(
 
 def has_topk(cut: Cut) -> bool:
     """Whether what follows is here for such chunks; it must not be called otherwise."""
-    return installed() is not None and cut.chunk <= WIDEST_CHUNK
+    return installed() is not None and cut.chunk <= MAX_CHUNK
 
 
 def topk_select(values: Tensor, cut: Cut) -> tuple[bytes, Tensor]:
@@ -230,9 +231,9 @@ def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None,
 def _for_topk(
     cut: Cut, whole: Tensor | None, payloads: Sequence[bytes] = (), sent: Sequence[Tensor] = ()
 ) -> ctypes.CDLL:
-    """What to call with these, `whole` of all values of the part. Raises TypeError where C would go astray."""
+    """Library to call with these arguments; `whole` is the part's size. Raises TypeError where C would go astray."""
     library = installed()
-    if library is None or cut.chunk > WIDEST_CHUNK:
+    if library is None or cut.chunk > MAX_CHUNK:
         raise TypeError(f"no kernels for chunks of {cut.chunk} values")
     plain = (whole is None or _is_plain(whole, cut.elements)) and all(_is_plain(one, cut.sent) for one in sent)
     if not plain or any(len(payload) < cut.packed_bytes for payload in payloads):
@@ -241,11 +242,11 @@ def _for_topk(
 
 
 def _suits(name: str, block: int, values: Tensor) -> bool:
-    fits = block <= MOST_PACKED or name in ("int8", "binned8")
+    fits = block <= MAX_PACKED or name in ("int8", "binned8")
     return fits and _is_plain(values, values.numel())
 
 
 def _is_plain(values: Tensor, elements: int) -> bool:
-    """What C can be given."""
+    """The tensor is one that C can read: fp32, contiguous, on the CPU, of this many elements."""
     plain = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
     return plain and values.numel() == elements

@@ -28,17 +28,23 @@ import torch
 from torch import Tensor
 
 from diloco.compress import kernels
+from diloco.compress.binned import BinnedCodec
 from diloco.compress.codec import Codec, PayloadError, check_size
+from diloco.compress.floats import FloatCodec
+from diloco.compress.int8 import Int8Codec
+from diloco.config.contract import CodecChoice
 
 CHUNK = 4096
 INDEX_BITS = 12
+MIN_BLOCK = 128
+"""Kept values that share a scale or a codebook, at least: a codebook of 64 bits costs half a bit for each of them."""
 
 DivideBy = Literal["senders", "all"]
-"""Whose weights a mean is divided by: of those who sent the value (not zero once decoded), or of all."""
+"""Weights that a mean is divided by: of those who sent the value (not zero once decoded), or of all."""
 
 
 def kept_of(chunk: int, density: float) -> int:
-    """How many values of a chunk are sent."""
+    """Number of values of a chunk that are sent."""
     return max(1, round(density * chunk))
 
 
@@ -50,6 +56,17 @@ class TopKCodec(Codec):
     kept: Codec
     divide_by: DivideBy = "senders"
     chunk: int = CHUNK
+
+    @classmethod
+    def opened(cls, section: CodecChoice) -> TopKCodec:
+        """The codec that a contract asks for."""
+        block = max(4 * math.ceil(kept_of(CHUNK, section.density) / 4), MIN_BLOCK)  # 2-bit codes fill their bytes
+        kept: dict[str, Codec] = {
+            "fp16": FloatCodec("fp16", torch.float16),
+            "int8": Int8Codec(block),
+            "two_bit": BinnedCodec(block, bits=2),
+        }
+        return cls(section.density, kept[section.values], section.mean)
 
     @property
     def name(self) -> str:
@@ -110,7 +127,7 @@ class TopKCodec(Codec):
         out.div_(divisor).nan_to_num_()  # 0 / 0 where nobody sent anything
 
     def _coordinates(self, values: Tensor) -> Tensor:
-        """What the largest are sought among: (elements,) fp32."""
+        """Values among which the largest are sought: (elements,) fp32."""
         return values
 
     def _restore(self, coordinates: Tensor) -> None:

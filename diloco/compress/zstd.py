@@ -17,7 +17,7 @@ from torch import Tensor
 from diloco.compress.codec import Codec, PayloadError, check_size
 
 LEVEL = 1
-SMALLEST_WINDOW_BYTES = 1024
+MIN_WINDOW_BYTES = 1024
 WORTHWHILE = 0.98
 """Share of the size that a frame must stay below: 2 % of the bytes are sent in the time that zstd takes for them at
 about 20 Gb/s."""
@@ -71,7 +71,7 @@ class ZstdCodec(Codec):
         return _join(_decompress(rest, self.inner.max_bytes(elements)), self.planes)
 
     def max_bytes(self, elements: int) -> int:
-        """What does not compress grows by one byte."""
+        """Size of the inner payload and one byte more: a payload that does not compress is sent as it is."""
         return 1 + self.inner.max_bytes(elements)
 
 
@@ -83,7 +83,7 @@ def _decompress(payload: bytes, raw_bytes: int) -> bytes:
     """
     try:
         header = zstandard.get_frame_parameters(payload)
-        if header.content_size != raw_bytes or header.window_size > max(raw_bytes, SMALLEST_WINDOW_BYTES):
+        if header.content_size != raw_bytes or header.window_size > max(raw_bytes, MIN_WINDOW_BYTES):
             raise PayloadError(f"zstd frame of {header.content_size} bytes, expected {raw_bytes}")
         raw = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -26,6 +26,7 @@ from diloco.config.section import (
     PositiveSeconds,
     Seconds,
     Section,
+    Tokens,
 )
 
 CONTRACT_VERSION = 1
@@ -44,16 +45,20 @@ LEASE_ROUNDS = 3
 
 
 class RunSection(Section):
+    """The run as a whole: its name, seed and length."""
+
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
     """Name of the run: lower-case letters, digits, dot, dash, underscore."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data."""
-    total_tokens: PositiveInt
-    """The run ends at the first version with at least this many committed tokens."""
+    total_tokens: Tokens
+    """The run ends at the first version with at least this many committed tokens; `"50M"` is 50 million."""
     contract_version: int = CONTRACT_VERSION
 
 
 class MembershipSection(Section):
+    """Joining, leaving, and the rule by which versions close."""
+
     start_peers: PositiveInt = 1
     """The run starts when this many peers are there; under `gossip` after `timeouts.join_s` in any case."""
     policy: Literal["sync", "quorum", "async", "gossip"] = "sync"
@@ -81,16 +86,18 @@ class MembershipSection(Section):
     """`cut`: a peer for which most others wait ends its inner steps early and contributes what it has; a peer that was
     stopped for a while so keeps nobody waiting. Goes with `outer.weighting = "tokens"`."""
     match_deadline_s: PositiveSeconds = 120.0
-    """How long half of the live members, when they are ready, wait for a slower one before the version closes without
-    it; fewer than half wait four times as long."""
+    """Seconds that half of the live members, when they are ready, wait for a slower one before the version closes
+    without it; fewer than half wait four times as long."""
     round_deadline_s: PositiveSeconds = 300.0
     """After this long a round is skipped: the peer trains on and keeps its progress."""
     backlog_versions: Annotated[int, Field(ge=1)] = 4
-    """How many committed means each member keeps for peers that fell behind; more, up to the size of one state, while
-    somebody copies the state."""
+    """Number of committed means that each member keeps for peers that fell behind; more, up to the size of one
+    state, while somebody copies the state."""
 
 
 class DataSection(Section):
+    """Training data: source, files and blocks."""
+
     source: Literal["stdlib", "text", "shards", "hf"] = "stdlib"
     """`stdlib`: the Python standard library's source text; `text`: text or JSONL files; `shards`: packed tokens
     (`diloco data pack`); `hf`: a `datasets` source."""
@@ -100,7 +107,7 @@ class DataSection(Section):
     """The field of a JSONL or `datasets` record that holds the text."""
     tokenizer: str = "bytes"
     """`bytes` (256 tokens), or a local Hugging Face tokenizer folder (extra `hf`)."""
-    sequence_length: PositiveInt = 128
+    sequence_length: Tokens = 128
     """Tokens in one block, which is one training sequence."""
     holdout: Annotated[float, Field(gt=0, le=0.5)] = 0.02
     """Share of the files (or of the tokens of one file) kept out of training for evaluation."""
@@ -108,10 +115,12 @@ class DataSection(Section):
 
 FFN_MULTIPLE = 32
 EXPERT_MULTIPLE = 8
-"""Of an expert's width: grouped products want rows of 16 bytes."""
+"""An expert's width is a multiple of this: grouped products want rows of 16 bytes."""
 
 
 class ModelSection(Section):
+    """The model's kind and sizes."""
+
     kind: Literal["transformer", "hf", "external"] = "transformer"
     """`transformer`: ours; `hf`: a causal LM from a local Hugging Face config; `external`: the library caller's."""
     preset: str | None = None
@@ -139,8 +148,8 @@ class ModelSection(Section):
     expert_dim: PositiveInt | None = None
     """Width of one expert, a multiple of 8; `ffn_dim` over the experts that a token takes, when not given."""
     balance: Literal["bias", "loss"] = "bias"
-    """How experts are kept equally busy: a bias in the choice that moves by the sign of the load error, without an
-    auxiliary loss (DeepSeek-V3), or the auxiliary loss of Switch."""
+    """Method that keeps experts equally busy: a bias in the choice that moves by the sign of the load error, without
+    an auxiliary loss (DeepSeek-V3), or the auxiliary loss of Switch."""
     balance_rate: NonNegativeFloat = 0.001
     """For `bias`: how far it moves in an inner step."""
     balance_loss: NonNegativeFloat = 0.01
@@ -186,11 +195,13 @@ class ModelSection(Section):
 
 
 class InnerSection(Section):
+    """Inner steps: their number per round, the optimizer and its schedule."""
+
     steps: PositiveInt = 50
     """H: inner steps between two syncs of the same parameter."""
     sized_by: Literal["contract", "speed"] = "contract"
-    """How many of them a peer does. `contract`: H; `speed`: the fastest peer H, any other as many as it can meanwhile
-    (DyLU, arXiv 2401.09135), H / 16 at least. Goes with `outer.weighting = "tokens"`."""
+    """Rule for a peer's number of inner steps per round. `contract`: H; `speed`: the fastest peer H, any other as
+    many as it can meanwhile (DyLU, arXiv 2401.09135), H / 16 at least. Goes with `outer.weighting = "tokens"`."""
     comm_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a round that its exchange may take, beyond the steps that overlap with it (`sync.overlap`): where it
     takes more, peers do more steps than H, up to `most_steps`. 0: H, whatever it takes."""
@@ -208,7 +219,7 @@ class InnerSection(Section):
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """`muon`: matrices inside layers by Muon (needs torch 2.9), all else by AdamW."""
+    """`muon`: matrices inside layers by Muon, all else by AdamW."""
     muon_lr: PositiveFloat = 0.02
     """For `muon`: the learning rate of its matrices, scheduled as `lr` is, which AdamW takes for all else."""
     muon_momentum: Fraction = 0.95
@@ -226,6 +237,7 @@ class InnerSection(Section):
 
     @property
     def sequences_per_step(self) -> int:
+        """Sequences of one inner step."""
         return self.batch_size * self.accumulation
 
 
@@ -234,6 +246,8 @@ SHARED_OPTIMIZERS = ("nesterov", "sgd")
 
 
 class OuterSection(Section):
+    """The outer step: optimizer, averaging and weights."""
+
     optimizer: Literal["nesterov", "delayed_nesterov", "buffered_nesterov", "sgd", "adam"] = "nesterov"
     lr: PositiveFloat = 0.7
     momentum: Fraction = 0.9
@@ -274,7 +288,7 @@ READ_BY = {
 """Codecs that read a key; any other takes its default only."""
 
 CODE_BITS = {"int8": 8, "int4": 4, "e3m0": 4, "two_bit": 2, "sign": 1}
-"""Of the codecs with blocks."""
+"""Bits per value of the codecs with blocks."""
 
 
 class CodecChoice(Section):
@@ -294,9 +308,10 @@ class CodecChoice(Section):
     density: Annotated[float, Field(gt=0, le=1)] = 0.03125
     """Share of the values that are sent (`topk`, `dct`): the largest of every 4096."""
     values: Literal["fp16", "int8", "two_bit"] = "two_bit"
-    """How these are sent."""
+    """Codec of the values that are sent."""
     mean: Literal["senders", "all"] = "senders"
-    """Whose weights a value's mean is divided by (`topk`, `dct`): of those who sent it, or of all who contribute."""
+    """Weights that a value's mean is divided by (`topk`, `dct`): those of the peers who sent it, or of all who
+    contribute."""
     rank: PositiveInt = 8
     """For `lowrank`: a part is sent as the product of two matrices with so many columns and rows."""
     columns: PositiveInt = 1024
@@ -332,10 +347,12 @@ class CodecGroup(CodecChoice):
 
 
 class CodecSection(CodecChoice):
+    """The codec of contributions and means."""
+
     error_feedback: Annotated[float, Field(ge=0, le=1)] | None = None
-    """What the codec dropped is added to the next pseudo-gradient, times this decay; not given: it is lost. It is
-    remembered for 1 / (1 - decay) rounds, which must be few of the run's: SparseLoCo takes 0.95 for 160 rounds, without
-    outer momentum; for 30, and beside momentum, 0.25 to 0.5 is better (`scripts/bench-quality`)."""
+    """Error feedback: the codec's error is added to the next pseudo-gradient, times this decay; not given: it is
+    lost. It is remembered for 1 / (1 - decay) rounds, which must be few of the run's: SparseLoCo takes 0.95 for 160
+    rounds, without outer momentum; for 30, and beside momentum, 0.25 to 0.5 is better (`scripts/bench-quality`)."""
     residual_after_rejoin: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of it that a peer keeps when it had to copy the state, for it was measured on another anchor, or when a
     version counts what it sent in an earlier life, and the residual with that."""
@@ -345,11 +362,14 @@ class CodecSection(CodecChoice):
 
     @property
     def by_group(self) -> tuple[CodecChoice, ...]:
-        """Of the parameters that are in no group, then of each group (`diloco.outer.fragments.Fragment.groups`)."""
+        """Codec of the parameters that are in no group, then one for each group
+        (`diloco.outer.fragments.Fragment.groups`)."""
         return (self, *self.groups)
 
 
 class SyncSection(Section):
+    """Fragments, overlap and merge."""
+
     fragments: PositiveInt = 1
     """P: the model is cut in this many fragments; one is synchronised every H / P inner steps."""
     fragment_order: Literal["strided", "sequential"] = "strided"
@@ -359,8 +379,9 @@ class SyncSection(Section):
     overlap: Annotated[int, Field(ge=0)] = 0
     """Tau: inner steps that go on while a contribution is on its way; at most H / P."""
     merge: Literal["carry", "mix", "eager"] = "carry"
-    """What was trained meanwhile: all of it is carried to the new anchor (`carry`); local weights and anchor are mixed
-    (`mix`, Streaming DiLoCo); `carry`, and our own share of the outer step is taken at once (`eager`)."""
+    """Treatment of inner steps done while a sync was under way. `carry`: all of it is carried to the new anchor;
+    `mix`: local weights and anchor are mixed (Streaming DiLoCo); `eager`: as `carry`, and our own share of the outer
+    step is taken at once."""
     mix_alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """For `mix`: the share of the local weights that stays."""
 
@@ -384,6 +405,8 @@ class GossipSection(Section):
 
 
 class EvalSection(Section):
+    """Evaluation on the held-out part of the data."""
+
     every_versions: Annotated[int, Field(ge=0)] = 5
     """Held-out loss every so many versions, by the first trainer of the view; 0: only at the end. Under `gossip` a
     peer's swaps are its versions, and the first by name of those it knows evaluates."""
@@ -498,7 +521,7 @@ class Contract(Section):
         return self.inner.sized_by == "speed" or self.inner.comm_share > 0
 
     @property
-    def most_steps_per_round(self) -> int:
+    def max_steps_per_round(self) -> int:
         """The same, where the exchange is slow (`InnerSection.comm_share`)."""
         if not self.inner.comm_share:
             return self.steps_per_round
@@ -512,7 +535,7 @@ class Contract(Section):
     @property
     def blocks_per_round(self) -> int:
         """Data blocks one peer trains on between two rounds, at most."""
-        return self.inner.sequences_per_step * self.most_steps_per_round
+        return self.inner.sequences_per_step * self.max_steps_per_round
 
     @property
     def lease_blocks(self) -> int:

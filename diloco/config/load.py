@@ -16,6 +16,7 @@ from diloco.base.errors import ConfigError, IncompatibleError
 from diloco.config.contract import CONTRACT_VERSION, Contract
 from diloco.config.presets import PRESETS
 from diloco.config.section import Section, shown
+from diloco.config.shipped import contract_path, shipped_contracts
 from diloco.config.site import Site
 
 S = TypeVar("S", Contract, Site)
@@ -39,11 +40,12 @@ class Loaded(Generic[S]):
 
 
 def load_contract(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Contract]:
-    """Read a contract, or make one of defaults alone. `overrides` are `section.key=value` texts that beat the file.
+    """Read a contract by its path or shipped name, or make one of defaults alone.
 
-    Raises ConfigError (what, where, how to mend) and IncompatibleError (another contract version).
+    `overrides` are `section.key=value` texts that beat the file. Raises ConfigError (what, where, how to mend) and
+    IncompatibleError (another contract version).
     """
-    return _load(Contract, path, overrides)
+    return _load(Contract, contract_path(path) if path is not None else None, overrides)
 
 
 def load_site(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded[Site]:
@@ -100,13 +102,13 @@ def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) ->
 
 
 def _all_places(where: str, origin: Mapping[str, str]) -> str:
-    """Of what several keys say together."""
+    """The file or option that set each of several keys, for an error that concerns all of them."""
     return f"{where} with --set" if "--set" in origin.values() and where != COMMAND_LINE else where
 
 
 def _advice(name: str, place: str) -> str:
     """For `name`, a key, a section, or empty. A contract that is wrong cannot be shown, so one that is not is named."""
-    shown = "`diloco config show configs/quick.toml` shows every key"
+    shown = "`diloco config show quick` shows every key"
     return f"correct {name} in {place}; {shown}" if "." in name else shown
 
 
@@ -115,15 +117,13 @@ def _keys(section: Any) -> Iterator[str]:
 
 
 def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any]:
-    what, folder = ("contract", "configs") if schema is Contract else ("site file", "peers")
+    what = "contract" if schema is Contract else "site file"
     fix = f"give the path of a {what} (TOML)"
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
     except FileNotFoundError as error:
-        known = {near.stem: near for near in (*Path(folder).glob("*.toml"), *path.parent.glob("*.toml"))}
-        close = difflib.get_close_matches(path.stem, known, n=1)
-        raise ConfigError(f"{what} not found: {path}", f"did you mean {known[close[0]]}?" if close else fix) from error
+        raise ConfigError(f"{what} not found: {path.absolute()}", _near(path, schema) or fix) from error
     except OSError as error:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror}", fix) from error
     except UnicodeDecodeError as error:
@@ -131,6 +131,18 @@ def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and lists too deep
         fix = 'mend that line: [section], then key = 1 or key = "text" or key = true'
         raise ConfigError(f"{path} is not valid TOML: {error}", fix) from error
+
+
+def _near(path: Path, schema: type[Contract] | type[Site]) -> str:
+    """The file or shipped contract whose name is nearest to that of a missing file; empty: there is none."""
+    contracts = schema is Contract
+    files = (*Path("configs" if contracts else "peers").glob("*.toml"), *path.parent.glob("*.toml"))
+    shipped = shipped_contracts() if contracts else {}
+    known = {**{file.stem: str(file) for file in files}, **{name: name for name in shipped}}
+    close = difflib.get_close_matches(path.stem, known, n=1)
+    hint = f"did you mean {known[close[0]]}?" if close else ""
+    listed = f"shipped contracts: {', '.join(shipped)}" if shipped else ""
+    return " ".join(filter(None, (hint, listed)))
 
 
 def _parse_override(text: str) -> tuple[str, str, Any]:

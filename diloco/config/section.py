@@ -1,12 +1,34 @@
-"""What contract and site are made of: sections of keys with bounds."""
+"""The base of contract and site: sections of keys with bounds."""
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
+
+
+TOKEN_UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+_COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([kKMGB])")
+
+
+def _counted(value: Any) -> Any:
+    """`"50M"` as 50,000,000; anything else as it is, for the schema to judge. Raises ValueError."""
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    unit = match[2] if match[2] in TOKEN_UNITS else match[2].lower()
+    count = Decimal(match[1]) * TOKEN_UNITS[unit]
+    if count != int(count):
+        raise ValueError(f"{value} is no whole number of tokens")
+    return int(count)
+
+
+Tokens = Annotated[PositiveInt, BeforeValidator(_counted)]
+"""A number of tokens above zero, as a number or as text with a unit: `50_000_000` or `"50M"`."""
 
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -15,27 +37,29 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-MOST_S = 1e9
+MAX_S = 1e9
 """Thirty years stand for never: clocks do not wait much longer, and JSON, as which contracts travel, has no inf."""
 
 
-Seconds = Annotated[float, Field(ge=0, le=MOST_S, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_S, allow_inf_nan=False)]
 
 
-PositiveSeconds = Annotated[float, Field(gt=0, le=MOST_S, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_S, allow_inf_nan=False)]
 
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-"""Of Adam: at 1 a moment takes nothing in, and what corrects its bias would be divided by zero."""
+"""A decay rate of Adam, below 1: at 1 a moment takes nothing in, and its bias correction would divide by zero."""
 
 
 Glob = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class Section(BaseModel):
+    """Base of all sections: frozen, strict, unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 

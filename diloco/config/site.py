@@ -10,11 +10,15 @@ from diloco.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, 
 
 
 class PeerSection(Section):
+    """The peer itself: its name."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] | None = None
     """This peer's name in the run; the host name and a random suffix when not given."""
 
 
 class DeviceSection(Section):
+    """Devices of this peer, and settings for speed on them."""
+
     kind: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: PositiveInt = 1
     """Processes that `diloco peer` starts on this machine, for instance one per GPU; `[mesh]` says how they share the
@@ -27,8 +31,8 @@ class DeviceSection(Section):
     """Compute activations again in the backward pass in place of keeping them. `full`: all of a block's but its input;
     `selective`: all but the results of matrix products and attention."""
     peak_tflops: PositiveFloat | None = None
-    """What one rank's device can do at most in the contract's precision (dense, 10^12 operations per second), for MFU.
-    For bf16 on a known GPU that of `diloco plan`; otherwise not known when not given, and there is no MFU."""
+    """Peak of one rank's device in the contract's precision (dense, 10^12 operations per second), for MFU. Default
+    for bf16 on a known GPU: the number that `diloco plan` uses. Otherwise there is no MFU without this key."""
     profile_steps: Annotated[int, Field(ge=0)] = 0
     """Inner steps that each rank traces with torch's profiler, once, into `profile/rank-N.json.gz` of the peer's
     folder (`diloco peer --profile`); 0: none."""
@@ -57,8 +61,8 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "
 
 
 class MeshSection(Section):
-    """How the ranks of this island share the work: `dp_replicate` x `pp` x `dp_shard` x `cp` x `ep` x `tp` is
-    their number. `cp` and `ep` divide what their ranks have in common as `dp_shard` does.
+    """The island's mesh: `dp_replicate` x `pp` x `dp_shard` x `cp` x `ep` x `tp` is its number of ranks. `cp` and `ep`
+    divide what their ranks have in common as `dp_shard` does.
 
     What peers exchange does not depend on it, so islands of different meshes train one model together.
     """
@@ -83,16 +87,18 @@ class MeshSection(Section):
     cp: MeshSize = 1
     """Context parallel: ranks that share each sequence, a piece each."""
     cp_method: Literal["heads", "ring"] = "heads"
-    """How attention sees the whole. `heads`: in attention each rank has some heads of the whole sequences, so `cp` must
-    divide them (Ulysses); `ring`: keys and values go round (for any number of heads; on GPUs with bf16)."""
+    """Attention over sequences that are cut among `cp` ranks. `heads`: in attention each rank has some heads of the
+    whole sequences, so `cp` must divide them (Ulysses); `ring`: keys and values go round (for any number of heads;
+    on GPUs with bf16)."""
     ep: MeshSize = 1
     """Expert parallel: ranks that share the experts of each block, and train on rows of their own."""
     tp: MeshSize = 1
     """Tensor parallel: ranks that share each matrix and train on the same rows. Consecutive, so inside one node."""
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    """What is divided over `dp_shard`: nothing (DDP: then those ranks are copies, too); the optimizer's state and the
-    master weights (ZeRO-1); gradients as well (ZeRO-2); parameters as well, gathered block by block when they are
-    needed (ZeRO-3, FSDP). The further down, the less memory and the more traffic."""
+    """The tensors that are divided over `dp_shard`. `none`: nothing (DDP: then those ranks are copies, too);
+    `optimizer`: the optimizer's state and the master weights (ZeRO-1); `gradients`: gradients as well (ZeRO-2);
+    `parameters`: parameters as well, gathered block by block when they are needed (ZeRO-3, FSDP). The further down,
+    the less memory and the more traffic."""
     sequence_parallel: bool = True
     """For `tp` > 1: norms and residuals are divided along the sequence, too."""
     async_tp: bool = False
@@ -121,6 +127,8 @@ class MeshSection(Section):
 
 
 class NetworkSection(Section):
+    """Addresses and bandwidth of this peer."""
+
     listen: Annotated[str, Field(pattern=r"^.+:\d{1,5}$")] = "127.0.0.1:0"
     """Host and port to listen on; port 0 takes a free one. Who joins a run on another machine, and does not say it,
     listens on a free port of all this machine's addresses."""
@@ -152,6 +160,8 @@ class NetworkSection(Section):
 
 
 class StorageSection(Section):
+    """Files of this peer: folder, checkpoints, recordings."""
+
     directory: str | None = None
     """Where checkpoints and events go; `runs/<run>/<peer>` when not given. All ranks of an island must see it."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 1
@@ -165,6 +175,8 @@ class StorageSection(Section):
 
 
 class SiteDataSection(Section):
+    """Place of the training data on this machine."""
+
     root: str = "."
     """Folder that the contract's `data.paths` are relative to."""
 
@@ -173,7 +185,7 @@ class TimeoutsSection(Section):
     """Local, monotonic. The defaults suit a LAN; `peers/wan.toml` has slower ones."""
 
     heartbeat_s: PositiveSeconds = 0.5
-    """How often a peer tells the others that it lives, and how far it is. One that was killed is missed by then."""
+    """Seconds between heartbeats, which carry a peer's progress. The death of a peer is noticed by a missing one."""
     suspect_s: PositiveSeconds = 4.0
     """No word from a peer for this long: it is out of the round. Eight heartbeats: a busy machine delays some."""
     stall_s: PositiveSeconds = 4.0
@@ -181,16 +193,16 @@ class TimeoutsSection(Section):
     rpc_s: PositiveSeconds = 5.0
     """Deadline of one control message."""
     join_s: PositiveSeconds = 120.0
-    """How long joining may take in all, waiting for the run to start not counted."""
+    """Deadline of joining, in seconds. The wait for the run to start does not count."""
     leave_s: PositiveSeconds = 20.0
     """After the first Ctrl-C, how long to wait for the version that counts this peer's work."""
     collective_s: PositiveSeconds = 600.0
-    """How long a rank waits for another one of its island: one that hangs is found out by then, and the island starts
-    again. Longer than any inner step, evaluation or checkpoint."""
+    """Seconds that a rank waits for another one of its island. A rank that hangs is found out by then, and the
+    island starts again. Longer than any inner step, evaluation or checkpoint."""
 
 
 class Site(Section):
-    """What is local to one peer."""
+    """Settings that are local to one peer; never hashed, never sent."""
 
     peer: PeerSection = PeerSection()
     device: DeviceSection = DeviceSection()

@@ -1,4 +1,4 @@
-"""What the model is trained on: sources of token blocks, who may read which, and in what order.
+"""Training data: sources of token blocks, leases of blocks to peers, and the order in which they are read.
 
     dataset.py    the seam: blocks of tokens by index, a fixed held-out part, a fingerprint
     stdlib.py text.py shards.py hf.py    the sources

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from diloco.base.errors import ConfigError, DataError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
-"""What is read from a folder as text; a file that is named, or matches a glob, may be called anything."""
+"""Files read from a folder as text; a file that is named, or matches a glob, may be called anything."""
 
 
 _CHECK = "check data.paths, and data.root in the site file"
@@ -52,11 +52,13 @@ def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK) -> list[Pat
     if os.path.isfile(path):
         return [path]
     if not os.path.isdir(path):
-        raise DataError(f"no such file or folder: {path}", fix)
+        raise DataError(f"no such file or folder: {path.absolute()}", fix)
     files = walk(path, suffixes)
     if not files:
         looked_for = ", ".join(f"*{suffix}" for suffix in suffixes)
-        raise DataError(f"{path} holds no data (looked for {looked_for})", "add files, or name them by a glob")
+        raise DataError(
+            f"{path.absolute()} holds no data (looked for {looked_for})", "add files, or name them by a glob"
+        )
     return files
 
 
@@ -83,7 +85,9 @@ def read_bytes(path: Path) -> bytes:
 
 def unreadable(path: Path | str, error: OSError) -> DataError:
     """The error for a file that cannot be read."""
-    return DataError(f"cannot read {path}: {error.strerror}", "check that the file exists and may be read")
+    return DataError(
+        f"cannot read {Path(path).absolute()}: {error.strerror}", "check that the file exists and may be read"
+    )
 
 
 _FIX = "set the site's data.root to a folder that holds the data, and name it relative to that"
@@ -95,13 +99,15 @@ def _matches(path: str, root: Path) -> list[Path]:
         return [named]
     matches = glob.glob(path, root_dir=root, recursive=True)
     if not matches:
-        raise DataError(f"nothing matches {path!r} in {root}", "check data.paths, and data.root in the site file")
+        raise DataError(
+            f"nothing matches {path!r} in {root.absolute()}", "check data.paths, and data.root in the site file"
+        )
     return [root / match for match in matches]
 
 
 def _check_inside(path: Path, root: Path) -> None:
     if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"data path {path} leads out of the data folder {root}", _FIX)
+        raise ConfigError(f"data path {path} leads out of the data folder {root.absolute()}", _FIX)
 
 
 def _unreadable(error: OSError) -> None:

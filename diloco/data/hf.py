@@ -45,7 +45,7 @@ _BUILDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """The `datasets` builder and its options for the end of a file's name."""
 
 _BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.exceptions.DatasetsError)
-"""What the builders raise for a file that they cannot parse."""
+"""Errors that the builders raise for a file that they cannot parse."""
 
 
 class StreamDataset:

@@ -21,6 +21,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
+    """Counts of a finished packing."""
+
     tokens: int
     """Tokens written, separators included."""
     files: int

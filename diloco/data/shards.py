@@ -38,6 +38,8 @@ _PACK_AGAIN = "pack or copy it again"
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
+    """Header of a shard file; little-endian, `HEADER_BYTES` long."""
+
     token_bytes: int
     """Bytes per token: 1, 2 or 4."""
     vocab_size: int

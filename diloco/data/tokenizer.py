@@ -11,6 +11,8 @@ from diloco.data.dataset import TokenArray, fingerprint
 
 
 class Tokenizer(Protocol):
+    """Conversion of text to tokens and back."""
+
     vocab_size: int
     separator: int
     """The token that ends a document."""

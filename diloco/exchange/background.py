@@ -14,7 +14,7 @@ from diloco.base.errors import StateError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-ASK_TRIES = 60
+MAX_ASK_TRIES = 60
 """Seconds for which the loop may be busy, at most."""
 
 
@@ -33,12 +33,12 @@ class Background:
             return question()
 
         future = asyncio.run_coroutine_threadsafe(answer(), self._loop)
-        for _ in range(ASK_TRIES):
+        for _ in range(MAX_ASK_TRIES):
             try:
                 return future.result(1.0)
             except TimeoutError:
                 self._raise_failure()
-        raise AssertionError(f"the exchange's loop did not answer {ASK_TRIES} times")
+        raise AssertionError(f"the exchange's loop did not answer {MAX_ASK_TRIES} times")
 
     def _wanted(self, copying: Coroutine[Any, Any, T], timeout_s: float, waiting: Callable[[], bool]) -> T:
         """What `copying` gives. Raises what it raises, StateError once nobody is `waiting` any more, which is asked a

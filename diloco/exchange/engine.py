@@ -41,7 +41,7 @@ from diloco.transport.probe import nobody_listens
 logger = logging.getLogger(__name__)
 
 TICKS_PER_HEARTBEAT = 10
-ASKED_AT_ONCE = 2
+MAX_ASKED_AT_ONCE = 2
 """Members that we ask for commits that we missed, or for a mean. Over a slow link those take many stall times, and
 after each one more was asked, so that no answer came to its end; with one alone, who gives them drop by drop could stop
 us."""
@@ -329,7 +329,7 @@ class Exchange(Background):
         self.directory, self._lane_addresses = directory, lanes
         self._call(lambda: self._start(address))
 
-    def seat(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
+    def assign(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
         """Other ranks divide the outer state with us: their connections, by rank. Before `start`."""
         self.lanes += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
 
@@ -512,9 +512,9 @@ class Exchange(Background):
         }
         self._spawn(self._tell_moved())
 
-    # ------------------------------------------------------------ what lanes tell (Head)
+    # ------------------------------------------------------------ what lanes tell (LaneEvents)
 
-    def told(self, event: m.Event, content: bytes = b"") -> None:
+    def on_event(self, event: m.Event, content: bytes = b"") -> None:
         """What came of something; a part of a mean counts only while its owner is who made it."""
         if isinstance(event, m.PartFolded | m.MeanArrived):
             key, owners = (event.version, event.attempt), self.lane.owners()
@@ -524,7 +524,7 @@ class Exchange(Background):
             self._contents[event.part] = content
         self._feed(event)
 
-    def lost(self, member: Member) -> None:
+    def on_lost(self, member: Member) -> None:
         """A stream to this member broke."""
         self._spawn(self._lost(member))
 
@@ -619,8 +619,8 @@ class Exchange(Background):
 
     @contextmanager
     def _asking(self, what: str, source: Member) -> Iterator[None]:
-        """Raises _Asked where it is asked for this already, or `ASKED_AT_ONCE` others are."""
-        if (what, source) in self._asked or sum(one == what for one, _ in self._asked) >= ASKED_AT_ONCE:
+        """Raises _Asked where it is asked for this already, or `MAX_ASKED_AT_ONCE` others are."""
+        if (what, source) in self._asked or sum(one == what for one, _ in self._asked) >= MAX_ASKED_AT_ONCE:
             raise _Asked
         self._asked.add((what, source))
         try:

@@ -37,12 +37,12 @@ from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 
-STREAM_TRIES = 3
+MAX_STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1
-"""How often a stream of parts is begun on a line that breaks or damages it, and how soon again."""
+"""Tries to send a stream of parts on a line that breaks or damages it, and the pause between two of them."""
 
 NEWS_S = 60.0
-"""How long the training side of a rank that does not lead waits for what rank 0 has announced, while nothing comes: of
+"""Seconds that the training side of a rank other than 0 waits for what rank 0 has announced, while nothing comes: of
 a state that is copied all parts come first, and rank 0 may have them faster than it passes them on."""
 
 Key = tuple[int, int]
@@ -51,10 +51,10 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class LaneTerms:
-    """What a lane needs to know of the run."""
+    """Settings of the run that a lane needs."""
 
     layout: Layout
-    """Of the parts that are held here. Without fragments for a witness."""
+    """Layout of the parts that are held here. Without fragments for a witness."""
     codecs: Sequence[Codec]
     """By group of parameters (`Fragment.group_of`)."""
     optimizer: OuterOptimizer
@@ -69,17 +69,17 @@ class LaneTerms:
 
     @property
     def max_part_bytes(self) -> int:
-        """Of any part that others send."""
+        """Largest part that others send, in bytes."""
         return max_part_bytes(self.layout, self.codecs)
 
 
-class Head(Protocol):
-    """Whom a lane serves: the exchange, in this process or on another rank."""
+class LaneEvents(Protocol):
+    """Receiver of a lane's events: the exchange, in this process or on another rank."""
 
-    def told(self, event: m.Event, content: bytes = b"") -> None:
-        """What came of something. `content`: of a part of a mean, its `content_hash`."""
+    def on_event(self, event: m.Event, content: bytes = b"") -> None:
+        """Takes an event. `content`: for a part of a mean, its `content_hash`."""
 
-    def lost(self, member: Member) -> None:
+    def on_lost(self, member: Member) -> None:
         """A stream to this member broke."""
 
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
@@ -99,14 +99,15 @@ class Lane(Background):
     def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.terms, self.link = terms, link
-        self.head: Head | None = None
+        self.head: LaneEvents | None = None
         self.work: Work | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
         self._folder = ThreadPoolExecutor(1, thread_name_prefix="average")
         self._stepper = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._header: StreamHeader | None = None
         self._stepping: Stepping | None = None
-        """Of the version being made: attempts of one version have the parts in common that did not change."""
+        """Outer step of the version being made: attempts of one version have the parts in common that did not
+        change."""
         self._outlets: list[Outlets] = []
         self._precedence = Precedence(terms.stall_s / 4)
         self._contribution: Contribution | None = None
@@ -175,18 +176,18 @@ class Lane(Background):
     # ------------------------------------------------------------ reducing
 
     def failed(self, error: BaseException) -> None:
-        """Whom it serves, and who waits for it, is to end for it."""
+        """Ends the exchange, and whoever waits for this lane, with `error`."""
         super().failed(error)
         self._head.failed(error)
         with self._news:
             self._news.notify_all()
 
     def take(self, contribution: Contribution | None) -> None:
-        """What a reduction that counts us sends; None: nothing any more."""
+        """Sets the contribution that a reduction that counts us sends; None: nothing any more."""
         self._contribution = contribution
 
     async def contributed(self) -> Sequence[bytes]:
-        """What is held here of the contribution. Waits until it is encoded."""
+        """Encoded parts of the contribution that are held here. Waits until they are encoded."""
         contribution = self._contribution
         return await asyncio.to_thread(list, contribution.parts) if contribution is not None else ()
 
@@ -259,7 +260,7 @@ class Lane(Background):
         self._means = {digest: parts for digest, parts in self._means.items() if digest in digests}
 
     def mean(self, digest: str) -> Sequence[bytes] | None:
-        """What is here of it."""
+        """Parts of that mean that are held here; None: it is not the one here."""
         return self._means.get(digest)
 
     def close(self, commit: Commit, number: int) -> Closed:
@@ -309,11 +310,11 @@ class Lane(Background):
 
     @property
     def key(self) -> Key | None:
-        """Of the attempt that is under way."""
+        """Version and attempt that are under way; None: none."""
         return self.work.key if self.work is not None else None
 
     def owners(self) -> Mapping[int, str]:
-        """Who owns which part in it, of all parts."""
+        """Owner of each part in it, over all parts."""
         return self.work.owners if self.work is not None else {}
 
     # ------------------------------------------------------------ the state, for other peers
@@ -341,7 +342,7 @@ class Lane(Background):
         self._filled += 1
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
-        """That was all."""
+        """Completes a copied state: all its parts were passed."""
         copy, self._copy = self._copy, {}
         state = OuterState.assemble(version, steps, copy, self.terms.layout, self.terms.optimizer)
         with self._news:
@@ -401,7 +402,7 @@ class Lane(Background):
         what it has."""
         if not parts:
             return
-        for _ in range(STREAM_TRIES):
+        for _ in range(MAX_STREAM_TRIES):
             addresses = await self._lanes_of(to)
             if addresses is not None:
                 break
@@ -418,7 +419,7 @@ class Lane(Background):
             try:
                 others = await self.link.lanes(member.address, self.terms.stall_s)
             except (LinkDown, LinkSlow, LinkRefused):
-                self._head.lost(member)
+                self._head.on_lost(member)
                 return None
             self._routes[member] = others or (member.address,)
         return self._routes[member]
@@ -426,7 +427,7 @@ class Lane(Background):
     async def _send(
         self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
     ) -> None:
-        for _ in range(STREAM_TRIES):
+        for _ in range(MAX_STREAM_TRIES):
             if await self._send_once(to, address, header, parts()) or self.work is None:
                 return
             await asyncio.sleep(STREAM_PAUSE_S)
@@ -434,12 +435,12 @@ class Lane(Background):
                 return
 
     async def _send_once(self, to: Member, address: str, header: StreamHeader, parts: AsyncGenerator[Part]) -> bool:
-        """Whether there is nothing more to try."""
+        """One try to send a stream; True when there is nothing more to try."""
         what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
         try:
             reply = await self.link.send_parts(address, header, parts, self.terms.stall_s)
         except LinkDown:
-            self._head.lost(to)
+            self._head.on_lost(to)
             return False
         except LinkSlow as error:
             logger.info("%s: %s", what, error)
@@ -454,7 +455,7 @@ class Lane(Background):
     # ------------------------------------------------------------ receiving
 
     @property
-    def _head(self) -> Head:
+    def _head(self) -> LaneEvents:
         assert self.head is not None
         return self.head
 
@@ -477,14 +478,14 @@ class Lane(Background):
         except LinkRefused as error:
             if error.reply is not m.Reply.DAMAGED:
                 self._refuse(key, header.sender.peer, str(error))
-            elif work.damaged(header.sender.peer) >= STREAM_TRIES:
+            elif work.damaged(header.sender.peer) >= MAX_STREAM_TRIES:
                 self._refuse(key, header.sender.peer, str(error), offence=False)
             raise
         return m.Reply.OK
 
     def _refuse(self, key: Key, sender: str, reason: str, offence: bool = True) -> m.Reply:
         """Bytes that are no good: the attempt does not wait for better ones."""
-        self._head.told(m.ContributionRefused(*key, sender, reason, offence))
+        self._head.on_event(m.ContributionRefused(*key, sender, reason, offence))
         return m.Reply.MALFORMED
 
     async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
@@ -497,7 +498,7 @@ class Lane(Background):
             return self._refuse(key, sender, f"part {part.index} has {len(part.payload)} bytes")
         if header.kind is Kind.CONTRIBUTION:
             work.put_contribution(sender, part.index, part.payload)
-            self._head.told(m.ContributionArrived(*key, sender, part.index))
+            self._head.on_event(m.ContributionArrived(*key, sender, part.index))
             return m.Reply.OK
         try:
             omitted = work.named(part.omitted)
@@ -508,7 +509,7 @@ class Lane(Background):
         if not work.expects(header.kind, sender, part.index):
             return m.Reply.STALE  # repaired while we looked at it
         work.put_mean(part.index, mean)
-        self._head.told(m.MeanArrived(*key, sender, part.index, omitted), content)
+        self._head.on_event(m.MeanArrived(*key, sender, part.index, omitted), content)
         return m.Reply.OK
 
     async def _fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
@@ -519,11 +520,11 @@ class Lane(Background):
         try:
             mean, content = await self._loop.run_in_executor(self._folder, _folded, work, part, omitted)
         except BadContribution as error:
-            self._head.told(m.ContributionRefused(*key, error.sender, str(error)))
+            self._head.on_event(m.ContributionRefused(*key, error.sender, str(error)))
             return
         failpoints.hit("after-fold")
         if work.keep(part, mean):
-            self._head.told(m.PartFolded(*key, part), content)
+            self._head.on_event(m.PartFolded(*key, part), content)
             await self._check(work, part, mean)
 
     async def _check(self, work: Work, part: int, mean: bytes) -> bytes:

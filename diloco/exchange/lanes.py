@@ -23,7 +23,7 @@ from typing import Any
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Commit, Member
-from diloco.exchange.lane import Head, Key, Lane
+from diloco.exchange.lane import Key, Lane, LaneEvents
 from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
@@ -37,7 +37,7 @@ NUMBER = "number"
 BACKLOG = 1024
 """So many ranks may call at once."""
 GREETING_S = 60
-"""Who calls is waited for no longer at a time until it has shown that it is a rank of ours."""
+"""Longest wait for a caller to prove that it is a rank of this island."""
 SEE = "its output says why"
 
 
@@ -159,7 +159,7 @@ class RemoteLane:
     """Another rank's lane, for the exchange. Methods as in `Lane`; whatever returns nothing is only posted."""
 
     def __init__(
-        self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: Head, rank: int
+        self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int
     ) -> None:
         self._head, self._rank = head, rank
         self.send_bps = 0
@@ -176,7 +176,7 @@ class RemoteLane:
         if method == "failed":
             self._head.failed(ResourceError(f"rank {self._rank} of this island failed: {arguments[0]}", SEE))
             return None
-        assert method in ("told", "lost", "admit")
+        assert method in ("on_event", "on_lost", "admit")
         return getattr(self._head, method)(*arguments)
 
     def _gone(self, error: ResourceError) -> None:
@@ -261,11 +261,11 @@ class FirstRank:
         self._channel = Channel(connection, loop, self._handle, lane.failed, lambda _: None)
         lane.head = self
 
-    def told(self, event: m.Event, content: bytes = b"") -> None:
-        self._channel.post("told", event, content)
+    def on_event(self, event: m.Event, content: bytes = b"") -> None:
+        self._channel.post("on_event", event, content)
 
-    def lost(self, member: Member) -> None:
-        self._channel.post("lost", member)
+    def on_lost(self, member: Member) -> None:
+        self._channel.post("on_lost", member)
 
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
         return self._channel.ask("admit", header)
@@ -274,7 +274,7 @@ class FirstRank:
         self._channel.post("failed", f"{type(error).__name__}: {error}")
 
     def rates(self, send_bps: int, sent: int, received: int) -> None:
-        """How fast others take what this rank sends, and how many bytes it has sent and received."""
+        """Reports this rank's upload rate, and the bytes it has sent and received."""
         self._channel.post("rates", send_bps, sent, received)
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class FirstRank:
 
 
 class LaneService(Service):
-    """What a rank that does not lead answers to other peers: it takes parts, and nothing else."""
+    """Service of a rank other than 0: it takes parts from other peers, and nothing else."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -329,8 +329,8 @@ def _not_here() -> LinkRefused:
     return LinkRefused(m.Reply.MALFORMED, "this is one of several ranks of a peer: ask at its first one's address")
 
 
-class Door:
-    """Where the lanes of other ranks come in, on rank 0."""
+class RankListener:
+    """Listening socket of rank 0, where the lanes of other ranks connect."""
 
     def __init__(self, host: str, key: bytes) -> None:
         """`host`: where the other ranks reach this one."""
@@ -343,11 +343,12 @@ class Door:
 
     @property
     def port(self) -> int:
+        """Port on which it listens."""
         return int(self._listener.getsockname()[1])
 
-    def let_in(self, count: int, timeout_s: float) -> dict[int, Connection[Any, Any]]:
+    def accept_ranks(self, count: int, timeout_s: float) -> dict[int, Connection[Any, Any]]:
         """The connections of ranks 1 to `count`, by rank. Raises ResourceError when one does not come in time."""
-        threading.Thread(target=self._open, name="door", daemon=True).start()
+        threading.Thread(target=self._open, name="rank-listener", daemon=True).start()
         connections: dict[int, Connection[Any, Any]] = {}
         deadline_s = monotonic_s() + timeout_s
         try:
@@ -359,16 +360,16 @@ class Door:
             raise ResourceError(cause, SEE) from None
         finally:
             with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # closing alone wakes nobody who waits there
+                self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread in accept()
             self._listener.close()
         return connections
 
     def _open(self) -> None:
-        """Until it is closed. Who calls and says nothing keeps nobody else waiting."""
+        """Accept callers until the socket is closed. A silent caller keeps nobody else waiting."""
         with suppress(OSError):
             while True:
                 caller, _ = self._listener.accept()
-                threading.Thread(target=self._greet, args=(caller,), name="door", daemon=True).start()
+                threading.Thread(target=self._greet, args=(caller,), name="rank-listener", daemon=True).start()
 
     def _greet(self, caller: socket.socket) -> None:
         with caller:
@@ -379,10 +380,10 @@ class Door:
                 answer_challenge(connection, self._key)
                 rank = int(connection.recv())
             except Exception as error:  # the thread's edge: whatever strangers send
-                logger.warning("somebody who is no rank of this island called at its door: %s", error)
+                logger.warning("a caller that is no rank of this island was refused: %s", error)
                 connection.close()
                 return
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(0))  # what it says next takes its time
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(0))  # later messages have no deadline
         self._came.put((rank, connection))
 
 

@@ -1,4 +1,4 @@
-"""What a lane sends in a version, and what of it goes first."""
+"""Parts that a lane sends in a version, and their order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Precedence:
         self._pause_s = pause_s
         self._under_way = 0
         self._parts = self._gone = 0
-        """Of all contributions, and how many of them went out."""
+        """Parts of all contributions, and how many of them were sent."""
         self._since_s = math.inf
         self._until_s = math.inf
         self._free = asyncio.Event()

@@ -4,8 +4,8 @@ The chunks of one snapshot are striped over all members that hold it; a member t
 chunk is left out and its chunks are fetched from the others. When nobody holds the snapshot any more, the next pass
 goes for what is offered then, and fetches only the chunks that differ. Versions that close meanwhile are applied from
 the commits, which members keep for as long as the copy goes on. Memory: a joiner holds the state once, beside the one
-it began with; a member holds `SNAPSHOTS` states at most beside its own, and shares what did not change, and commits of
-one state's size.
+it began with; a member holds `MAX_SNAPSHOTS` states at most beside its own, and shares what did not change, and commits
+of one state's size.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 STRIPE_BYTES = 16 * 2**20
 """Asked for in one call, about: less towards the end, so that all members end together."""
-FRUITLESS_PASSES = 6
+MAX_FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
 """Between such passes."""
-SNAPSHOTS = 2
+MAX_SNAPSHOTS = 2
 """States kept for those who are copying them, besides the latest."""
 IDLE_S = 60.0
 """A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
@@ -55,7 +55,7 @@ Elsewhere = Callable[[str, int, bytes], None]
 
 
 def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
-    """What a joiner is told of a state. Hashes only what no version hashed before."""
+    """Offer of a state to a joiner. Hashes only what no version hashed before."""
     steps = tuple(fragment.steps for fragment in state.fragments)
     hashes = tuple(chunk.digest for chunk in state.manifest())
     return StateOffer(state.version, commit, state.digest, steps, hashes)
@@ -78,12 +78,12 @@ class Backlog:
 
     Args:
         versions: kept in any case.
-        most_bytes: of all means, when more than `versions` are kept.
+        max_bytes: of all means, when more than `versions` are kept.
     """
 
-    def __init__(self, versions: int, most_bytes: int) -> None:
+    def __init__(self, versions: int, max_bytes: int) -> None:
         self._versions = versions
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._closed: deque[Closed] = deque()
         self._bytes = 0
 
@@ -95,10 +95,10 @@ class Backlog:
             self._bytes -= _payload_bytes(self._closed.popleft())
 
     def _is_read(self, closed: Closed, read_version: int | None) -> bool:
-        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._most_bytes
+        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._max_bytes
 
     def after(self, version: int) -> list[Closed]:
-        """What is kept of all later versions. It may begin later than with the next."""
+        """Closed versions after `version` that are kept. The list may begin later than with the next."""
         return [closed for closed in self._closed if closed.commit.version > version]
 
     def since(self, version: int) -> list[Closed]:
@@ -114,6 +114,7 @@ class Backlog:
         return {closed.commit.mean_digest for closed in self._closed}
 
     def clear(self) -> None:
+        """Forget all versions."""
         self._closed.clear()
         self._bytes = 0
 
@@ -130,13 +131,13 @@ class Snapshots:
         self._kept: dict[str, _Snapshot] = {}
 
     def oldest_version(self) -> int | None:
-        """Of those that are kept. None: there is none."""
+        """Oldest version whose state is kept. None: there is none."""
         return min((snapshot.offer.version for snapshot in self._kept.values()), default=None)
 
     def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
         """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
         self.forget(state.version, now_s)
-        full = len(self._kept) >= SNAPSHOTS and offer.digest not in self._kept
+        full = len(self._kept) >= MAX_SNAPSHOTS and offer.digest not in self._kept
         if not full:
             self._kept[offer.digest] = _Snapshot(state, offer, state.manifest(), now_s)
             return offer
@@ -145,11 +146,12 @@ class Snapshots:
         return latest.offer
 
     def digests(self) -> set[str]:
-        """Of the states that are kept."""
+        """Digests of the states that are kept."""
         return set(self._kept)
 
     def entry(self, digest: str, index: int, now_s: float) -> StateChunk | None:
-        """What a chunk is of the state with that digest, which is being read; None when it is not here (any more)."""
+        """Entry of one chunk in the manifest of the state with that digest, which is being read; None when it is not
+        kept any more."""
         snapshot = self._kept.get(digest)
         if snapshot is None or not 0 <= index < len(snapshot.manifest):
             return None
@@ -204,7 +206,7 @@ async def download(
         best = await _best_offer(link, sources, layout, optimizer, stall_s, useless, local_digest)
         if best is None:
             fruitless += 1
-            if fruitless == FRUITLESS_PASSES:
+            if fruitless == MAX_FRUITLESS_PASSES:
                 raise _nothing_fits(len(sources))
             await asyncio.sleep(PAUSE_S)
             continue
@@ -217,7 +219,7 @@ async def download(
         if await copy.fetch(offer.digest, manifest, holders):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
         fruitless = fruitless + 1 if copy.fetched_bytes == fetched_bytes else 0
-        if fruitless == FRUITLESS_PASSES:
+        if fruitless == MAX_FRUITLESS_PASSES:
             cause = f"{copy.here_bytes} of {copy.total_bytes} bytes of the state arrived, then no more came"
             raise StateError(cause, "try again: the run goes on without you")
         logger.info("%d of %d bytes of the state are here: asking all members again", copy.here_bytes, copy.total_bytes)
@@ -233,7 +235,8 @@ async def _best_offer(
     useless: Callable[[StateOffer], str],
     have: str,
 ) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
-    """What most members offer (of several, the latest), its manifest, and who holds it. None: none could be asked.
+    """The state that most members offer (of several, the latest), its manifest, and its holders. None: none could be
+    asked.
 
     Raises StateError when nobody's state fits.
     """
@@ -311,7 +314,7 @@ class _Copy:
         self._digest = local.digest
         self._manifest: Sequence[StateChunk] = local.manifest()
         self._hashes = [chunk.digest for chunk in self._manifest]
-        """Of what stands in each place now."""
+        """Hash of the present content of each place."""
         self._wanted: list[int] = []
         self.buffers = {name: bytearray(buffer.numpy().data) for name, buffer in local.buffers()}
         self.total_bytes = sum(map(self._size, self._manifest))
@@ -345,7 +348,7 @@ class _Copy:
                 return
 
     def _stripe(self, holders: int) -> list[int]:
-        """What to ask one of so many members for next."""
+        """Chunks to ask one of so many members for next."""
         batch, size = [self._wanted.pop()], 0
         share = len(self._wanted) // (2 * holders)
         while len(batch) < share and (size := size + self._size(self._manifest[batch[-1]])) < STRIPE_BYTES:

@@ -1,4 +1,4 @@
-"""What a peer knows of the run, as JSON for people and programs (`diloco status`)."""
+"""A peer's knowledge of the run, as JSON for people and programs (`diloco status`)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Work:
         self.mean: list[bytes | None] = [None] * fragment.parts
         self.generation = 0
         self.owners: dict[int, str] = {}
-        """Of all parts, those that are held elsewhere, too."""
+        """Owner of each part, also of those that are held elsewhere."""
         self._payloads: dict[int, dict[str, bytes]] = {}
         self._own: Sequence[bytes] = ()
         self._damaged: Counter[str] = Counter()
@@ -58,7 +58,7 @@ class Work:
         return self.begin.version, self.begin.attempt
 
     def codec(self, part: int) -> Codec:
-        """Of this part."""
+        """Codec of this part."""
         return self.codecs[self.fragment.group_of(part)]
 
     def max_bytes(self, kind: Kind, part: int) -> int:
@@ -98,7 +98,7 @@ class Work:
             self._payloads[part][sender] = payload
 
     def sent_to(self, receiver: str, part: int, mean: bytes, omitted: Sequence[str]) -> bytes:
-        """What travels of a mean: a bundle goes without what its receiver has in it."""
+        """Payload of a mean's part for one receiver: a bundle goes without the receiver's own contribution."""
         place = self._place(receiver, part, omitted)
         return mean if place is None else bundle.without(mean, place)
 
@@ -112,7 +112,7 @@ class Work:
         return bundle.restored(payload, place, self._own[part])
 
     def _place(self, peer: str, part: int, omitted: Sequence[str]) -> int | None:
-        """Of a peer's contribution in a part's bundle. None: it is in none."""
+        """Place of a peer's contribution in a part's bundle. None: it is in none."""
         counted = [name for name in self._contributors if name not in omitted]
         return counted.index(peer) if self.codec(part).gathered and peer in counted else None
 
@@ -158,7 +158,8 @@ class Work:
         return tuple(self._contributors[place] for place in places)
 
     def whole(self) -> list[bytes] | None:
-        """What is held here of the mean, other parts being empty. None if a repair took some away, which come again."""
+        """The mean's parts that are held here, other parts being empty. None if a repair took some away, which come
+        again."""
         absent = any(self.mean[part] is None for part in self.fragment.cuts)
         return None if absent else [part or b"" for part in self.mean]
 

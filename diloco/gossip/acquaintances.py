@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from diloco.base.types import Member, Phase, Progress
 from diloco.protocol.messages import Acquaintance
 
-MOST_KNOWN = 4095
+MAX_KNOWN = 4095
 """Others; with this peer as many as one message may tell of. Of more, those that were heard of longest ago go."""
 FORGET_S = 600.0
 FORGET_SWAPS = 32
@@ -62,8 +62,8 @@ class Acquaintances:
             self._known[word.member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
             if known is None:
                 new.append(word.member.peer)
-        if len(self._known) > MOST_KNOWN:
-            latest = sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MOST_KNOWN:]
+        if len(self._known) > MAX_KNOWN:
+            latest = sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MAX_KNOWN:]
             self._known = dict(latest)
         return [peer for peer in new if peer in self._known]
 

@@ -36,7 +36,18 @@ from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spr
 from diloco.gossip.swapping import Agreed, Failed, GossipTerms, Here, Swapping
 from diloco.gossip.swaps import Swap
 from diloco.kernels.build import compiled_codecs
-from diloco.observe.telemetry import Events, timed
+from diloco.observe.event_log import Events
+from diloco.observe.events import (
+    Listening,
+    Remark,
+    RoundSkipped,
+    StateCopied,
+    StateCopying,
+    SwapApplied,
+    ViewChanged,
+    Warned,
+    timed,
+)
 from diloco.outer.fragments import Weights
 from diloco.outer.merge import carry, carry_fragment
 from diloco.outer.resync import adopt_state, drop_progress
@@ -58,7 +69,7 @@ FINAL = (Phase.AVERAGING, Phase.DONE)
 """Phases of those that train no more."""
 PAUSE_S = 0.02
 """Between two looks at what there is to do, when nothing is trained."""
-SAVED_OTHERS = 16
+MAX_SAVED_OTHERS = 16
 """Addresses in a checkpoint: an island that lost a rank joins one of them when it comes back."""
 GREET_S = 0.3
 """How often a peer that waits for others asks one of them how far it is."""
@@ -167,7 +178,7 @@ class GossipPeer:
             check_alike(welcome, self.line.layout.digest, self.exchange.terms.data)
         served = self.gate.runtime.serve(self.exchange, network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
-        self.gate.open_directory(self.contract.run.name, lambda text: self.events.emit("warning", text=text))
+        self.gate.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
         self.exchange.start(self.address, self.gate.directory.addresses)
         if welcome is not None and not self._resumed:
             self._copy_state([member.address for member in welcome.members])
@@ -178,7 +189,7 @@ class GossipPeer:
             self.exchange.meet(welcome.members[1:])
         self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
         self._on_met([self.name])
-        self.events.emit("listening", address=self.address, ticket=self.ticket)
+        self.events.emit(Listening(self.address, self.ticket))
 
     def _copy_state(self, sources: Sequence[str]) -> None:
         """Begin where one of the members stands: the first that gives its state. Raises StateError."""
@@ -195,13 +206,13 @@ class GossipPeer:
                 causes.append(f"{source}: {error}")
                 continue
             adopt_state(self.line, state, None)
-            self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=None)
+            self.events.emit(StateCopied(state.version, state.digest))
             return
         raise StateError(f"nobody gives the state: {'; '.join(causes)}"[:500], "try again, or raise timeouts.join_s")
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
         if done_bytes == total_bytes:
-            self.events.emit("copying", done_bytes=done_bytes, total_bytes=total_bytes)
+            self.events.emit(StateCopying(done_bytes, total_bytes))
 
     def enter(self, patience: Callable[[], bool]) -> None:
         """Wait until `membership.start_peers` are there, or some have begun; no longer than a join may take.
@@ -217,7 +228,7 @@ class GossipPeer:
                 break
             if monotonic_s() > deadline_s:
                 text = f"beginning with {len(others) + 1} of {least} peers: the others are not here"
-                self.events.emit("warning", text=text)
+                self.events.emit(Warned(text))
                 break
             self._greet_sometimes([word.member for word in others] or list(welcome.members if welcome else ()))
             self.exchange.wait(PAUSE_S)
@@ -261,7 +272,7 @@ class GossipPeer:
                     self._swap(swap, weights, phase)
                 case Failed(swap, reason):
                     self._led = None if self._led is not None and self._led[0] is swap else self._led
-                    self.events.emit("skip", version=self.version + 1, reason=reason)
+                    self.events.emit(RoundSkipped(self.version + 1, reason))
         if self._wants_a_swap() and not self.exchange.busy:
             self._invite()
         self.position()
@@ -309,7 +320,7 @@ class GossipPeer:
         self.discarded_tokens += drop_progress(self.line)
         self._steps, self._moved = 0, True
         reason = "the progress is not finite and is discarded"
-        self.events.emit("skip", version=self.version + 1, reason=reason)
+        self.events.emit(RoundSkipped(self.version + 1, reason))
         return None
 
     def _swap(self, swap: Swap, theirs: Tensor, phase: str) -> None:
@@ -365,19 +376,20 @@ class GossipPeer:
         self.exchange.hold(self.line.state)
         wire = self.counter.sample()
         self.events.emit(
-            "swap",
-            version=self.version,
-            partner=partner,
-            leads=leads,
-            final=self.settling is not None,
-            spread=apart,
-            tokens=self.position(),
-            inner_tokens=inner_tokens,
-            loss=fmean(self._losses) if self._losses else None,
-            tokens_per_s=self.tokens_per_s,
-            wire_bytes_sent=wire.sent if wire else None,
-            wire_bytes_received=wire.received if wire else None,
-            seconds={name: round(value, 6) for name, value in seconds.items()},
+            SwapApplied(
+                version=self.version,
+                partner=partner,
+                leads=leads,
+                final=self.settling is not None,
+                spread=apart,
+                tokens=self.position(),
+                inner_tokens=inner_tokens,
+                loss=fmean(self._losses) if self._losses else None,
+                tokens_per_s=self.tokens_per_s,
+                wire_bytes_sent=wire.sent if wire else None,
+                wire_bytes_received=wire.received if wire else None,
+                seconds={name: round(value, 6) for name, value in seconds.items()},
+            )
         )
         self._losses, self._inner_s = [], 0.0
 
@@ -447,17 +459,17 @@ class GossipPeer:
         self.exchange.report(self.progress, -1.0 if self.spread is None else self.spread, swap_s)
 
     def _on_reason(self, reason: str, routine: bool) -> None:
-        self.events.emit("reason", text=reason, routine=routine)
+        self.events.emit(Remark(reason, routine))
 
     def _on_met(self, peers: Sequence[str]) -> None:
-        self.events.emit("view", version=self.version, joined=list(peers), left=[])
+        self.events.emit(ViewChanged(self.version, tuple(peers)))
 
     # ------------------------------------------------------------ checkpoints
 
     def to_save(self) -> Contents:
         """What a checkpoint holds of us, beside the inner side."""
         groups, about = save_line(self.line, self.contract)
-        others = [word.member.address for word in self.exchange.alive()[:SAVED_OTHERS]]
+        others = [word.member.address for word in self.exchange.alive()[:MAX_SAVED_OTHERS]]
         return groups, {**about, "own_tokens": self.tokens, "run_tokens": self.position(), "others": others}
 
     def _terms(self, data: str) -> GossipTerms:

@@ -47,17 +47,17 @@ from diloco.transport.pace import RateLimit
 
 logger = logging.getLogger(__name__)
 
-STREAM_TRIES = 3
+MAX_STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1
 """How often weights are sent on a line that breaks or damages them, and how soon again."""
-LONGEST_STEP_S = 60.0
+MAX_STEP_S = 60.0
 """A peer serves a swap between two inner steps, and tells how long they take; it is believed up to this."""
 TICKS_PER_STALL = 8
 SEEK_S = 10.0
 """How often one of those that fell silent is asked whether it is back."""
-GREETED = 8
+MAX_GREETED = 8
 """Of the peers that a directory names, so many are asked whom they know."""
-WELCOMED = 64
+MAX_WELCOMED = 64
 """Members that a stranger is told of; the first it greets tells it of the others."""
 
 
@@ -365,7 +365,7 @@ class Swapping(Background):
         word = self.acquaintances.get(peer)
         pace = (word.progress.pace if word is not None else 0.0) or self.acquaintances.progress.pace
         step_s = self.terms.tokens_per_step / pace if pace > 0 else 0.0
-        return self.terms.timing.stall_s + 2 * min(step_s, LONGEST_STEP_S)
+        return self.terms.timing.stall_s + 2 * min(step_s, MAX_STEP_S)
 
     # ------------------------------------------------------------ talking
 
@@ -391,7 +391,7 @@ class Swapping(Background):
 
     def _meet(self, members: Sequence[Member]) -> None:
         strangers = [one for one in members if one.peer != self.me.peer and self.acquaintances.get(one.peer) is None]
-        for stranger in strangers[:GREETED]:
+        for stranger in strangers[:MAX_GREETED]:
             self._spawn(self._greet(stranger, answer=False))
 
     async def _greet(self, member: Member, answer: bool) -> None:
@@ -442,7 +442,7 @@ class Swapping(Background):
         """Send our weights, from the start again when the line breaks: the receiver ignores what it has. Returns what
         went wrong, if anything did."""
         to, problem = outgoing.swap.partner, ""
-        for _ in range(STREAM_TRIES):
+        for _ in range(MAX_STREAM_TRIES):
             problem, again = await self._stream_once(to, kind, outgoing)
             if not again:
                 return problem
@@ -570,7 +570,7 @@ class Swapping(Background):
         terms = self.terms
         if not self.me.address:
             raise LinkRefused(m.Reply.TOO_EARLY, "still starting")
-        others = tuple(word.member for word in self.acquaintances.alive(monotonic_s())[:WELCOMED])
+        others = tuple(word.member for word in self.acquaintances.alive(monotonic_s())[:MAX_WELCOMED])
         return Welcome(
             terms.contract_json, self.lineage, self.version, True, (self.me, *others), self.directory,
             terms.layout.digest, terms.data,

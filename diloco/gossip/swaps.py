@@ -17,7 +17,7 @@ from enum import StrEnum
 from diloco.base.types import Member
 from diloco.protocol.messages import Reply
 
-MOST_SERVED = 4096
+MAX_SERVED = 4096
 """Peers of which is remembered what swap of theirs was served last."""
 
 
@@ -126,7 +126,7 @@ class Swaps:
         """We have applied, as the follower, what will not be applied again."""
         self._served.pop(swap.partner.peer, None)
         self._served[swap.partner.peer] = (swap.partner.incarnation, swap.number)
-        while len(self._served) > MOST_SERVED:
+        while len(self._served) > MAX_SERVED:
             del self._served[next(iter(self._served))]
 
     def has_served(self, sender: Member, number: int) -> bool:

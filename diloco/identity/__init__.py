@@ -1,1 +1,1 @@
-"""Who is who: the run's secret, keys and certificates."""
+"""Identity of peers: the run's secret, keys and certificates."""

@@ -22,7 +22,7 @@ from diloco.base.errors import UsageError
 
 VARIABLE: Final = "DILOCO_SECRET"
 SERVER_NAME: Final = "peer.diloco"
-"""What the certificate is for, in place of a host name: peers have many addresses, and these change."""
+"""Subject of the certificate, in place of a host name: peers have many addresses, and these change."""
 MIN_SECRET_CHARS: Final = 16
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -48,7 +48,7 @@ def keys_of(secret: str) -> Keys:
 
 
 def keys_from_environment() -> Keys:
-    """Of `DILOCO_SECRET`. Raises UsageError when it is too short to keep anybody out."""
+    """Keys derived from `DILOCO_SECRET`. Raises UsageError when it is too short to keep anybody out."""
     return keys_of(secret_from_environment())
 
 

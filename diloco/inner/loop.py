@@ -85,7 +85,8 @@ def next_token_loss(model: Forward, block: Tensor) -> Tensor:
 
 
 class Pipeline(Protocol):
-    """What inner steps ask of ranks that have some layers of the model each (`diloco.island.pipeline`)."""
+    """Pipeline operations that inner steps need on ranks that have some layers of the model each
+    (`diloco.island.pipeline`)."""
 
     whole_model: nn.Module
     """On the meta device: all parameters, of which a rank has some."""
@@ -100,19 +101,19 @@ class Pipeline(Protocol):
         """Whether the gradient of a parameter is this rank's to count in the norm."""
 
     def norm(self, own: Tensor) -> Tensor:
-        """Of the whole gradient, from the norm of what each rank counts."""
+        """Norm of the whole gradient, from the norm of the part that each rank counts."""
 
 
 class Ranks(Protocol):
-    """What inner steps ask of whoever spreads the model over ranks (`diloco.island.parallel`)."""
+    """Operations of a model that is spread over ranks (`diloco.island.parallel`), as inner steps need them."""
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """Where a rank has some layers of the model only."""
+        """Pipeline of this rank, where it has some layers of the model only; else None."""
 
     @property
     def forward(self) -> nn.Module:
-        """What to call: the model itself, or what wraps it."""
+        """Module to call: the model itself, or its wrapper."""
 
     @property
     def bf16(self) -> bool:
@@ -128,7 +129,7 @@ class Ranks(Protocol):
         """After forward passes without backward passes."""
 
     def held(self, name: str, value: Tensor) -> Slice:
-        """What this rank holds of a tensor that is laid out like a parameter, or the same everywhere: a view."""
+        """Slice of a tensor that this rank holds, for one laid out like a parameter, or the same everywhere: a view."""
 
 
 class Alone:
@@ -254,8 +255,8 @@ class InnerLoop:
         self.model.zero_grad(set_to_none=True)
 
     def expert_imbalance(self) -> list[float]:
-        """Of each block's experts in the last step, `Router.imbalance`; empty for a dense model. Of a pipeline: of the
-        blocks that this rank has."""
+        """`Router.imbalance` of each block's experts in the last step; empty for a dense model. In a pipeline: of
+        the blocks that this rank has."""
         return [round(router.imbalance(), 3) for router in self._routers]
 
     def numbers(self) -> dict[str, int]:
@@ -263,11 +264,12 @@ class InnerLoop:
         return {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
 
     def weights(self) -> list[Slice]:
-        """What this rank holds of each trainable parameter: views."""
+        """Slice of each trainable parameter that this rank holds: views."""
         return [self._ranks.held(name, parameter) for name, parameter in self._named_parameters()]
 
     def state(self) -> list[Slice]:
-        """What this rank holds of the optimizer's state, as `<parameter>/<key>`: views, which the next step moves."""
+        """Slices of the optimizer's state that this rank holds, as `<parameter>/<key>`: views, which the next step
+        moves."""
         return [
             self._ranks.held(f"{name}/{key}", value)
             for name, parameter in self._named_parameters()
@@ -324,7 +326,7 @@ def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optim
 
 
 def _state_keys(optimizer: torch.optim.Optimizer) -> dict[Tensor, set[str]]:
-    """What the optimizer remembers of each parameter once that has moved, told from the settings of its group."""
+    """Keys of the optimizer's state for each parameter once that has moved, from the settings of its group."""
     return {p: _group_keys(group) for group in optimizer.param_groups for p in group["params"]}
 
 

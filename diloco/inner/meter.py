@@ -1,4 +1,4 @@
-"""What inner steps make of the hardware: seconds of each phase, memory, and FLOP/s beside the device's peak (MFU).
+"""Meter of inner steps: seconds of each phase, memory, and FLOP/s beside the device's peak (MFU).
 
 FLOPs are the model's, 6 N and attention's per token (`diloco.plan.model`), whatever a rank computes twice to save
 memory. MFU is what of the peak of all ranks they make up (arXiv 2204.02311, appendix B): once of the time of the inner
@@ -18,12 +18,8 @@ import torch
 
 from diloco.base.clock import monotonic_s
 from diloco.config.site import DeviceSection
-from diloco.observe.telemetry import timed
+from diloco.observe.events import timed
 from diloco.plan.hardware import gpu_called
-
-MEMORY = ("host_peak_bytes", "device_peak_bytes", "device_reserved_bytes")
-"""What a rank says of its memory: the most that the process ever had in RAM; the most that tensors took of the GPU, and
-what torch holds of it now (both 0 without one)."""
 
 
 class Phases:
@@ -71,7 +67,7 @@ class Phases:
 
 
 def memory_of(device: torch.device) -> list[int]:
-    """This process's `MEMORY`, in bytes."""
+    """This process's memory: the numbers of `RankMemory`."""
     if device.type != "cuda":
         return [_host_peak_bytes(), 0, 0]
     return [_host_peak_bytes(), torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)]
@@ -88,7 +84,7 @@ def _host_peak_bytes() -> int:
 
 
 def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:
-    """Of one rank's device, per second: the site's, else for bf16 that of a known GPU; None: not known."""
+    """Peak of one rank's device in FLOP/s: the site's, else for bf16 that of a known GPU; None: not known."""
     if section.peak_tflops is not None:
         return section.peak_tflops * 1e12
     if device.type != "cuda" or precision != "bf16":
@@ -103,7 +99,7 @@ def device_name(device: torch.device) -> str:
 
 
 class Usage:
-    """What a peer's inner steps came to since that was told last."""
+    """Throughput, MFU and phases of a peer's inner steps since the last report."""
 
     def __init__(self, flops_per_token: float | None, peak_flops: float | None, ranks: int, phases: Phases) -> None:
         """`peak_flops`: of one of `ranks`, per second."""

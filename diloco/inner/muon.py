@@ -9,14 +9,12 @@ Both parts are torch's own, behind one optimizer, so that schedule, checkpoints 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.base.errors import ConfigError
 from diloco.config.contract import InnerSection
 
 LR_RATIO = "lr_ratio"
@@ -27,12 +25,9 @@ class MuonAdamW(Optimizer):
     """Muon on its group and AdamW on the others, over one `state` and one list of `param_groups`."""
 
     def __init__(self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], section: InnerSection) -> None:
-        """`groups` are those of AdamW alone; of these Muon takes `matrices`.
-
-        Raises ConfigError where torch has no Muon.
-        """
+        """`groups` are those of AdamW alone; of these Muon takes `matrices`."""
         group = {"params": matrices, "weight_decay": section.weight_decay, LR_RATIO: section.muon_lr / section.lr}
-        muon = _torch_muon()([group], lr=section.muon_lr, momentum=section.muon_momentum)
+        muon: Optimizer = torch.optim.Muon([group], lr=section.muon_lr, momentum=section.muon_momentum)
         others = _without(groups, set(matrices))
         adamw = torch.optim.AdamW(others, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -77,13 +72,3 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _in_layer(name: str) -> bool:
     return any(piece.isdecimal() for piece in name.split("."))
-
-
-def _torch_muon() -> Callable[..., Optimizer]:
-    muon: Callable[..., Optimizer] | None = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        raise ConfigError(
-            f"inner.optimizer 'muon' needs torch 2.9 or newer, this is {torch.__version__}",
-            'update torch, or train with inner.optimizer = "adamw"',
-        )
-    return muon

@@ -23,7 +23,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.inner.loop import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
-from diloco.inner.meter import MEMORY, Usage, device_name, memory_of, peak_flops
+from diloco.inner.meter import Usage, device_name, memory_of, peak_flops
 from diloco.inner.tracing import Trace
 from diloco.island import Island
 from diloco.island.bridge import Bridge, Led
@@ -35,6 +35,7 @@ from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
 from diloco.island.slices import Pieces, Slices, whole_slices
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
+from diloco.observe.events import RankMemory
 from diloco.outer.fragments import Layout, Weights, named_parameters
 from diloco.outer.line import Line, weights_at_anchor
 from diloco.plan.model import flops_per_token
@@ -195,7 +196,7 @@ class Bench:
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
     def _memory(self) -> list[list[int]]:
-        """`MEMORY` by rank."""
+        """Numbers of `RankMemory` by rank."""
         told = self.island.gather(json.dumps(memory_of(self.island.device)))
         return [json.loads(one) for one in told]
 
@@ -267,7 +268,7 @@ class Workbench(Bench):
     def used(self) -> dict[str, Any]:
         """What an event tells of the hardware since that was told last: `Usage.told`, and memory by rank."""
         self._announce("memory")
-        memory = [dict(zip(MEMORY, numbers, strict=True)) for numbers in self._memory()]
+        memory = tuple(RankMemory(*numbers) for numbers in self._memory())
         return {**self.usage.told(), "memory": memory}
 
     def step(self, block: Tensor, position: int) -> float:

@@ -1,4 +1,4 @@
-"""How fast the ranks of an island exchange bytes: `diloco bench collectives`.
+"""Bandwidth between the ranks of an island: `diloco bench collectives`.
 
 Bandwidths as NCCL-tests defines them (its doc/PERFORMANCE.md). *Algorithm* bandwidth is size / time; *bus* bandwidth is
 that times what a rank must at least send for each byte, so that it can be compared with a link whatever the number of
@@ -24,7 +24,7 @@ from diloco.island import Island
 from diloco.plan.layout import PLACED, Layout
 
 WARM_UPS = 2
-MOST_REPEATS = 1000
+MAX_REPEATS = 1000
 
 # Torch 2.13 calls them otherwise, and warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,6 +57,7 @@ class Measured:
 
     @property
     def bus_bps(self) -> float:
+        """Bus bandwidth in bits per second, as NCCL-tests defines it."""
         return self.algorithm_bps * BUS_FACTORS[self.collective](self.ranks)
 
 
@@ -94,7 +95,7 @@ def _groups(island: Island, layout: Layout | None) -> list[tuple[str, Any]]:
 
 
 def _call(collective: str, values: int, device: torch.device, group: Any) -> Callable[[], object]:
-    """What is timed, with its buffers: `values` fp32 numbers, which the ranks of the group divide."""
+    """The collective to time, with its buffers: `values` fp32 numbers, which the ranks of the group divide."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(values, dtype=torch.float32, device=device)
     other, share = torch.empty_like(whole), whole.new_zeros(values // ranks)
@@ -121,7 +122,7 @@ def _slowest_s(call: Callable[[], object], device: torch.device, group: Any, tim
     for _ in range(WARM_UPS):  # the first one sets up connections
         call()
     once_s = _agreed(_timed_s(call, 1, device, group), device, group)
-    repeats = min(max(1, round(timed_s / once_s)), MOST_REPEATS)  # the same on every rank
+    repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
     return _agreed(_timed_s(call, repeats, device, group), device, group)
 
 

@@ -39,11 +39,11 @@ SINCE = "DILOCO_SINCE"
 """The same: when it began, as `new_incarnation` counts."""
 SET_BACK_US = 60 * 10**6
 """By so much a clock may be set back while an island lives: at the start of a machine it is."""
-RESTARTS = 10
-"""How often in quick succession an island may lose a rank before it gives up."""
+MAX_RESTARTS = 10
+"""Ranks that an island may lose in quick succession before it gives up."""
 WELL_S = 3600.0
 """In quick succession: it lived for less than this between them. A life of an hour forgives all losses before."""
-MOST_APART_S = 30.0
+MAX_APART_S = 30.0
 """Two starts are 2 s apart after the first such loss, twice as long after each further one, and at most so long."""
 GRACE_S = 15
 """Beyond `timeouts.leave_s`: for the last evaluation and the last checkpoint."""
@@ -56,8 +56,8 @@ FINAL = {
 def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
     """Run `diloco` with these arguments in so many processes until all have ended. Returns the exit code.
 
-    When one dies the others are ended, and all are started again, up to `RESTARTS` times in quick succession; not at
-    once where they died at once. A signal is passed on, and they have `leave_s` and a grace to leave in good order.
+    When one dies the others are ended, and all are started again, up to `MAX_RESTARTS` times in quick succession; not
+    at once where they died at once. A signal is passed on, and they have `leave_s` and a grace to leave in good order.
     They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
     """
     os.environ[SINCE] = str(new_incarnation())
@@ -70,12 +70,12 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
             break
         lived_s = monotonic_s() - began_s
         losses = 1 if lived_s >= WELL_S else losses + 1
-        if losses > RESTARTS:
+        if losses > MAX_RESTARTS:
             how = f"{losses} times, each within {WELL_S / 60:g} minutes of the one before"
             logger.error("the island lost a rank %s: it is not started again; see what its ranks said last", how)
             break
         try:
-            time.sleep(max(0.0, min(2.0**losses, MOST_APART_S) - lived_s))
+            time.sleep(max(0.0, min(2.0**losses, MAX_APART_S) - lived_s))
         except SignalException:  # by torch's handler, which it leaves behind
             break
     return code

@@ -28,7 +28,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def divided_experts(model: nn.Module) -> list[DividedExperts]:
-    """What `divide_experts` has put into a model."""
+    """Divided experts that `divide_experts` has put into a model."""
     return [module for module in model.modules() if isinstance(module, DividedExperts)]
 
 

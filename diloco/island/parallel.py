@@ -216,8 +216,8 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
 
 
 def _arrived(_: nn.Module, __: Any, x: Tensor) -> Tensor:
-    """What the embedding's ranks are still sending, waited for: a compiled block that is given it on its way loses the
-    gradient with respect to it (torch 2.13)."""
+    """Waits for the embedding's output, which its ranks are still sending: a compiled block that is given it on its
+    way loses the gradient with respect to it (torch 2.13)."""
     return x.clone()
 
 

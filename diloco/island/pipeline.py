@@ -57,7 +57,7 @@ class Stage(nn.Module):
         super().__init__()
         self.part = part
         self.share = 1.0
-        """Of one micro-batch in a step's loss."""
+        """Share of one micro-batch in a step's loss."""
         self._bf16 = bf16
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,11 +89,13 @@ class Stages(nn.ModuleList):
     """The stages that a rank has, as one module. Parameters have the names they have in the whole model."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of all stages of this rank, named as in the whole model."""
         for stage in self.stages:
             yield from stage.part.named_parameters(*args, **kwargs)
 
     @property
     def stages(self) -> list[Stage]:
+        """Stages of this rank, in order."""
         return [stage for stage in self if isinstance(stage, Stage)]
 
 
@@ -237,12 +239,12 @@ class Pipelined:
         return SCHEDULES[self._section.schedule](given, micro_batches, loss_fn=loss, scale_grads=False)
 
     def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
-        """What travels between two stages for sequences (n, L + 1)."""
+        """Shape of the activations that travel between two stages for sequences (n, L + 1)."""
         pieces = next(iter(self._stages.values())).part.hidden_pieces
         return shape[0], (shape[1] - 1) // pieces, self._hidden
 
     def _from_last(self, value: Tensor | None) -> Tensor:
-        """What the rank with the last stage has, a scalar, on all."""
+        """Scalar of the rank with the last stage, on all ranks."""
         told = torch.zeros((), dtype=torch.float32, device=self._column.device) if value is None else value
         dist.broadcast(told, self._home[-1], self._column.group)
         return told

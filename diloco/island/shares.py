@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: torch's DTensors as slices."""
+"""A rank's slices of torch's DTensors."""
 
 from __future__ import annotations
 

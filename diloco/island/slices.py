@@ -26,7 +26,7 @@ class Box:
     shape: Shape
     """The whole tensor's."""
     offsets: Shape
-    """Of the first element, by dimension."""
+    """Place of the first element, by dimension."""
     extent: Shape
     """Elements by dimension."""
 
@@ -41,7 +41,7 @@ class Box:
         return self.name if self.whole else f"{self.name}@{','.join(map(str, self.offsets))}"
 
     def overlap(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What two slices of one tensor share, as indices into each of the two; None for nothing."""
+        """Part that two slices of one tensor share, as indices into each of the two; None for nothing."""
         starts = list(map(max, self.offsets, other.offsets))
         stops = [
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.extent, other.offsets, other.extent, strict=True)
@@ -59,7 +59,7 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """What somebody holds of a tensor."""
+    """A piece of a tensor that a rank or a file holds."""
 
     box: Box
     local: Tensor
@@ -98,7 +98,7 @@ class Pieces(Mapping[str, Tensor]):
 
     @staticmethod
     def of(slices: Iterable[Slice]) -> Pieces:
-        """Of slices in memory."""
+        """Pieces from slices in memory."""
         return Pieces((one.box, lambda one=one: one.local) for one in slices)  # type: ignore[misc]
 
     def shape(self, name: str) -> Shape:
@@ -163,7 +163,8 @@ def tiles(boxes: Sequence[Sequence[tuple[int, int]]], shape: Shape) -> bool:
 
 
 def offered(groups: Slices) -> dict[str, int]:
-    """What a process could write: bytes by slice, which is named alike wherever it is held. Nothing of empty slices."""
+    """Slices that a process could write: bytes by slice, whose label is the same wherever it is held. Empty slices
+    are left out."""
     boxes = ((group, one) for group, slices in groups.items() for one in slices)
     return {_label(group, one.box): one.local.nbytes for group, one in boxes if one.local.numel() or one.box.whole}
 

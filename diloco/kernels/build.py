@@ -40,14 +40,14 @@ FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trappi
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120.0
 CPUINFO = Path("/proc/cpuinfo")
-"""What tells one processor from another. Without it nothing is compiled for this one alone."""
+"""File that tells processors apart. Without it nothing is compiled for this one alone."""
 COMPILED, EAGER = "compiled codecs", "eager codecs"
 
 log = logging.getLogger(__name__)
 
 _deciding = threading.Lock()
 _used: str | None = None
-"""What `compiled_codecs` decided."""
+"""Choice that `compiled_codecs` made."""
 
 
 class NoKernelsError(Exception):
@@ -103,7 +103,7 @@ def _cache_folder() -> Path:
 
 
 def _found(folder: Path) -> ctypes.CDLL:
-    """Of the first compiler whose library makes the right bits."""
+    """Library of the first compiler that makes the right bits."""
     compilers = _compilers()
     if not compilers:
         raise NoKernelsError(f"no C compiler found ({', '.join(COMPILERS)})")
@@ -146,7 +146,7 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL:
 
 
 def _refuse_shared(path: Path) -> None:
-    """What others may write may hold anybody's code."""
+    """Raises where others may write: a library there could hold anybody's code."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise NoKernelsError(f"{path} can be written by others")
@@ -228,7 +228,7 @@ def _sections() -> list[CodecSection]:
 
 
 def _sized(values: torch.Tensor) -> list[bytes]:
-    """Of some finite values, of infinite ones, and of one that is no number."""
+    """Magnitudes, as text, of some finite values, of infinite ones, and of NaN."""
     infinite = values.where(values < 1.0, -math.inf)
     return [str(magnitude(some)).encode() for some in (values, values[-7:], infinite, values / values)]
 

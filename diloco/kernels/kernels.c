@@ -11,10 +11,10 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define CHUNK 1024  // values of a block of codes below 8 bits, at most; 4 KiB of fp32 stay in the first cache
-#define SMALLEST_MAGNITUDE 0x1p-100f
-#define SMALLEST_INT8_SCALE 0x1p-126f
-#define LARGEST_HEADER 0x1p120f
+#define MAX_PACKED 1024  // values of a block of codes below 8 bits, at most; 4 KiB of fp32 stay in the first cache
+#define MIN_MAGNITUDE 0x1p-100f
+#define MIN_INT8_SCALE 0x1p-126f
+#define MAX_HEADER 0x1p120f
 #define FIXED_POINT 0x1p20f
 
 INLINE uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
@@ -116,22 +116,22 @@ INLINE float grid_code(float ratio, float limit, const uint32_t *seed, int64_t c
 
 INLINE void encode_int8(ENCODER) {
     float scale = found.largest / 127;
-    if (scale < SMALLEST_INT8_SCALE) scale = 0;
+    if (scale < MIN_INT8_SCALE) scale = 0;
     memcpy(header, &scale, 4);
     float by = divisor(scale);
     for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(int32_t)grid_code(values[i] / by, 127, seed, i);
 }
 
 INLINE void encode_int4(ENCODER) {
-    uint8_t codes[CHUNK + 8];
-    float by = divisor(write_rounded_up(header, found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest / 7));
+    uint8_t codes[MAX_PACKED + 8];
+    float by = divisor(write_rounded_up(header, found.largest < MIN_MAGNITUDE ? 0 : found.largest / 7));
     for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)(8 + (int32_t)grid_code(values[i] / by, 7, seed, i));
     pack(codes, count, 4, out);
 }
 
 INLINE void encode_e3m0(ENCODER) {
-    uint8_t codes[CHUNK + 8];
-    float by = divisor(write_rounded_up(header, found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest));
+    uint8_t codes[MAX_PACKED + 8];
+    float by = divisor(write_rounded_up(header, found.largest < MIN_MAGNITUDE ? 0 : found.largest));
     for (int64_t i = 0; i < count; i++) {
         float ratio = values[i] / by, size = fabsf(ratio);
         int32_t code = (int32_t)(bits_of(size) >> 23) - 120;
@@ -145,8 +145,8 @@ INLINE void encode_e3m0(ENCODER) {
 }
 
 INLINE void encode_sign(ENCODER) {
-    uint8_t codes[CHUNK + 8];
-    float largest = found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
+    uint8_t codes[MAX_PACKED + 8];
+    float largest = found.largest < MIN_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
     int32_t sum = 0;  // at most 2^10 values of 2^20
     for (int64_t i = 0; i < count; i++) {
         sum += (int32_t)fabsf(rintf(values[i] * factor));
@@ -159,7 +159,7 @@ INLINE void encode_sign(ENCODER) {
 
 INLINE void encode_binned(ENCODER, int bits, double sigmas, uint8_t *codes) {
     const int bins = 1 << bits;
-    float largest = found.largest < SMALLEST_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
+    float largest = found.largest < MIN_MAGNITUDE ? 0 : found.largest, factor = FIXED_POINT / divisor(largest);
     int64_t sum = 0, squares = 0, sums[256] = {0}, counts[256] = {0};
     for (int64_t i = 0; i < count; i++) {
         int32_t number = (int32_t)rintf(values[i] * factor);
@@ -188,11 +188,11 @@ INLINE void encode_binned(ENCODER, int bits, double sigmas, uint8_t *codes) {
 
 INLINE void encode_binned8(ENCODER) { encode_binned(values, count, found, seed, header, out, 8, 6, out); }
 INLINE void encode_binned4(ENCODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     encode_binned(values, count, found, seed, header, out, 4, 2.5, codes);
 }
 INLINE void encode_binned2(ENCODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     encode_binned(values, count, found, seed, header, out, 2, 2, codes);
 }
 
@@ -207,14 +207,14 @@ INLINE void decode_int8(DECODER) {
 }
 
 INLINE void decode_int4(DECODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     float scale = read_bf16(header);
     unpack(in, count, 4, codes);
     for (int64_t i = 0; i < count; i++) values[i] = (float)((int32_t)codes[i] - 8) * scale;
 }
 
 INLINE void decode_e3m0(DECODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     float scale = read_bf16(header);
     unpack(in, count, 4, codes);
     for (int64_t i = 0; i < count; i++) {
@@ -224,7 +224,7 @@ INLINE void decode_e3m0(DECODER) {
 }
 
 INLINE void decode_sign(DECODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     float scale = read_bf16(header);
     unpack(in, count, 1, codes);
     for (int64_t i = 0; i < count; i++) values[i] = codes[i] ? scale : -scale;
@@ -239,13 +239,13 @@ INLINE void look_up(const uint8_t *header, const uint8_t *codes, int64_t count, 
 INLINE void decode_binned8(DECODER) { look_up(header, in, count, 256, values); }
 
 INLINE void decode_binned4(DECODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     unpack(in, count, 4, codes);
     look_up(header, codes, count, 16, values);
 }
 
 INLINE void decode_binned2(DECODER) {
-    uint8_t codes[CHUNK + 8];
+    uint8_t codes[MAX_PACKED + 8];
     unpack(in, count, 2, codes);
     float zero = read_bf16(header), one = read_bf16(header + 2);
     float two = read_bf16(header + 4), three = read_bf16(header + 6);
@@ -277,7 +277,7 @@ INLINE int encode_all(void encode(ENCODER), int bits, int header_bytes, float la
 #define EACH_PIECE                                                                                                     \
     const uint8_t *header = payload, *codes = payload + (elements + block - 1) / block * header_bytes;                 \
     for (int64_t start = 0; start < elements; start += block, header += header_bytes)                                  \
-        for (int64_t at = start, stop = least(start + block, elements), count; count = least(CHUNK, stop - at),        \
+        for (int64_t at = start, stop = least(start + block, elements), count; count = least(MAX_PACKED, stop - at),   \
                      at < stop; at += count, codes += packed_bytes(count, bits))
 
 INLINE void decode_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
@@ -291,7 +291,7 @@ INLINE void decode_all(void decode(DECODER), int bits, int header_bytes, const u
 
 INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const uint8_t *payload, int64_t elements,
                        int64_t block, float weight, float *total) {
-    float values[CHUNK];
+    float values[MAX_PACKED];
     double all_squares = 0;
     EACH_PIECE {
         float squares = 0;
@@ -308,11 +308,11 @@ INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const u
     return all_squares;
 }
 
-#define CODEC(NAME, BITS, HEADER_BYTES, LARGEST)                                                                       \
+#define CODEC(NAME, BITS, HEADER_BYTES, MAX_VALUE)                                                                     \
     int diloco_encode_##NAME(const float *values, int64_t elements, int64_t block, int stochastic, uint8_t *out) {     \
         if (stochastic)                                                                                                \
-            return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 1, out);            \
-        return encode_all(encode_##NAME, BITS, HEADER_BYTES, LARGEST, values, elements, block, 0, out);                \
+            return encode_all(encode_##NAME, BITS, HEADER_BYTES, MAX_VALUE, values, elements, block, 1, out);          \
+        return encode_all(encode_##NAME, BITS, HEADER_BYTES, MAX_VALUE, values, elements, block, 0, out);              \
     }                                                                                                                  \
     void diloco_decode_##NAME(const uint8_t *payload, int64_t elements, int64_t block, float *out) {                   \
         decode_all(decode_##NAME, BITS, HEADER_BYTES, payload, elements, block, out);                                  \
@@ -321,17 +321,17 @@ INLINE double fold_all(void decode(DECODER), int bits, int header_bytes, const u
         return fold_all(decode_##NAME, BITS, HEADER_BYTES, payload, elements, block, weight, total);                   \
     }
 
-CODEC(int8, 8, 4, 127 * LARGEST_HEADER)
-CODEC(int4, 4, 2, 7 * LARGEST_HEADER)
-CODEC(e3m0, 4, 2, LARGEST_HEADER)
-CODEC(sign, 1, 2, LARGEST_HEADER)
-CODEC(binned8, 8, 512, LARGEST_HEADER)
-CODEC(binned4, 4, 32, LARGEST_HEADER)
-CODEC(binned2, 2, 8, LARGEST_HEADER)
+CODEC(int8, 8, 4, 127 * MAX_HEADER)
+CODEC(int4, 4, 2, 7 * MAX_HEADER)
+CODEC(e3m0, 4, 2, MAX_HEADER)
+CODEC(sign, 1, 2, MAX_HEADER)
+CODEC(binned8, 8, 512, MAX_HEADER)
+CODEC(binned4, 4, 32, MAX_HEADER)
+CODEC(binned2, 2, 8, MAX_HEADER)
 
 // ---------------------------------------------------------------- top-k: which values of a chunk are sent
 
-#define WIDEST 4096  // values of a chunk, at most: an index has 12 bits
+#define MAX_CHUNK 4096  // values of a chunk, at most: an index has 12 bits
 
 // How a part is cut into chunks, and how many values of each are sent: of the short one at the end fewer.
 #define CUT int64_t elements, int64_t chunk, int64_t kept, int64_t kept_of_rest
@@ -441,9 +441,9 @@ INLINE void unpack_indices(const uint8_t *packed, int64_t first, int64_t count, 
 
 // The packed indices of the largest values of each chunk, and these values: what is not finite is among them.
 void diloco_topk_select(const float *values, CUT, uint8_t *packed, float *largest) {
-    int32_t sizes[WIDEST];
-    uint8_t chosen[WIDEST + 7], set[256][8];
-    uint16_t indices[WIDEST + 9];
+    int32_t sizes[MAX_CHUNK];
+    uint8_t chosen[MAX_CHUNK + 7], set[256][8];
+    uint16_t indices[MAX_CHUNK + 9];
     int64_t waiting = 0;  // whether an index has no partner yet
     Count limit = {1, 0};
     list_bits(set);
@@ -466,7 +466,7 @@ void diloco_topk_select(const float *values, CUT, uint8_t *packed, float *larges
 
 // Whether the indices rise within every chunk, and none is beyond it.
 int diloco_topk_good(const uint8_t *packed, CUT) {
-    uint16_t indices[WIDEST + 1];
+    uint16_t indices[MAX_CHUNK + 1];
     int64_t first = 0;
     EACH_CHUNK {
         int falls = 0;
@@ -481,7 +481,7 @@ int diloco_topk_good(const uint8_t *packed, CUT) {
 // What follows is given good indices.
 
 void diloco_topk_decode(const uint8_t *packed, const float *sent, CUT, float *out) {
-    uint16_t indices[WIDEST + 1];
+    uint16_t indices[MAX_CHUNK + 1];
     int64_t first = 0;
     EACH_CHUNK {
         unpack_indices(packed, first, count, indices);
@@ -492,7 +492,7 @@ void diloco_topk_decode(const uint8_t *packed, const float *sent, CUT, float *ou
 }
 
 void diloco_topk_fold(const uint8_t *packed, const float *sent, CUT, float weight, float *total) {
-    uint16_t indices[WIDEST + 1];
+    uint16_t indices[MAX_CHUNK + 1];
     int64_t first = 0;
     EACH_CHUNK {
         unpack_indices(packed, first, count, indices);
@@ -504,8 +504,8 @@ void diloco_topk_fold(const uint8_t *packed, const float *sent, CUT, float weigh
 // Divided by `divisor`, or where that is negative by the weights of those who sent the value.
 void diloco_topk_mean(int64_t terms, const uint8_t *const *packed, const float *const *sent, const float *weights,
                       float divisor, CUT, float *out) {
-    uint16_t indices[WIDEST + 1];
-    float sums[WIDEST], divisors[WIDEST];
+    uint16_t indices[MAX_CHUNK + 1];
+    float sums[MAX_CHUNK], divisors[MAX_CHUNK];
     int64_t first = 0;
     EACH_CHUNK {
         memset(sums, 0, sizeof sums);

@@ -36,7 +36,7 @@ IN_BLOCK = {
     "ffn.shared.down.weight": "mlp.shared_experts.down_proj.weight",
 }
 STACKS = {"ffn.experts.gate": "gate_proj", "ffn.experts.up": "up_proj", "ffn.experts.down": "down_proj"}
-"""Of all experts of a block in one tensor; an export has `mlp.experts.<i>.<name>.weight`."""
+"""Experts of a block, stacked in one tensor; an export has `mlp.experts.<i>.<name>.weight`."""
 
 
 def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048) -> dict[str, Any]:

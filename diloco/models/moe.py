@@ -80,7 +80,8 @@ class Router(nn.Module):
         self.loads = loads
 
     def take_loss(self) -> Tensor | float:
-        """What the last forward pass in training mode adds to the loss that is minimised, once."""
+        """Auxiliary loss of the last forward pass in training mode, which is added to the loss that is minimised,
+        once."""
         loss, self._loss = self._loss, 0.0
         return loss
 

@@ -23,11 +23,11 @@ from diloco.config.contract import ModelSection
 NORM_EPS = 1e-5
 INIT_STD = 0.02
 WRITE_RESIDUAL = ("attn.out.weight", "ffn.down.weight", "experts.down", "shared.down.weight")
-"""How the names of the matrices end that write to the residual stream."""
+"""Endings of the names of the matrices that write to the residual stream."""
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
-    """What `rotate` multiplies by at each position from `first` on: cosines and signed sines, fp32 (length, 1, width).
+    """Factors of `rotate` at each position from `first` on: cosines and signed sines, fp32 (length, 1, width).
 
     The angles are position / theta^(2 i / width) for i < width / 2, used twice ("RoFormer", arXiv 2104.09864,
     equation 15). Made anew in each forward pass: that takes 60 us, and a cache would have to know lengths, devices

@@ -25,15 +25,18 @@ from typing import Any
 
 from diloco.base.errors import DilocoError
 from diloco.config.load import load_contract
-from diloco.observe.telemetry import GOODBYES, STEPS, Event, departures, read_events, readable_text
+from diloco.observe.event_log import EventLine as Event
+from diloco.observe.event_log import read_lines
+from diloco.observe.events import GOODBYES, STEPS
+from diloco.observe.readable import readable_text
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
 """How the baselines are called, by their folder."""
-MOST_WAITS = 400
+MAX_WAITS = 400
 """Drawn; of more, the longest."""
-MOST_FLIGHTS = 400
+MAX_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Of a curve; of more, means of as many groups."""
 TOLD = ("version", "swap")
 """Events of a version: one that all agree on, or a peer's own."""
@@ -228,7 +231,7 @@ def read_run(directory: Path) -> Run:
 
 def _events(path: Path) -> list[Event]:
     """Those that can be shown. Of a peer's signs of life, two in a second, in a month five million, only the ends."""
-    return list(_used_in_all(_lean(event) for event in read_events(path, "progress") if _whole(event)))
+    return list(_used_in_all(_lean(event) for event in read_lines(path, "progress") if _whole(event)))
 
 
 def _whole(event: Event) -> bool:
@@ -497,6 +500,12 @@ class _Attendance:
             self.stays.append(Stay(peer, self._since.pop(peer), at_s))
 
 
+def departures(event: Event) -> list[tuple[str, str]]:
+    """(peer, reason) for everyone a "view" event says has left."""
+    entries = [one if isinstance(one, dict) else {"peer": one} for one in event.get("left") or ()]
+    return [(str(entry.get("peer")), str(entry.get("reason") or event.get("reason") or "")) for entry in entries]
+
+
 def _times(timed: Sequence[Event]) -> list[PeerTime]:
     """By peer."""
     by_peer: dict[str, list[Event]] = defaultdict(list)
@@ -556,13 +565,13 @@ def _waits(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
         stop_s = clock(event["time"]) - sum(seconds[step] for step in ("average", "outer", "merge"))
         return Stay(event["peer"], max(stop_s - seconds["exchange"], 0.0), max(stop_s, 0.0))
 
-    longest = nsmallest(MOST_WAITS, map(wait, timed), key=lambda wait: wait.start_s - wait.stop_s)
+    longest = nsmallest(MAX_WAITS, map(wait, timed), key=lambda wait: wait.start_s - wait.stop_s)
     return sorted(longest, key=lambda wait: wait.start_s)
 
 
 def _flights(timed: Sequence[Event], clock: _RunClock) -> list[Stay]:
     flown = [event for event in timed if event.get("flight_s")]
-    if len(flown) > MOST_FLIGHTS:
+    if len(flown) > MAX_FLIGHTS:
         return []
     ends = [(event["peer"], clock(event["time"]), event["flight_s"]) for event in flown]
     return [Stay(peer, max(stop_s - flight_s, 0.0), stop_s) for peer, stop_s, flight_s in ends]
@@ -588,8 +597,8 @@ def _averaged(points: Sequence[Point]) -> list[Point]:
 
 
 def _group(points: Sequence[Point]) -> int:
-    """How many of them are one of MOST_POINTS."""
-    return -(-len(points) // MOST_POINTS) or 1
+    """How many of them are one of MAX_POINTS."""
+    return -(-len(points) // MAX_POINTS) or 1
 
 
 def _baseline(folder: Path, points: int) -> Curve:

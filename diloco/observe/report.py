@@ -28,10 +28,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from diloco.base.errors import ResourceError, UsageError
+from diloco.observe.events import STEPS
 from diloco.observe.history import PHASES, Curve, Point, Run, Version, outcomes, read_run
-from diloco.observe.telemetry import (
+from diloco.observe.readable import (
     NOTHING,
-    STEPS,
     readable_bytes,
     readable_count,
     readable_duration,
@@ -77,7 +77,7 @@ NICE_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 60
 """Distances of ticks on a time axis, in seconds."""
 WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
 """Widths of figures and size of their text; one point is shown as about one CSS pixel."""
-MOST_ROWS = 400
+MAX_ROWS = 400
 """Of the table of versions. Of more, a quarter for the newest, a quarter for those with something to say, and half for
 the rest, some to a row."""
 PLACES = 300
@@ -395,11 +395,11 @@ class Row:
 
 
 def _rows(versions: Sequence[Version]) -> list[Row]:
-    if len(versions) <= MOST_ROWS:
+    if len(versions) <= MAX_ROWS:
         return [Row(row.version, 1, row) for row in versions]
-    older, newest = versions[: -MOST_ROWS // 4], versions[-MOST_ROWS // 4 :]
-    full = [row for row in older if row.notes or len(row.digests) > 1][-MOST_ROWS // 4 :]
-    size = -(-len(older) // (MOST_ROWS // 2))
+    older, newest = versions[: -MAX_ROWS // 4], versions[-MAX_ROWS // 4 :]
+    full = [row for row in older if row.notes or len(row.digests) > 1][-MAX_ROWS // 4 :]
+    size = -(-len(older) // (MAX_ROWS // 2))
     groups = [older[start : start + size] for start in range(0, len(older), size)]
     folded = [Row(group[0].version, len(group), _as_one(group)) for group in groups]
     rows = [*folded, *(Row(row.version, 1, row) for row in (*full, *newest))]

@@ -1,7 +1,7 @@
 """What `diloco simulate` shows while it runs, and the table at its end.
 
 On a terminal one live table, a row per peer; elsewhere plain lines, one per version and notable event. Both are fed
-with the peers' events (`diloco.observe.telemetry`) by one thread. The screen keeps only what it shows; it decides
+with the peers' events (`diloco.observe.events`) by one thread. The screen keeps only what it shows; it decides
 nothing.
 """
 
@@ -21,12 +21,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.observe.history import Outcome, outcomes
-from diloco.observe.telemetry import (
-    GOODBYES,
+from diloco.observe.event_log import EventLine as Event
+from diloco.observe.events import GOODBYES
+from diloco.observe.history import Outcome, departures, outcomes
+from diloco.observe.readable import (
     NOTHING,
-    Event,
-    departures,
     readable_bytes,
     readable_count,
     readable_duration,
@@ -37,7 +36,7 @@ from diloco.observe.telemetry import (
     readable_times,
 )
 
-NOTES_SHOWN = 6
+MAX_NOTES = 6
 REDRAW_S = 0.12
 """Between two redraws of the live table: eight a second look smooth, more only burn the trainers' CPU."""
 STRAGGLER_S = 3.0
@@ -86,7 +85,7 @@ class Screen:
         self._rows = {peer: Row() for peer in peers}
         self._history: deque[tuple[float, int]] = deque(maxlen=RATE_VERSIONS)
         self._val_loss: tuple[int, float] | None = None
-        self._notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+        self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._held_notes: list[str] = []
         self._view: set[str] = set()
         self._view_version = 0

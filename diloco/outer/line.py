@@ -19,7 +19,7 @@ from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
 from diloco.outer.weighing import Weighing
 
-LARGEST = torch.finfo(torch.float32).max / 2
+MAX_VALUE = torch.finfo(torch.float32).max / 2
 """Of anchor and local weights: the difference of two such is finite."""
 
 

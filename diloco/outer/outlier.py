@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-FLOOR_RMS = 1e-3
+MIN_RMS = 1e-3
 """The others count as at least that large. Where they hardly moved (rows of an embedding that few saw, the first steps
 of a warm-up) any honest step would be a hundred times theirs; weights begin at about 0.02."""
 
@@ -26,4 +26,4 @@ def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:
         return None
     lower_median = moved[(len(moved) - 1) // 2]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    return largest if sizes[largest] > max_norm_ratio * max(lower_median, FLOOR_RMS) else None
+    return largest if sizes[largest] > max_norm_ratio * max(lower_median, MIN_RMS) else None

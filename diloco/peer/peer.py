@@ -33,10 +33,21 @@ from diloco.compress.encoding import Encoder
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange, Terms
-from diloco.exchange.lanes import Door
+from diloco.exchange.lanes import RankListener
 from diloco.island import Island
 from diloco.kernels.build import compiled_codecs
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import (
+    Departure,
+    LineageReplaced,
+    Listening,
+    Remark,
+    RoundSkipped,
+    StateCopied,
+    StateCopying,
+    ViewChanged,
+    Warned,
+)
 from diloco.outer.fragments import Weights
 from diloco.outer.line import Diverged, keep_local
 from diloco.outer.resync import adopt_state, drop_progress
@@ -89,7 +100,7 @@ class Peer:
         compiled_codecs(site.device.compile_codecs)
         self.line = open_line(name, contract, weights, self._encoder, island, lanes_of(site, island))
         terms = self._terms(data)
-        self.ending = Finish.of(contract, terms.rules.policy.most_peers)
+        self.ending = Finish.of(contract, terms.rules.policy.max_peers)
         if checkpoint is not None:
             commit = restore_line(self.line, checkpoint)
             if commit is not None:
@@ -162,7 +173,7 @@ class Peer:
             self._get_state(welcome)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
-        self.events.emit("listening", address=self.address, ticket=self.ticket)
+        self.events.emit(Listening(self.address, self.ticket))
 
     def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:
         """Have the other ranks open their lanes. Returns where those listen."""
@@ -170,11 +181,11 @@ class Peer:
         if island is None or island.size == 1:
             return ()
         key = secrets.token_bytes(32)
-        door = Door(island.host, key)
+        listener = RankListener(island.host, key)
         toward = welcome.members[0].address if welcome else None
-        island.announce("meet", host=island.host, port=door.port, key=key.hex(), name=self.name, toward=toward)
-        others = door.let_in(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
-        self.exchange.seat(others)
+        island.announce("meet", host=island.host, port=listener.port, key=key.hex(), name=self.name, toward=toward)
+        others = listener.accept_ranks(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
+        self.exchange.assign(others)
         self.exchange.lane.hold(self.line.state)
         island.all(True)
         return tuple(address for address in island.gather("") if address)
@@ -211,7 +222,7 @@ class Peer:
         """Copy anchor and outer state from these members. Raises StateError."""
         self.report(phase=Phase.JOINING)
         total_bytes = sum(buffer.nbytes for _, buffer in self.line.state.buffers())
-        self.events.emit("copying", done_bytes=0, total_bytes=total_bytes)
+        self.events.emit(StateCopying(0, total_bytes))
         timeout_s = self.site.timeouts.join_s
         try:
             state, offer = self.exchange.copy_state(
@@ -233,14 +244,14 @@ class Peer:
         self.copied()
         wire = self.wire()
         received = wire.received if wire else None
-        self.events.emit("state", version=state.version, state_digest=state.digest, wire_bytes_received=received)
+        self.events.emit(StateCopied(state.version, state.digest, received))
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
         failpoints.hit("copying-state")
         now = monotonic_s()
         if now - self._told_s >= 1.0 or done_bytes == total_bytes:
             self._told_s = now
-            self.events.emit("copying", done_bytes=done_bytes, total_bytes=total_bytes)
+            self.events.emit(StateCopying(done_bytes, total_bytes))
 
     def enter(self, patience: Callable[[], bool], on_closed: OnClosed) -> bool:
         """Wait until the view includes us: for the run to start, or for the next version. False: out of patience."""
@@ -384,7 +395,7 @@ class Peer:
             keep_local(self.line)
             raise
         if isinstance(outcome, Skip):
-            self.events.emit("skip", version=self.line.state.version + 1, reason=outcome.reason)
+            self.events.emit(RoundSkipped(self.line.state.version + 1, outcome.reason))
         keep_local(self.line)
         self.report(phase=Phase.TRAINING)
         return outcome
@@ -405,16 +416,16 @@ class Peer:
         void = self.exchange.void_tokens - self.void_tokens
         if void:
             self.void_tokens += void
-            self.events.emit("lineage", lineage=self.exchange.machine.lineage, void_tokens=void)
+            self.events.emit(LineageReplaced(self.exchange.machine.lineage, void))
 
     def _copy_again(self, why: str) -> None:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
-        self.events.emit("reason", text=f"{why}: copying the state", routine=False)
+        self.events.emit(Remark(f"{why}: copying the state"))
         try:
             self.copy_state(self.exchange.sources())
         except StateError as error:
             self.exchange.behind = True
-            self.events.emit("warning", text=error.cause)
+            self.events.emit(Warned(error.cause))
 
     def _apply(self, closed: Closed, seconds: dict[str, float], on_closed: OnClosed) -> None:
         before = self.line.commit
@@ -437,8 +448,8 @@ class Peer:
         new = {member.peer for member in after.view}
         if old != new:
             reasons = self._reasons(old - new, before, after)
-            left = [{"peer": peer, "reason": reasons[peer]} for peer in sorted(reasons)]
-            self.events.emit("view", version=after.version, joined=sorted(new - old), left=left)
+            left = tuple(Departure(peer, reasons[peer]) for peer in sorted(reasons))
+            self.events.emit(ViewChanged(after.version, tuple(sorted(new - old)), left))
 
     def _reasons(self, gone: AbstractSet[str], before: Commit | None, after: Commit) -> dict[str, str]:
         """Who left and who was lost. Whoever leaves with its last contribution says goodbye when that is counted, which
@@ -456,10 +467,10 @@ class Peer:
         self.exchange.report(self.progress)
 
     def _warn(self, text: str) -> None:
-        self.events.emit("warning", text=text)
+        self.events.emit(Warned(text))
 
     def _on_reason(self, reason: str, routine: bool) -> None:
-        self.events.emit("reason", text=reason, routine=routine)
+        self.events.emit(Remark(reason, routine))
 
     # ------------------------------------------------------------ leaving
 

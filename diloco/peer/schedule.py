@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from diloco.base.types import Commit
 from diloco.config.contract import Contract
 
-LEAST_SHARE = 1 / 16
+MIN_SHARE = 1 / 16
 """Of a round's steps, for the slowest: whatever somebody claims of its own pace."""
 OFFERED_AGAIN = 3
 """Times that a contribution is offered once more (`async`) before more inner steps are done."""
@@ -35,13 +35,13 @@ class Cadence:
         return Cadence(contract.steps_per_round, contract.sync.overlap)
 
     def sized(self, pace: float, fastest: float) -> Cadence:
-        """For a peer of this pace beside the fastest: floor(H v / max v) steps, `LEAST_SHARE` of H at least (DyLU).
+        """For a peer of this pace beside the fastest: floor(H v / max v) steps, `MIN_SHARE` of H at least (DyLU).
 
         Paces in tokens per second; 0: not known yet, which changes nothing.
         """
         if not 0 < pace < fastest:
             return self
-        steps = max(math.floor(self.steps * max(pace / fastest, LEAST_SHARE)), 1)
+        steps = max(math.floor(self.steps * max(pace / fastest, MIN_SHARE)), 1)
         return Cadence(steps, min(self.overlap, steps))
 
     def stretched(self, step_s: float, sync_s: float, share: float, most: int) -> Cadence:
@@ -60,7 +60,7 @@ class Cadence:
         cadence, inner = Cadence.of(contract), contract.inner
         if inner.comm_share and pace:
             step_s = contract.tokens_per_step / pace
-            cadence = cadence.stretched(step_s, sync_s, inner.comm_share, contract.most_steps_per_round)
+            cadence = cadence.stretched(step_s, sync_s, inner.comm_share, contract.max_steps_per_round)
         return cadence.sized(pace, fastest) if inner.sized_by == "speed" else cadence
 
     def before(self, trained_tokens: int) -> int:
@@ -75,28 +75,28 @@ class Finish:
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
     more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too. Where
-    contributors take turns (`most_peers`), each gets its turn for each fragment.
+    contributors take turns (`max_peers`), each gets its turn for each fragment.
     """
 
     total_tokens: int
     fragments: int
     under_way: bool
     """Whether there may be progress that the version that has the tokens leaves over, also of its own fragment."""
-    most_peers: int | None = None
-    """`Policy.most_peers`."""
+    max_peers: int | None = None
+    """`Policy.max_peers`."""
     last_version: int | None = None
     version: int = 0
 
     @staticmethod
-    def of(contract: Contract, most_peers: int | None = None) -> Finish:
+    def of(contract: Contract, max_peers: int | None = None) -> Finish:
         """The contract's."""
         under_way = contract.sync.overlap > 0 or contract.membership.policy != "sync"
-        return Finish(contract.run.total_tokens, contract.sync.fragments, under_way, most_peers)
+        return Finish(contract.run.total_tokens, contract.sync.fragments, under_way, max_peers)
 
     def further_versions(self, commit: Commit) -> int:
         """How many follow the one that has the tokens."""
         trainers = sum(not member.witness for member in commit.view)
-        turns = max(math.ceil(trainers / (self.most_peers or math.inf)), 1)
+        turns = max(math.ceil(trainers / (self.max_peers or math.inf)), 1)
         return turns * self.fragments - (0 if self.under_way else 1)
 
     def passed(self, commit: Commit, copied: bool = False) -> None:
@@ -124,7 +124,7 @@ class Settling:
     """
 
     tolerance: float
-    most_swaps: int
+    max_swaps: int
     swaps: int = 0
     _spreads: dict[str, float] = field(default_factory=dict)
     """By peer, the latest last."""
@@ -158,7 +158,7 @@ class Settling:
     def settled(self, others: int) -> bool:
         """Whether there is no need to go on. `others`: live peers that we know."""
         remaining = self.remaining(others) if others else 0.0
-        return self.swaps >= self.most_swaps or (remaining is not None and remaining <= self.tolerance)
+        return self.swaps >= self.max_swaps or (remaining is not None and remaining <= self.tolerance)
 
 
 class Stopwatch:

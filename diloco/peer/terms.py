@@ -88,7 +88,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
             match_deadline_s=membership.match_deadline_s,
             uses_slack=membership.policy == "async",
             sync_versions=membership.sync_versions,
-            most_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
+            max_peers=MAX_CONTRIBUTIONS if any(codec.gathered for codec in open_codecs(contract.codec)) else None,
         ),
         backlog_versions=membership.backlog_versions,
         continue_after_s=membership.continue_after_s if membership.without_majority == "continue" else None,

@@ -16,7 +16,7 @@ from diloco.plan.syncing import Sync
 from diloco.plan.timeline import bandwidth_for, utilisation
 
 WANTED_UTILISATION = 0.95
-LONGEST_PIPELINE = 64
+MAX_PIPELINE = 64
 DAY_S = 86_400
 
 
@@ -48,7 +48,7 @@ class WanRow:
 
     sync: Sync
     sync_bytes: float
-    """That one peer sends when all parameters are synchronised once."""
+    """Bytes that one peer sends when all parameters are synchronised once."""
     bytes_per_step: float
     transfer_s: float
     """On the link, for one fragment."""
@@ -56,7 +56,7 @@ class WanRow:
     needed_bps: float | None
     """For `WANTED_UTILISATION`; None where no bandwidth is enough, for the latency."""
     run_s: float
-    """Of the whole run."""
+    """Seconds of the whole run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Plan:
 
     question: Question
     step_s: float
-    """Of an inner step: as measured, or that of the first layout."""
+    """Seconds of an inner step: as measured, or with the first layout."""
     table_layout: Layout
-    """That of `memory`."""
+    """Layout that `memory` is computed for."""
     memory: tuple[MemoryRow, ...]
     pipeline: tuple[PipelineRow, ...]
     ranked: tuple[Ranked, ...]
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def alone_s(self) -> float:
-        """Of the whole run by this island alone."""
+        """Seconds of the whole run by this island alone."""
         return self.question.total_tokens / self.question.job.tokens * self.step_s
 
 
@@ -110,7 +110,7 @@ def _ranked(question: Question) -> list[Ranked]:
 
 
 def _table_layout(question: Question) -> Layout:
-    """Of the memory by ZeRO stage: as asked for, with all its data ranks sharing; or all ranks data parallel."""
+    """Layout of the memory by ZeRO stage: as asked for, with all its data ranks sharing; or all ranks data parallel."""
     layout = question.layout or Layout(dp_shard=question.hardware.world)
     return replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
 
@@ -124,9 +124,9 @@ def _memory_rows(question: Question) -> Iterator[MemoryRow]:
 
 
 def _pipeline_rows(job: Job, world: int) -> Iterator[PipelineRow]:
-    """Of 2, 4, 8, ... stages."""
+    """Rows for 2, 4, 8, ... stages."""
     stages = 2
-    while stages <= min(job.model.layers, world, LONGEST_PIPELINE):
+    while stages <= min(job.model.layers, world, MAX_PIPELINE):
         micro_batches = max(1, job.batch * stages // world)
         interleaved = bubble_share(stages, micro_batches, 2) if 2 * stages <= job.model.layers else None
         yield PipelineRow(stages, micro_batches, bubble_share(stages, micro_batches), interleaved)

@@ -56,6 +56,7 @@ class Hardware:
 
     @property
     def world(self) -> int:
+        """Number of GPUs."""
         return self.gpus_per_node * self.nodes
 
     def holds(self, memory_bytes: float) -> bool:

@@ -1,4 +1,4 @@
-"""What an island computes in one inner step, and what may be chosen about how."""
+"""An island's work in one inner step, and the choices left in it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of one inner step."""
+        """Tokens of one inner step."""
         return self.batch * self.sequence_length
 
 
@@ -72,5 +72,5 @@ class Choice:
     """Sequences of one micro-batch of a data rank."""
 
     def micro_batches(self, job: Job) -> int:
-        """Of one inner step of a data rank."""
+        """Micro-batches of one inner step of a data rank."""
         return job.batch // (self.layout.data_ranks * self.micro_batch)

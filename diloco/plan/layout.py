@@ -36,16 +36,17 @@ class Layout:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.dp_replicate * self.dp_shard * self.ep * self.cp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """How many train on sequences of their own."""
+        """Ranks that train on sequences of their own."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def shard_ranks(self) -> int:
-        """How many a ZeRO stage divides by, for what is in no expert."""
+        """Number of ranks that a ZeRO stage divides by, for parameters outside experts."""
         return self.dp_shard * self.cp * self.ep
 
     @property
@@ -55,7 +56,8 @@ class Layout:
 
     @property
     def last_zero_stage(self) -> int:
-        """How far `mesh.shard` divides: a stage of a pipeline has its parameters and gradients whole during a step."""
+        """Highest ZeRO stage that `mesh.shard` allows: a stage of a pipeline has its parameters and gradients whole
+        during a step."""
         return 1 if self.pp > 1 else 3
 
     def __str__(self) -> str:
@@ -65,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a collective over one dimension, or over several, goes through."""
+    """Links that a collective over one dimension, or over several, crosses."""
 
     link: str
     """`node`, `network`, or `none` for a single rank."""
@@ -93,7 +95,7 @@ def path_of(layout: Layout, dimensions: tuple[str, ...], hardware: Hardware) -> 
 def problem(
     layout: Layout, model: Model, hardware: Hardware, batch: int, sequence_length: int
 ) -> tuple[str, str] | None:
-    """What is wrong with a layout and which number to change, or None.
+    """Error of a layout and which number to change, or None where it is valid.
 
     `batch`: sequences per inner step of the island.
     """
@@ -130,8 +132,8 @@ def problem(
 def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) -> Iterator[Layout]:
     """Every possible layout of the island. Context parallelism is not tried below 16,384 tokens: it only divides what
     other dimensions divide as well."""
-    cp_most = hardware.world if sequence_length >= 16_384 else 1
-    limits = {"ep": model.experts or 1, "cp": cp_most, "tp": hardware.gpus_per_node, "pp": model.layers}
+    max_cp = hardware.world if sequence_length >= 16_384 else 1
+    limits = {"ep": model.experts or 1, "cp": max_cp, "tp": hardware.gpus_per_node, "pp": model.layers}
     names = [field.name for field in fields(Layout)]
     for sizes in _factorisations(hardware.world, [limits.get(name, hardware.world) for name in names]):
         layout = Layout(*sizes)

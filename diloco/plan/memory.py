@@ -82,7 +82,7 @@ def head_activations(job: Job, layout: Layout, micro_batch: int) -> float:
 
 
 def memory_of(job: Job, choice: Choice) -> Memory:
-    """Of the first or of the last stage of the pipeline, whichever needs more, or of the only one."""
+    """Memory of the first or of the last stage of the pipeline, whichever needs more, or of the only one."""
     first = _stage_memory(job, choice, is_first=True)
     last = _stage_memory(job, choice, is_first=False)
     return max(first, last, key=lambda memory: memory.total)
@@ -130,7 +130,7 @@ def host_memory(contract: Contract, parameters: int, bits: float, peers: int = 1
     """Bytes of host memory of one island by purpose, at most; `bits`: of an encoded value. A gathered codec's mean is
     the contributions of all `peers`.
 
-    As README.md counts ("What it costs"): a fragment's buffers are there while it is under way.
+    As docs/how/overview.md counts ("Costs"): a fragment's buffers are there while it is under way.
     """
     fragment = parameters / contract.sync.fragments
     outer = 4 * OUTER_BUFFERS[contract.outer.optimizer]

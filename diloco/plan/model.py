@@ -9,8 +9,8 @@ from diloco.config.contract import Contract, ModelSection
 
 
 def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
-    """Of training the contract's model with so many rows in its embedding; None where the contract does not tell its
-    sizes (kinds `hf` and `external`)."""
+    """FLOPs per token of training the contract's model with so many rows in its embedding; None where the contract
+    does not state its sizes (kinds `hf` and `external`)."""
     if contract.model.kind != "transformer":
         return None
     model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
@@ -19,9 +19,9 @@ def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
 
 BYTE_VOCABULARY = 256
 USUAL_VOCABULARY = 32_768
-"""Of a model of which only the number of parameters is known; that of the published presets."""
+"""Vocabulary of a model of which only the number of parameters is known; that of the published presets."""
 WIDTH_PER_LAYER = 128
-"""Of such a model: width / layers. GPT-3 175B has 12,288 and 96 (arXiv 2005.14165)."""
+"""Width / layers of such a model. GPT-3 175B has 12,288 and 96 (arXiv 2005.14165)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of one embedding; the head is another one if it is not tied."""
+        """Parameters of one embedding; the head is another one if it is not tied."""
         return self.vocabulary * self.dim
 
     @property
     def shared_layer_parameters(self) -> float:
-        """Of one layer, without its experts."""
+        """Parameters of one layer, without its experts."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return (self.parameters - self.expert_parameters - embeddings) / self.layers
 
     @property
     def expert_layer_parameters(self) -> float:
-        """Of all experts of one layer."""
+        """Parameters of all experts of one layer."""
         return self.expert_parameters / self.layers
 
     @property
@@ -71,12 +71,13 @@ class Model:
 
     @property
     def kv_dim(self) -> int:
+        """Width of keys and values in one layer."""
         return self.dim // self.heads * self.kv_heads
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of attention
-        (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for MFU. What is computed
-        again in the backward pass is not counted."""
+        """FLOPs of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of
+        attention (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for MFU.
+        Recomputation in the backward pass is not counted."""
         return 6 * self.active_parameters + 12 * self.layers * self.dim * sequence_length
 
 

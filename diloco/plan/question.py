@@ -11,6 +11,7 @@ from diloco.base.errors import ConfigError, UsageError
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_contract
 from diloco.config.presets import PRESETS
+from diloco.config.shipped import shipped_contracts
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.layout import Layout, parse_layout, problem
@@ -38,7 +39,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """What an island trains in a step, and how."""
+    """Options of the training job: model, batch, precision and layout."""
 
     sequence: int | None
     batch: int | None
@@ -77,7 +78,7 @@ class WanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be planned."""
+    """Question to `diloco plan`: the job, the hardware and the links."""
 
     contract: Contract | None
     job: Job
@@ -124,7 +125,8 @@ def question(model: ModelOptions, job: JobOptions, hardware: HardwareOptions, wa
 
 def _contract_of(options: ModelOptions) -> Contract | None:
     name = options.model
-    if options.overrides and not (name or "").endswith(".toml"):
+    is_contract = name is not None and name not in PRESETS and (name.endswith(".toml") or name in shipped_contracts())
+    if options.overrides and not is_contract:
         raise UsageError("--set changes a contract, and there is none", "name one, or leave --set out")
     if name is None:
         if options.params is None:
@@ -134,10 +136,10 @@ def _contract_of(options: ModelOptions) -> Contract | None:
         if options.params:
             raise UsageError(f"{name} has its own size, and --params gives another", "leave one of the two out")
         return None
-    if not name.endswith(".toml"):
-        close = difflib.get_close_matches(name, PRESETS, n=1)
+    if not is_contract:
+        close = difflib.get_close_matches(name, [*PRESETS, *shipped_contracts()], n=1)
         fix = f"did you mean {close[0]}? " if close else ""
-        fix += "`diloco config presets` lists them; a contract ends in .toml, and --params 7B gives a size"
+        fix += "`diloco config presets` lists them; a contract is a file.toml or shipped, and --params 7B gives a size"
         raise UsageError(f"unknown preset {name!r}", fix)
     return load_contract(name, options.overrides).value
 

@@ -12,7 +12,7 @@ from diloco.plan.layout import Layout, layouts
 from diloco.plan.memory import Memory, memory_of
 from diloco.plan.step import Step, model_flops, step_of
 
-LARGEST_MICRO_BATCH = 16
+MAX_MICRO_BATCH = 16
 """Sequences: beyond it only memory grows."""
 WORTH_SAYING = 0.02
 """Share of a step below which a loss decides nothing."""
@@ -38,7 +38,7 @@ class Ranked:
     step: Step
     fits: bool
     tokens_per_s: float
-    """Of the island."""
+    """Tokens per second of the island."""
     mfu: float
     """Model FLOPs by the peak of all GPUs: the efficiency that was given, times what waits leave of it."""
     why: str
@@ -70,7 +70,7 @@ def rank(
 
 def _choices(job: Job, layout: Layout, recompute: Recompute | None, micro_batch: int | None) -> Iterator[Choice]:
     shared = job.batch // layout.data_ranks
-    sizes = [micro_batch] if micro_batch else [1 << power for power in range(LARGEST_MICRO_BATCH.bit_length())]
+    sizes = [micro_batch] if micro_batch else [1 << power for power in range(MAX_MICRO_BATCH.bit_length())]
     # Under DDP `dp_shard` is `dp_replicate` by another name, which is tried as such.
     first_stage, last_stage = 1 if layout.dp_shard > 1 else 0, layout.last_zero_stage if layout.shard_ranks > 1 else 0
     for stage in range(first_stage, last_stage + 1):

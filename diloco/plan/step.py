@@ -29,12 +29,12 @@ class Collective:
     seconds: float
     """On its link."""
     waited_s: float
-    """Of these, those that computing cannot hide."""
+    """The part of these seconds that computing cannot hide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where the time of one inner step goes, in seconds."""
+    """Seconds of one inner step, by cause."""
 
     compute_s: float
     """6 N FLOPs per token, and attention's, by all ranks at the efficiency that was given."""
@@ -54,6 +54,7 @@ class Step:
 
     @property
     def total_s(self) -> float:
+        """Seconds of the whole step."""
         return self.compute_s + sum(self.losses.values())
 
 
@@ -64,7 +65,7 @@ def bubble_share(stages: int, micro_batches: int, virtual_stages: int = 1) -> fl
 
 
 def ring_share(ranks: int) -> float:
-    """What a ring all-reduce sends, by rank, as a multiple of the data: 2 (N - 1) / N."""
+    """Bytes that a rank sends in a ring all-reduce, as a multiple of the data: 2 (N - 1) / N."""
     return 2 * (ranks - 1) / ranks
 
 
@@ -83,7 +84,7 @@ def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
 
 
 def model_flops(job: Job) -> float:
-    """Of one inner step."""
+    """FLOPs of one inner step."""
     return job.tokens * job.model.flops_per_token(job.sequence_length)
 
 

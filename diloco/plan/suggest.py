@@ -24,7 +24,7 @@ PUBLISHED_SEQUENCE = 2048
 PUBLISHED_PARAMETERS = (35_000_000, 10_000_000_000)
 TOKENS_PER_PARAMETER = 20
 WARMUP_STEPS = 1000
-LARGEST_WARMUP = 0.1
+MAX_WARMUP = 0.1
 """Ours, for models so small that 1,000 steps would be much of the run."""
 
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
@@ -37,7 +37,7 @@ _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What the laws say, and on what evidence."""
+    """Hyperparameters by the published laws, with the evidence for each."""
 
     parameters: int
     peers: int
@@ -46,9 +46,9 @@ class Suggestion:
     sequence_length: int
     total_tokens: int
     sequences_per_peer: int
-    """Of one inner step of one peer."""
+    """Sequences of one inner step of one peer."""
     batch_tokens: int
-    """Of one inner step of all peers."""
+    """Tokens of one inner step of all peers."""
     inner_lr: float
     warmup: float
     """Share of the run."""
@@ -58,7 +58,7 @@ class Suggestion:
     loss_alone: float
     """The same with one peer."""
     caveats: tuple[str, ...]
-    """What about this is not measured, one sentence each."""
+    """Assumptions here that are not measured, one sentence each."""
 
 
 def suggest(
@@ -81,7 +81,7 @@ def suggest(
         sequences,
         batch_tokens,
         inner_lr=22256 * parameters**-0.8827 * peers**0.2929,
-        warmup=min(WARMUP_STEPS * batch_tokens / total_tokens, LARGEST_WARMUP),
+        warmup=min(WARMUP_STEPS * batch_tokens / total_tokens, MAX_WARMUP),
         outer_lr=outer_lr(peers),
         loss=predicted_loss(parameters, peers),
         loss_alone=predicted_loss(parameters, 1),

@@ -1,4 +1,4 @@
-"""What data parallelism, DiLoCo and its variants send over the WAN, and how often."""
+"""WAN traffic of data parallelism, DiLoCo and its variants, and its frequency."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Literal
 from diloco.config.contract import GATHERED_CODECS, CodecChoice, Contract
 
 SENT_BITS = 16
-"""Of a value where no codec is chosen: what the published table assumes, and gradients under mixed precision have."""
+"""Bits of a value where no codec is chosen: the published table assumes it, and gradients under mixed precision have
+it."""
 FP4_BITS = 4.0
 PUBLISHED_STEPS = 100
 """H of the published table."""
 LAYERS_PER_FRAGMENT = 3
-"""Of Streaming DiLoCo (arXiv 2501.18512)."""
+"""Layers of a fragment of Streaming DiLoCo (arXiv 2501.18512)."""
 
 Exchange = Literal["reduced", "gathered", "paired"]
 """Butterfly: every part is averaged by one owner; each member gets every contribution, by way of the part's owner, too;
@@ -33,11 +34,11 @@ class Sync:
     overlap: int
     """Tau: inner steps until it must be there."""
     bits: float
-    """Of a value that is sent."""
+    """Bits of a value that is sent."""
     exchange: Exchange = "reduced"
 
     def sent_bits(self, parameters: float, peers: int) -> float:
-        """What a peer sends when all parameters are synchronised once (README.md, "What it costs")."""
+        """Bits that a peer sends when all parameters are synchronised once."""
         factor = {"reduced": 2 * (peers - 1) / peers, "gathered": peers - 1, "paired": 1}[self.exchange]
         return factor * self.bits * parameters
 
@@ -59,7 +60,8 @@ def usual_fragments(layers: int, inner_steps: int) -> int:
 
 
 def sync_of(contract: Contract) -> Sync:
-    """How a contract does it; parameters with a codec of their own (`codec.groups`) are counted as the others."""
+    """The contract's way of synchronising; parameters with a codec of their own (`codec.groups`) are counted as the
+    others."""
     exchange: Exchange = "gathered" if contract.codec.name in GATHERED_CODECS else "reduced"
     overlap = contract.sync.overlap
     if contract.membership.policy == "gossip":
@@ -73,7 +75,7 @@ def sync_of(contract: Contract) -> Sync:
 
 CHUNK = 4096
 INDEX_BITS = 12
-SMALLEST_BLOCK = 128
+MIN_BLOCK = 128
 FLOAT_BITS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0}
 BLOCKS = {"int8": (8, 32, 256), "int4": (4, 16, 64), "e3m0": (4, 16, 64), "sign": (1, 16, 256), "two_bit": (2, 64, 256)}
 """Bits of a code and of a block's header, and values of a block."""
@@ -89,7 +91,7 @@ def codec_bits(codec: CodecChoice, part_elements: int = 2**20) -> float:
         return min(codec.rank, rows, columns) * (32 + 16 * (rows + columns)) / part_elements
     if codec.name in ("topk", "dct"):
         kept = max(1, round(codec.density * CHUNK))
-        block = max(4 * math.ceil(kept / 4), SMALLEST_BLOCK)
+        block = max(4 * math.ceil(kept / 4), MIN_BLOCK)
         of_value = {"fp16": 16.0, "int8": 8 + 32 / block, "two_bit": 2 + 64 / block}[codec.values]
         return kept / CHUNK * (INDEX_BITS + of_value)
     code, header, block = BLOCKS[codec.name]

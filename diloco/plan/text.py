@@ -16,7 +16,7 @@ from diloco.plan.ranking import Ranked
 from diloco.plan.step import Step
 from diloco.plan.suggest import TOKENS_PER_PARAMETER
 
-SHOWN_LAYOUTS = 8
+MAX_LAYOUTS = 8
 
 
 def plan_text(plan: Plan) -> str:
@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> list[str]:
 
 def _layouts(plan: Plan) -> list[str]:
     rows = [["layout", "sharded", "again", "micro", "memory", "step", "tokens/s", "MFU", ""]]
-    for one in plan.ranked[:SHOWN_LAYOUTS]:
+    for one in plan.ranked[:MAX_LAYOUTS]:
         choice = one.choice
         micro = f"{choice.micro_batches(plan.question.job)} x {choice.micro_batch}"
         speed = [_duration(one.step.total_s), f"{one.tokens_per_s:,.0f}", f"{100 * one.mfu:.1f} %"]
@@ -92,7 +92,7 @@ SHARDS = ("none", "optimizer", "gradients", "parameters")
 
 
 def _site(choice: Choice, job: Job) -> list[str]:
-    """What to write to get a layout: keys of the site, and of the contract."""
+    """Keys to write to get a layout: of the site, and of the contract."""
     layout, micro_batches = choice.layout, choice.micro_batches(job)
     keys = {"shard": f'"{SHARDS[choice.stage]}"'}
     keys |= {name: str(size) for name, size in asdict(layout).items() if size > 1}
@@ -118,7 +118,7 @@ def schedule_for(stages: int, micro_batches: int, *, interleaved: bool) -> str:
 
 
 def _collectives(best: Ranked) -> list[str]:
-    """Of the first layout, in one inner step."""
+    """Lines on the collectives of the first layout, in one inner step."""
     if not best.step.collectives:
         return []
     rows = [["collective", "of", "link", "calls", "sent", "time", "waited"]]

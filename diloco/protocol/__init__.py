@@ -1,1 +1,2 @@
-"""How peers agree, without I/O: messages in, effects out; votes, view, leases, lineages, parts still missing."""
+"""Agreement between peers, without I/O: messages in, effects out; votes, view, leases, lineages, parts still
+missing."""

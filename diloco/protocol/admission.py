@@ -1,4 +1,5 @@
-"""Who may say what: messages of another run, of an earlier life, or said twice are refused before they are read."""
+"""Admission of messages: those of another run, of an earlier life, or received twice are refused before they are
+read."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from diloco.protocol.messages import Envelope, Reply
 
 WINDOW = 1024
 """Messages of one peer that may overtake each other. Calls run side by side, so that order is not kept."""
-MOST_NAMES = 1024
+MAX_NAMES = 1024
 """Peers that are remembered whether or not they are still there."""
 
 
@@ -62,5 +63,5 @@ class Admission:
 
     def forget(self, keep: Collection[str]) -> None:
         """Drop peers that nobody talks to any more, when there are many: each may come new, under a new name."""
-        if len(self._seen) > MOST_NAMES:
+        if len(self._seen) > MAX_NAMES:
             self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.standing import Standing
+from diloco.protocol.machine_state import MachineState
 
 SYNC_MEMORY = 8
 """A version that took long is remembered for about so many: peers wait more for one begun too late than they lose by
 one begun early."""
 
 
-class Committing(Standing):
+class Committing(MachineState):
     """A voter's side: `Propose` to `Accept`, `Committed` to the next version."""
 
     def _on_propose(self, sender: Member, body: m.Propose) -> None:
@@ -116,7 +116,7 @@ class Committing(Standing):
             self.forks = (*self.forks, m.Fork(self.lineage, commit.tokens))
             self.roster.part_with([member.peer for member in self.view if member not in commit.view])
         self.lineage = commit.lineage
-        self._bound_for = ()
+        self._target_lineage = ()
         before = self.view
         self.commit = commit
         self._stands_since = self._now
@@ -129,7 +129,7 @@ class Committing(Standing):
         self._heartbeat_at = self._now  # tell the new version at once: who is done waits to see it everywhere
         if not self.joining and not self.in_view and not self._leaving:
             # Thawed after a stop, or cut off for a while: the run went on without this life of mine.
-            self._be_born_again()
+            self._new_incarnation()
             self._note("the view goes on without me: asking to be taken in again")
         self.joining = not self.in_view and not self._leaving
         for sender, body in self._bequests.values():

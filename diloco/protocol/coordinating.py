@@ -72,7 +72,7 @@ class Coordinating(Committing):
             return
         newcomers = [member for member in self._newcomers() if self._stands_here(member)]
         turn = (self.making - 1) // len(self.rules.parts)
-        group = in_turn(decision.group, self.rules.policy.most_peers, turn)
+        group = in_turn(decision.group, self.rules.policy.max_peers, turn)
         begin = m.Begin(
             self.making,
             self.attempt,
@@ -86,7 +86,7 @@ class Coordinating(Committing):
 
     @property
     def _policy(self) -> Policy:
-        """That of the version being made."""
+        """Policy of the version being made."""
         total = self.rules.total_tokens
         ending = total is not None and self.commit is not None and self.commit.tokens >= total
         return self.rules.policy.at(self.making, ending)
@@ -199,7 +199,7 @@ class Coordinating(Committing):
             self._announce(proposal.commit, tally.audience)
 
     def _patient_until_s(self, tally: Tally) -> float:
-        """How long those are waited for who live and did not accept, when a majority did: they may have been stopped.
+        """End of the wait for members that live and did not accept, when a majority did: they may have been stopped.
 
         Under `async` no longer than all who offered have inner steps to do.
         """
@@ -257,10 +257,10 @@ class Coordinating(Committing):
         join = [member for member in self._newcomers() if member.peer not in leaving]
         if all(member.witness for member in (*stay, *join)):
             stay = alive  # somebody must go on training
-        kept = self._kept_for_its_vote([*stay, *join], leaving)
+        kept = self._keep_one_silent_voter([*stay, *join], leaving)
         return [*(member for member in self.view if member in stay or member == kept), *join]
 
-    def _kept_for_its_vote(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
+    def _keep_one_silent_voter(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
         """One of the lost, where its vote costs nothing: two of three decide as two of two would.
 
         It may only be out of reach. Back, it finds its place; if another died meanwhile, those two decide.

@@ -1,4 +1,4 @@
-"""Who votes on the next version, how many votes decide, and who votes for whom.
+"""The voters on the next version, the number of votes that decides, and proxies: members that vote for others.
 
 Votes belong to the members of the latest commit's view. A vote is lost when its member is dead for certain (`died`)
 or an operator says so (`evict`), and handed on when it leaves in good order (`bequeath`). Suspicion takes nothing away.
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco.base.types import Member
 from diloco.protocol.view import votes_needed
 
-MOST_EVICTED = 1024
+MAX_EVICTED = 1024
 """Lives that an operator declared over and that are remembered, in the view or not."""
 
 
@@ -40,7 +40,7 @@ class Electorate:
     def evict(self, peer: str, incarnation: int) -> None:
         """An operator answers for it that this life of a peer is over; who is behind may not know it yet."""
         self._evicted[peer, incarnation] = None
-        if len(self._evicted) > MOST_EVICTED:
+        if len(self._evicted) > MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
 
     @property
@@ -58,7 +58,7 @@ class Electorate:
         return living - self.evicted
 
     def needed(self) -> int:
-        """How many votes decide."""
+        """Number of votes that decide."""
         living = len(self.voters())
         needed = votes_needed(len(self._view), len(self._view) - living)
         return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to

@@ -50,7 +50,7 @@ def advance(
 
 
 def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[str, bool]:
-    """Of each peer that held blocks and holds none any more: whether others may have those that it had not used.
+    """Peers that held blocks and hold none any more; the value says whether others may have those that it had not used.
 
     True for whoever left, False for the dead (`advance`). Those that had used all of theirs are not among the keys.
     """
@@ -75,7 +75,7 @@ def front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
 
 
 def without_front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
-    """What `held` is without its first `blocks`. Raises ValueError when it has fewer."""
+    """`held` without its first `blocks` blocks. Raises ValueError when it has fewer."""
     left = []
     for run in held:
         dropped = min(blocks, len(run))

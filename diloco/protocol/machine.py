@@ -10,7 +10,7 @@ accepted commit among a majority's promises proposes that one again.
 A peer that dies or stalls in the reduction is repaired around (`Repair`): its parts get new owners, and each part
 says whom it counts. When the coordinator itself is gone, or somebody sent nonsense, the next attempt begins. Every
 wait is bounded by `Timing`. Nothing here blocks training: who cannot commit gives up the round and keeps its progress.
-`diloco/protocol/README.md` has the picture and the argument why this is safe.
+`docs/how/protocol.md` has the picture and the argument why this is safe.
 """
 
 from __future__ import annotations
@@ -158,14 +158,14 @@ class Machine(Parting):
         if len(here) < self.rules.start_peers:
             self._note(f"{len(here)} of {self.rules.start_peers} peers are here")
             return
-        self._note(f"founded with {len(here)} peers")
+        self._note(f"founded with {len(here)} peer{'s' if len(here) > 1 else ''}")
         self._announce(self._founding(here, self._state.commit, self.lineage), here)
 
     def _on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
         self.roster.heard(sender, self._now, body, self.version)
         if len(body.forks) > len(self.forks):
             self.forks = body.forks
-        if self.commit is not None and (self._to_be_told(body.version) or not body.founded):
+        if self.commit is not None and (self._needs_commit(body.version) or not body.founded):
             self._send(sender, m.Committed(self.commit))
         elif body.founded and body.version > self.version and not self._is_closing(body.version):
             self._catch_up(sender, body.version)

@@ -1,4 +1,5 @@
-"""What peers say to each other, what happens to a peer, and what it then does: plain values, no I/O.
+"""Vocabulary of the protocol: messages between peers, events that happen to a peer, effects it asks for. Plain values,
+no I/O.
 
 *Messages* travel between peers inside an `Envelope`. *Events* are all that can happen to the state machine of
 `diloco.protocol.machine`; *effects* are all that it can ask for. `version` in a message is always the version that
@@ -9,8 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, Final
 
-from diloco.base.types import Commit, Counted, Member, Progress
+from diloco.base.bounds import MaxLength, MinValue
+from diloco.base.types import Commit, Counted, Member, Progress, StateVersion
+
+MAX_REASON: Final = 4096
+Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
+"""A sentence for people."""
+Attempt = Annotated[int, MinValue(-1)]
+"""-1: none."""
 
 # ---------------------------------------------------------------- messages
 
@@ -27,7 +36,7 @@ class Fork:
 class Heartbeat:
     """I live, and this is how far I am."""
 
-    version: int
+    version: StateVersion
     """Version of the state I hold; -1: none yet."""
     founded: bool
     """Whether I know the commit of that version, and not only its state."""
@@ -44,7 +53,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a peer has to contribute; the bytes themselves move in the reduction."""
+    """A peer's announcement that it has a contribution; the bytes themselves move in the reduction."""
 
     base_version: int
     weight: int
@@ -53,7 +62,7 @@ class Offer:
     leaving: bool = False
     """It is my last one: leave me out of the next view."""
     send_bps: int = 0
-    """How fast others take what I send, bits per second; 0: unknown."""
+    """Measured upload rate of the sender, in bits per second; 0: unknown."""
     slack_s: float = 0.0
     """For how long I have inner steps to do meanwhile."""
 
@@ -67,7 +76,7 @@ class Ready:
     offer: Offer | None
     """None: I only vote."""
     state_digest: str
-    accepted_attempt: int = -1
+    accepted_attempt: Attempt = -1
     accepted: Commit | None = None
     """The commit I accepted in the latest earlier attempt: whoever coordinates now must propose it again."""
     votes: tuple[str, ...] = ()
@@ -80,7 +89,7 @@ class Gather:
 
     version: int
     attempt: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +108,9 @@ class Begin:
     version: int
     attempt: int
     contributors: tuple[Counted, ...]
-    """Whose contributions count, in the order in which they are summed."""
+    """Peers whose contributions count, in the order in which they are summed."""
     receivers: tuple[Member, ...]
-    """Who gets the mean: all live members and the joiners at the door."""
+    """Members that get the mean: all live members, and joiners that are about to be admitted."""
     spans: tuple[Span, ...]
 
 
@@ -112,7 +121,7 @@ class Stalled:
     version: int
     attempt: int
     missing: tuple[str, ...]
-    reason: str
+    reason: Reason
     offence: bool = False
     """The bytes came, and no honest peer sends such bytes."""
 
@@ -132,7 +141,7 @@ class Repair:
     gone: tuple[str, ...]
     spans: tuple[Span, ...]
     """All parts with their owners from now on."""
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +151,7 @@ class Abort:
     version: int
     attempt: int
     without: tuple[str, ...]
-    reason: str
+    reason: Reason
     offence: bool = False
     """`without` sent what no honest peer sends."""
 
@@ -181,12 +190,12 @@ class Goodbye:
     """The version I would have helped to make."""
     attempt: int
     heir: str
-    """Who votes for me from now on; empty: nobody."""
+    """Member that votes for the sender from now on; empty: nobody."""
     votes: tuple[str, ...] = ()
     """Votes that were given to me, and go to the same heir."""
-    accepted_attempt: int = -1
+    accepted_attempt: Attempt = -1
     accepted: Commit | None = None
-    """What I accepted binds the heir."""
+    """The value that the sender accepted, which binds the heir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +204,13 @@ class Evict:
 
     peer: str
     incarnation: int
-    """Of the life that the view had when the operator said so: by the time that it is heard there may be the next."""
+    """Incarnation of the life that the view had when the operator evicted it: by the time the message arrives there
+    may be the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acquaintance:
-    """What a peer told of itself, as others pass it on (policy `gossip`)."""
+    """A peer's own account of itself, as others pass it on (policy `gossip`)."""
 
     member: Member
     beat: int
@@ -209,7 +219,7 @@ class Acquaintance:
     """Its tokens are those of all its lives, as far as its weights come from them."""
     spread: float = -1.0
     """Between it and the other of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
-    age_s: float = 0.0
+    age_s: Annotated[float, MinValue(0)] = 0.0
     """Since it said so, as far as those who passed it on can tell."""
 
 
@@ -255,7 +265,7 @@ class Envelope:
 
 
 class Reply(IntEnum):
-    """What a peer answers to a message; each comment says what the refusing peer means."""
+    """Answer of a peer to a message; each comment says what the refusing peer means."""
 
     OK = 0
     OTHER_RUN = 1  # I train another run
@@ -286,7 +296,7 @@ class Unreachable:
 
     member: Member
     proven: bool = False
-    """That life of the peer is over for certain, and not only cut off."""
+    """The end of that life of the peer is certain: it is not merely cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +429,7 @@ class SendContribution:
     version: int
     attempt: int
     generation: int
-    """How many repairs the owner must know of before it takes them."""
+    """Number of repairs that the owner must know of before it takes them."""
     span: Span
     to: Member
 

@@ -70,7 +70,7 @@ class Parting(Reducing):
         if (self.founder and self.commit is None) or self._earlier_life(envelope.sender):
             return
         self.roster.introduce(envelope.sender, self._now)  # so that it hears of us, too
-        if not (beat.founded or self._follows_an_echo()) or beat.joining:
+        if not (beat.founded or self._target_lineage_silent()) or beat.joining:
             return
         if not self.in_view and self._hears_members():
             return
@@ -80,7 +80,7 @@ class Parting(Reducing):
             discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if self.commit is not None else 0
             self._note(f"lineage {lineage} has more tokens and goes on; {discarded:,} tokens of ours are void")
             self._change_lineage(lineage, beat.forks)
-            self._bound_for, self._bound_at = others, self._now
+            self._target_lineage, self._target_since_s = others, self._now
             self._out.append(m.Resync(envelope.sender, discarded))
 
     def _earlier_life(self, sender: Member) -> bool:
@@ -96,17 +96,17 @@ class Parting(Reducing):
 
     def _history(self) -> tuple[m.Fork, ...]:
         """Ours, or while its state is being copied, that of the lineage we go to; a mere joiner follows anybody."""
-        if self.commit is None and self._bound_for and not self._follows_an_echo():
-            return self._bound_for
+        if self.commit is None and self._target_lineage and not self._target_lineage_silent():
+            return self._target_lineage
         return (*self.forks, m.Fork(self.lineage, self.commit.tokens if self.commit else -1))
 
-    def _follows_an_echo(self) -> bool:
+    def _target_lineage_silent(self) -> bool:
         """Whether nobody speaks for the lineage that we are bound for: an old conversation, heard again, led there.
 
         Then whoever lives leads, also a founder that still waits for its first members.
         """
-        silent = self._now - self._bound_at > self.timing.suspect_s and not self._hears_members()
-        return bool(self._bound_for) and self.commit is None and silent
+        silent = self._now - self._target_since_s > self.timing.suspect_s and not self._hears_members()
+        return bool(self._target_lineage) and self.commit is None and silent
 
     def _change_lineage(self, lineage: str, forks: tuple[m.Fork, ...]) -> None:
         self._give_up_if_waiting("our lineage ends here")
@@ -117,7 +117,7 @@ class Parting(Reducing):
         self.roster.part_with(())
         self.lineage, self.forks = lineage, forks
         self._alone_since = None
-        self._be_born_again()
+        self._new_incarnation()
 
     def _give_up_if_waiting(self, reason: str) -> None:
         if self._offer is not None:

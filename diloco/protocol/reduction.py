@@ -36,6 +36,7 @@ class Reduction:
 
     @property
     def contributes(self) -> bool:
+        """True when this peer's own contribution is in the reduction."""
         return self.me in self._contributors
 
     def awaits(self, peer: str) -> bool:
@@ -44,6 +45,7 @@ class Reduction:
 
     @property
     def complete(self) -> bool:
+        """True when all parts of the mean are here."""
         return not self._absent_mean
 
     @property
@@ -52,11 +54,11 @@ class Reduction:
         return self._absent_mean
 
     def owners_of_absent(self) -> set[str]:
-        """Who owes parts of the mean."""
+        """Absent peers that still owe parts of the mean."""
         return {self._owner[part] for part in self._absent_mean} - {self.me}
 
     def spans(self) -> list[Span]:
-        """Who owns what now."""
+        """Present owner of each span of parts."""
         return as_spans(self._owner)
 
     def own_parts(self) -> list[int]:
@@ -120,7 +122,7 @@ class Reduction:
         return tuple(sorted(late - {self.me}))
 
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:
-        """Who counts in the complete mean, and in which parts somebody does not."""
+        """Contributors that the complete mean counts, and the parts in which one of them does not count."""
         parts = len(self._owner)
         without = {peer: [part for part in range(parts) if peer in self.omitted(part)] for peer in self._contributors}
         counted = tuple(entry for entry in self.begin.contributors if len(without[entry.peer]) < parts)

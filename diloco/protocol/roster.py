@@ -1,4 +1,5 @@
-"""Who lives, as far as this peer knows. Time comes in as an argument and is this machine's own monotonic clock."""
+"""The peers that live, as far as this peer knows. Time comes in as an argument and is this machine's own monotonic
+clock."""
 
 from __future__ import annotations
 
@@ -10,16 +11,16 @@ from diloco.base.types import Member
 from diloco.protocol.messages import Heartbeat
 
 FORGET_S = 60.0
-"""How long a peer outside the view is remembered."""
+"""Seconds for which a peer outside the view is remembered."""
 
 
-FORMER_LIVES = 16
-"""How many earlier lives of a peer are known, and not listened to any more."""
+MAX_FORMER_LIVES = 16
+"""Earlier lives of a peer that are remembered, so that their messages are refused."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of one peer."""
+    """State of one peer as known here."""
 
     member: Member
     heard_at_s: float
@@ -28,7 +29,7 @@ class Entry:
     """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
     unreachable: bool = False
     left: bool = False
-    former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LIVES))
+    former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
 
 
 class Roster:
@@ -162,13 +163,13 @@ class Roster:
             return None
         return known.heard_at_s
 
-    def at_the_door(self, most_lag: int, now: float) -> list[Member]:
+    def at_the_door(self, max_lag: int, now: float) -> list[Member]:
         """Live peers that ask to be taken in and were at most so many versions behind when last heard, by name."""
         waiting = [
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.lag <= most_lag and self._lives(entry, now) and not self.barred(entry.member.peer)
+            and entry.lag <= max_lag and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 

@@ -1,4 +1,4 @@
-"""What the protocol is told beforehand: by the contract, the same for all peers, and by the site, for this one."""
+"""Settings of the protocol: from the contract, the same for all peers, and from the site, for this one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diloco.protocol.view import Policy
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the contract says about rounds."""
+    """The contract's settings for rounds."""
 
     run: str
     contract: str
@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the site says about waiting."""
+    """The site's settings for waiting."""
 
     heartbeat_s: float
     suspect_s: float

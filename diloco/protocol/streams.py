@@ -1,24 +1,29 @@
-"""What travels beside control messages: streams of parts, offers of a state, a stranger's welcome."""
+"""Data that travels beside control messages: streams of parts, offers of a state, a stranger's welcome."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated, Final
 
-from diloco.base.types import Commit, Member
+from diloco.base.bounds import HexDigest, MaxLength, MinLength
+from diloco.base.types import Commit, Member, StateVersion
 from diloco.protocol.messages import Acquaintance, Fork
 
 CHUNK_BYTES = 1 << 20
 """Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""
+MAX_CONTRACT_BYTES: Final = 1 << 20
+MAX_CHUNKS: Final = 1 << 16
+"""Chunks of one state; 65,536 hashes fill half of gRPC's 4 MiB."""
 
 
 class Kind(IntEnum):
-    """What the parts of a stream are."""
+    """Content of a stream's parts."""
 
     CONTRIBUTION = 1
     MEAN = 2
     WEIGHTS = 3
-    """Of whoever leads a swap (policy `gossip`)."""
+    """Weights sent by the peer that leads a swap (policy `gossip`)."""
     ANSWER = 4
     """And of the other."""
 
@@ -38,7 +43,7 @@ class StreamHeader:
     generation: int
     """Repairs that the receiver must know of before it takes these parts."""
     known: tuple[Acquaintance, ...] = ()
-    """Of a swap: whom the sender knows, itself first."""
+    """In a swap: the peers that the sender knows, itself first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +53,21 @@ class Part:
     index: int
     payload: bytes
     omitted: tuple[int, ...] = ()
-    """Of a mean's part: contributors that it does not count, by their place in `Begin.contributors`."""
+    """In a part of a mean: contributors that it does not count, by their place in `Begin.contributors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a stranger gets to know: enough to join."""
+    """Reply to a stranger: all that it needs to join."""
 
-    contract: bytes
+    contract: Annotated[bytes, MaxLength(MAX_CONTRACT_BYTES)]
     """Canonical JSON of the contract."""
     lineage: str
-    version: int
+    version: StateVersion
     """Version of the state that can be downloaded."""
     founded: bool
-    members: tuple[Member, ...]
-    """Who answers, first, and the other members."""
+    members: Annotated[tuple[Member, ...], MinLength(1)]
+    """Members of the run; the one that answers comes first."""
     directory: tuple[str, ...]
     """Multiaddresses of the peer directory (DHT)."""
     layout: str
@@ -82,17 +87,17 @@ class StateOffer:
     digest: str
     steps: tuple[int, ...]
     """Outer steps taken by each fragment."""
-    chunk_hashes: tuple[str, ...]
+    chunk_hashes: Annotated[tuple[Annotated[str, HexDigest(32)], ...], MaxLength(MAX_CHUNKS)]
     """`StateChunk.digest` of each chunk in the order of `OuterState.manifest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of encoded means that are fetched: as much as honest peers give at the most. What goes beyond is MALFORMED."""
+    """Bounds on encoded means that are fetched: the most that honest peers send. What goes beyond is MALFORMED."""
 
     parts: int
-    """Of one mean."""
+    """Parts of one mean."""
     part_bytes: int
-    """Of one part."""
+    """Bytes of one part."""
     total_bytes: int
-    """Of all that one answer has."""
+    """Bytes of one whole answer."""

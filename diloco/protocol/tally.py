@@ -1,4 +1,4 @@
-"""What the coordinator of one attempt has heard."""
+"""Messages that the coordinator of one attempt has received."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Tally:
 
     @property
     def state_digests(self) -> dict[str, str]:
-        """What each peer that is ready stands on."""
+        """Digest of the state that each ready peer holds."""
         return {peer: ready.state_digest for peer, ready in self.ready.items()}
 
     def promises(self) -> set[str]:
@@ -67,7 +67,7 @@ class Tally:
         return {peer for peer, ready in self.ready.items() if ready.offer is not None and ready.offer.leaving}
 
     def send_bps(self, peers: Sequence[str]) -> list[int]:
-        """How fast each of them uploads, as its offer says, bits per second; 0: unknown."""
+        """Upload rate of each peer as its offer states it, in bits per second; 0: unknown."""
         offers = [self.ready[peer].offer for peer in peers]
         return [offer.send_bps if offer is not None else 0 for offer in offers]
 

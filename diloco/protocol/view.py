@@ -23,11 +23,11 @@ FAST_BPS = 10**9
 EARLY_DEADLINES = 4
 """Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
 BISECTIONS = 50
-"""Of the time by which all are done, to more digits than any rate has."""
+"""Steps of the bisection in `upload_shares`: more digits than any rate has."""
 
 
 def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) -> Member:
-    """Who coordinates an attempt: a different member each time, by hash; nobody is special for ever."""
+    """Coordinator of an attempt: a different member each time, by hash; nobody is special for ever."""
     seed = hashlib.sha256(f"{run}/{version}".encode()).digest()
     first = int.from_bytes(seed[:8], "big")
     trainers = [member for member in view if not member.witness]
@@ -35,7 +35,7 @@ def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) ->
 
 
 def votes_needed(members: int, gone: int) -> int:
-    """How many votes of a view of `members` decide when `gone` of them are dead for certain and vote no more.
+    """Number of votes that decide in a view of `members`, when `gone` of them are dead for certain and vote no more.
 
     A majority of all, and where a half of an even view is dead for certain, the other half: its votes are then all
     that there are. Two coordinators may know of different deaths; whichever they know of, what one decided the other
@@ -58,7 +58,7 @@ def spans(parts: int, owners: Sequence[str], send_bps: Sequence[int] = ()) -> tu
 
 
 def upload_shares(send_bps: Sequence[int]) -> list[float]:
-    """What each owner gets of the parts, so that the slowest upload ends earliest; empty: all the same.
+    """Share of the parts that each owner gets, so that the slowest upload ends earliest; empty: all the same.
 
     Of a fragment of V bits, peer i of n owns the share f_i. It uploads (1 - f_i) V of its contribution and its means,
     f_i V, to n - 1 others: V (1 + (n - 2) f_i) in all. So the largest of (1 + (n - 2) f_i) / bps_i is made as small as
@@ -129,8 +129,8 @@ class Policy:
     """None: `sync`, all live members. K: `quorum`, K of them and whoever comes within `grace_s` of the K-th."""
     grace_s: float
     match_deadline_s: float
-    """How long half of the live members, when they are ready, wait for the others under `sync`."""
-    most_peers: int | None = None
+    """Seconds that half of the live members, when they are ready, wait for the others under `sync`."""
+    max_peers: int | None = None
     """More do not contribute to one version: they take turns. None: no limit."""
     uses_slack: bool = False
     """The grace of a quorum lasts for as long as none of it would have to wait: `async`."""
@@ -162,7 +162,7 @@ def decide(
     state_digests: Mapping[str, str],
     waits_from: Mapping[str, float] = MappingProxyType({}),
 ) -> Decision:
-    """Who contributes to the attempt, as soon as it may begin.
+    """Contributors of the attempt, as soon as it may begin; else None, with the reason.
 
     `view`: its trainers, in order; `expected`: those of them that live and whose contribution did not fail before.
     `offered_at` says when those who are ready offered, `state_digests` what they stand on: peers that stand on

@@ -59,7 +59,7 @@ def export(checkpoint: Path, output: Path, data_root: Path = HERE) -> Path:
     _check_free(output)
     source = load(checkpoint)
     contract, layout, state = _open(source, data_root)
-    config = _config(contract, source.value("vocab_size", int), data_root)
+    config = _config(contract, source, data_root)
     with replacing(output, "export") as folder:
         write_tensors(folder / WEIGHTS, _exported(_anchor(state, layout), contract.model))
         _write_json(folder / ABOUT, _about(source, contract, state))
@@ -114,13 +114,14 @@ def _exported(parameters: Mapping[str, Tensor], section: ModelSection) -> dict[s
             return dict(parameters)
 
 
-def _config(contract: Contract, vocab_size: int, data_root: Path) -> dict[str, Any] | None:
+def _config(contract: Contract, checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
     """The contents of config.json."""
     section = contract.model
     match section.kind:
         case "transformer":
             length = contract.data.sequence_length
-            return llama_config(section, checked_vocab_size(section, vocab_size), length)
+            vocab_size = checked_vocab_size(section, checkpoint.value("vocab_size", int))
+            return llama_config(section, vocab_size, length)
         case "hf":
             # Whatever dtype it asks for, fp32 is what was trained and what is written.
             return {**_read_json(data_root / str(section.hf_config) / CONFIG), "dtype": "float32"}
@@ -137,7 +138,7 @@ def _about(checkpoint: Checkpoint, contract: Contract, state: OuterState) -> dic
         "tokens": _tokens(checkpoint, commit),
         "state_digest": state.digest,
         "chain_digest": commit.digest if commit else "",
-        "vocab_size": checkpoint.value("vocab_size", int),
+        "vocab_size": checkpoint.meta.get("vocab_size"),  # an external model may have none
         "tokenizer": _tokenizer(contract.data),
         "contract_digest": contract.digest,
         "contract": json.loads(contract.to_json()),

@@ -17,7 +17,8 @@ from diloco.data.reader import BlockReader
 from diloco.gossip.peer import GossipPeer
 from diloco.inner.workbench import Workbench
 from diloco.island import Island
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import Ended, Evaluated, HardwareUsed, ProfileWritten, Started, TrainingProgress
 from diloco.run.trainer import REPORT_EVERY_S, Ending
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents, Keeper, Written
@@ -48,7 +49,7 @@ class GossipTrainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
-        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
+        bench.trace_into(directory / "profile", lambda path: events.emit(ProfileWritten(str(path), island.size)))
         if bench.dataset.blocks_per_epoch is None:
             cause = "under gossip each peer reads in an order of its own, which a stream does not have"
             raise ConfigError(cause, "pack the data first: `diloco data pack`")
@@ -98,11 +99,11 @@ class GossipTrainer:
         peer = self.peer
         if not peer.between_steps():
             return
-        self.events.emit("usage", version=peer.version, **self.bench.used())
+        self.events.emit(HardwareUsed(version=peer.version, **self.bench.used()))
         every = self.contract.eval.every_versions
         if every and peer.version % every == 0 and peer.comes_first:
             val_loss = self.bench.evaluate(peer.line)
-            self.events.emit("eval", version=peer.version, tokens=peer.position(), val_loss=val_loss)
+            self.events.emit(Evaluated(version=peer.version, tokens=peer.position(), val_loss=val_loss))
         every = self.site.storage.checkpoint_every
         if every and peer.version % every == 0:
             self._keeper.due(peer.version, self._contents)
@@ -114,18 +115,19 @@ class GossipTrainer:
             wire, step = peer.counter.sample(), self.bench.inner.steps
             sent = wire.sent if wire else 0
             peer.report(inner_step=step, tokens_per_s=peer.tokens_per_s, loss=loss, wire_bytes_sent=sent)
-            self.events.emit("progress", inner_step=step, tokens=peer.tokens, loss=loss)
+            self.events.emit(TrainingProgress(step, peer.tokens, loss))
 
     def _emit_start(self, peer: GossipPeer) -> None:
         self.events.emit(
-            "start",
-            run=self.contract.run.name,
-            contract_digest=self.contract.digest,
-            parameters=self.bench.parameters,
-            resumed_version=peer.version,
-            blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
-            total_tokens=self.contract.run.total_tokens,
-            **self.bench.facts(),
+            Started(
+                run=self.contract.run.name,
+                contract_digest=self.contract.digest,
+                parameters=self.bench.parameters,
+                resumed_version=peer.version,
+                blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
+                total_tokens=self.contract.run.total_tokens,
+                **self.bench.facts(),
+            )
         )
 
     # ------------------------------------------------------------ the end
@@ -142,7 +144,7 @@ class GossipTrainer:
         reason, spread = "done" if done else "left", peer.spread if done else None
         ending = Ending(reason, peer.version, peer.position(), digest, "", val_loss, discarded, spread)
         wire, wall_s = peer.counter.sample(), monotonic_s() - self._started_s
-        self.events.emit("end", **vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s)
+        self.events.emit(Ended(**vars(ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s))
         self.save()
         peer.close()
         self.bench.close()

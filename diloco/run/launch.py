@@ -15,15 +15,17 @@ from diloco.accounts.ledger import LEDGER, left_off, read_ledger
 from diloco.base.errors import ConfigError, ResourceError, StateError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
+from diloco.config.remembered import remember
 from diloco.config.site import Site
 from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
-from diloco.observe.telemetry import Event, Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import Listening, Remark, Stamped
 from diloco.peer.terms import lanes_of
 from diloco.run.follower import follow
 from diloco.run.gossip_trainer import GossipTrainer
-from diloco.run.options import PeerOptions, checked
+from diloco.run.options import CARD, PeerOptions, checked
 from diloco.run.trainer import Ending, Trainer, device_of
 from diloco.storage.checkpoint import Checkpoint, latest, load
 from diloco.transport.gate import Gate, listening
@@ -34,7 +36,7 @@ RUNS = Path("runs")
 """Where peers write that were told no folder, as RUN/PEER."""
 
 
-def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> Ending | None:
+def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> Ending | None:
     """Live the life of a peer; None on the ranks of an island that only follow.
 
     Raises DilocoError; everything that can be wrong beforehand is found beforehand.
@@ -54,7 +56,7 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
 def _lead(
     options: PeerOptions,
     stop: Callable[[], bool],
-    listener: Callable[[Event], None],
+    listener: Callable[[Stamped], None],
     site: Site,
     given: Contract | None,
     island: Island,
@@ -192,10 +194,10 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def knock(tickets: str, gate: Gate, listener: Callable[[Event], None], stop: Callable[[], bool]) -> Contract:
+def knock(tickets: str, gate: Gate, listener: Callable[[Stamped], None], stop: Callable[[], bool]) -> Contract:
     """`Gate.knock`, and a word to whoever watches when nobody answers at once."""
     events = Events(None, gate.site.peer.name or "", [listener])  # our own file is in a folder that the run names
-    return gate.knock(tickets, lambda text: events.emit("reason", text=text, routine=False), lambda: not stop())
+    return gate.knock(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
 
 
 def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contract:
@@ -231,6 +233,7 @@ def open_directory(
     directory = chosen or RUNS / contract.run.name / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        remember(directory, site)
     except OSError as error:
         raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --dir") from error
     return directory
@@ -246,17 +249,18 @@ def _chosen_directory(options: PeerOptions, site: Site, saved: Path | None) -> P
     return next((place.parent for place in places if place.name == "checkpoints"), None)
 
 
-def event_card(directory: Path) -> Callable[[Event], None]:
+def event_card(directory: Path) -> Callable[[Stamped], None]:
     """Keeps `peer.json` beside the events: where this peer listens, for programs that started it."""
 
-    def listen(event: Event) -> None:
-        if event["kind"] == "listening":
-            card = {"pid": os.getpid(), "address": event["address"], "ticket": event["ticket"]}
+    def listen(stamped: Stamped) -> None:
+        event = stamped.event
+        if isinstance(event, Listening):
+            card = {"pid": os.getpid(), "address": event.address, "ticket": event.ticket}
             beside = directory / f".peer.json.{os.getpid()}"
             try:
                 beside.write_text(json.dumps(card))
-                beside.replace(directory / "peer.json")
+                beside.replace(directory / CARD)
             except OSError as error:  # a full disk ends no training
-                logger.warning("no %s: %s", directory / "peer.json", error.strerror)
+                logger.warning("no %s: %s", directory / CARD, error.strerror)
 
     return listen

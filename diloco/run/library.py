@@ -29,7 +29,8 @@ from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
 from diloco.config.site import Site
 from diloco.gossip.peer import GossipPeer
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import VersionClosed
 from diloco.outer.fragments import Weights
 from diloco.peer.peer import Peer
 from diloco.peer.schedule import Cadence, Stopwatch
@@ -243,7 +244,7 @@ class AgreedRun(Run):
             self.wait()
             outcome = self._peer.round(_no_steps, _nothing, self._patience(round_s), lambda: self._leaving)
         if self.version != before:
-            self._events.emit("version", version=self.version, tokens=self.tokens, state_digest=self.digest)
+            self._events.emit(VersionClosed(version=self.version, tokens=self.tokens, state_digest=self.digest))
         self._next_round()
         return outcome
 

@@ -6,10 +6,9 @@ import json
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from diloco.base.errors import UnreachableError, UsageError
+from diloco.base.errors import DilocoError, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
-from diloco.transport.address import split_address
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 from diloco.transport.runtime import Runtime, short, unanswered
 
@@ -19,11 +18,10 @@ ANSWER_S = 5.0
 
 
 def ask_status(address: str) -> dict[str, Any]:
-    """The status of the member at `address` (HOST:PORT, a ticket will do). Raises UnreachableError."""
-    host_port = _address(address)
+    """The status of the member at `address` (HOST:PORT). Raises UnreachableError."""
     runtime = Runtime(ANSWER_S)
     try:
-        tree: dict[str, Any] = json.loads(_ask(runtime, host_port, runtime.link.status(host_port, ANSWER_S)))
+        tree: dict[str, Any] = json.loads(_ask(runtime, address, runtime.link.status(address, ANSWER_S)))
         return tree
     finally:
         runtime.close()
@@ -34,10 +32,9 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
 
     Returns who was told, who did not answer, and who refused. Raises UsageError for a stranger and where nobody takes
     it for dead, and UnreachableError where nobody answered."""
-    host_port = _address(address)
     runtime = Runtime(ANSWER_S)
     try:
-        tree = json.loads(_ask(runtime, host_port, runtime.link.status(host_port, ANSWER_S)))
+        tree = json.loads(_ask(runtime, address, runtime.link.status(address, ANSWER_S)))
         known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
         if peer not in known:
             raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
@@ -45,13 +42,13 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
         run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
         envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
         told: list[str] = []
-        silent: dict[str, UnreachableError] = {}
+        silent: dict[str, DilocoError] = {}
         refused: dict[str, m.Reply] = {}
         for entry in known.values():
             if entry["alive"] and entry["peer"] != peer:
                 try:  # where one peer is dead another may be, and nobody has noticed yet
                     reply = _ask(runtime, entry["address"], runtime.link.deliver(entry["address"], envelope))
-                except UnreachableError as error:
+                except (UnreachableError, TicketError) as error:
                     silent[entry["peer"]] = error
                     continue
                 if reply is m.Reply.OK:
@@ -69,12 +66,6 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
         return told, list(silent), refused
     finally:
         runtime.close()
-
-
-def _address(text: str) -> str:
-    address = text.partition("/")[0]
-    split_address(address)
-    return address
 
 
 def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:

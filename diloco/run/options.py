@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.base.errors import UsageError
+from diloco.base.errors import StateError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
+from diloco.config.remembered import remembered_root
 from diloco.config.site import Site
+from diloco.transport.address import split_ticket
+
+CARD = "peer.json"
+"""The file in a peer's folder that says where it listens."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +44,37 @@ def checked(options: PeerOptions) -> tuple[Site, Contract | None]:
         raise UsageError("--set changes a contract only when founding", fix)
     if options.contract and options.resume:
         raise UsageError("a contract and --resume do not go together", "the checkpoint holds its contract")
+    for ticket in options.join.split(",") if options.join else ():
+        split_ticket(ticket)
     given = load_contract(options.contract, options.contract_overrides).value if options.contract else None
     return open_site(options), given
 
 
 def open_site(options: PeerOptions) -> Site:
-    """The site file with what the command line says on top. Raises ConfigError."""
+    """The site file with what the command line says on top, and below what a resumed peer remembers. Raises
+    ConfigError."""
     overrides = list(options.site_overrides)
     if options.insecure:
         overrides.append("network.insecure=true")
     if options.name:
         overrides.append(f"peer.name={json.dumps(options.name)}")
-    return load_site(options.site, overrides).value
+    site = load_site(options.site, overrides)
+    root = remembered_root(options.resume) if options.resume else None
+    if root is not None and "data.root" not in site.origin:
+        site = load_site(options.site, [*overrides, f"data.root={json.dumps(root)}"])
+    return site.value
+
+
+def member_address(text: str) -> str:
+    """HOST:PORT of a member, from an address, a ticket, or the folder of a peer on this machine.
+
+    Raises UsageError, and StateError where a folder is not that of a peer.
+    """
+    folder = Path(text)
+    if not (folder.is_dir() or ("/" in text and ":" not in text)):
+        return split_ticket(text)[0]
+    try:
+        return str(json.loads((folder / CARD).read_text())["address"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = f"no peer has written its address to {folder.absolute() / CARD}"
+        raise StateError(cause, "give the folder of a peer, or HOST:PORT of a live member") from error

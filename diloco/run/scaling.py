@@ -54,7 +54,7 @@ class Measured:
     phases: Mapping[str, float]
     """Seconds on rank 0."""
     memory: Sequence[Mapping[str, int]]
-    """By rank (`diloco.inner.meter.MEMORY`)."""
+    """By rank (numbers of `RankMemory`)."""
 
     @property
     def memory_bytes(self) -> int:
@@ -161,7 +161,7 @@ def measure(contract: Contract, site: Site, island: Island, seconds: float) -> M
     bench.close()
     return Measured(
         island.size, facts["mesh"], contract.inner.sequences_per_step, steps, steps * contract.tokens_per_step / took_s,
-        used["flops_per_s"], used["mfu"], used["phases"], used["memory"],
+        used["flops_per_s"], used["mfu"], used["phases"], [asdict(rank) for rank in used["memory"]],
     )  # fmt: skip
 
 

@@ -18,7 +18,17 @@ from diloco.config.site import Site
 from diloco.data.reader import BlockReader
 from diloco.inner.workbench import Workbench
 from diloco.island import Island
-from diloco.observe.telemetry import FLIGHT, Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import (
+    FLIGHT,
+    Ended,
+    Evaluated,
+    HardwareUsed,
+    ProfileWritten,
+    Started,
+    TrainingProgress,
+    VersionClosed,
+)
 from diloco.outer.eager import weights_to_keep
 from diloco.peer.peer import Peer
 from diloco.peer.schedule import Cadence, Stopwatch
@@ -79,7 +89,7 @@ class Trainer:
         self.contract, self.site = contract, site
         self.events, self.directory, self.stop = events, directory, stop
         bench = self.bench = Workbench(contract, site, island)
-        bench.trace_into(directory / "profile", lambda path: events.emit("profile", path=str(path), ranks=island.size))
+        bench.trace_into(directory / "profile", lambda path: events.emit(ProfileWritten(str(path), island.size)))
         data = bench.dataset.fingerprint
         self.peer = Peer(name, contract, site, bench.weights, gate, events, checkpoint, data, directory, island)
         self.peer.idle = lambda: bench.idle() and not stop()
@@ -193,7 +203,7 @@ class Trainer:
                 wire_bytes_sent=wire.sent if wire else 0,
             )
             step = self.bench.inner.steps
-            self.events.emit("progress", inner_step=step, tokens=self._tokens_here, loss=self._losses[-1])
+            self.events.emit(TrainingProgress(step, self._tokens_here, self._losses[-1]))
 
     # ------------------------------------------------------------ versions
 
@@ -212,11 +222,11 @@ class Trainer:
             self.bench.usage.begin()
             return
         self._emit_version(commit, before, mine, seconds)
-        self.events.emit("usage", version=commit.version, **self.bench.used())
+        self.events.emit(HardwareUsed(version=commit.version, **self.bench.used()))
         every = self.contract.eval.every_versions
         if every and commit.version % every == 0 and self._evaluates(commit):
             val_loss = self.bench.evaluate(self.peer.line)
-            self.events.emit("eval", version=commit.version, tokens=commit.tokens, val_loss=val_loss)
+            self.events.emit(Evaluated(version=commit.version, tokens=commit.tokens, val_loss=val_loss))
         every = self.site.storage.checkpoint_every
         if every and commit.version % every == 0:
             self._keeper.due(commit.version, self._contents)
@@ -266,39 +276,41 @@ class Trainer:
         wire, flight_s = peer.wire(), seconds.pop(FLIGHT, None)
         trained = front(before.leases.held.get(peer.name, ()), mine.blocks) if mine else ()
         self.events.emit(
-            "version",
-            version=commit.version,
-            lineage=commit.lineage,
-            fragment=commit.fragment,
-            tokens=commit.tokens,
-            members=[member.peer for member in commit.view],
-            counted=[counted.peer for counted in commit.counted],
-            own=mine is not None,
-            attempts=peer.exchange.machine.attempts,
-            loss=sum(self._losses) / len(self._losses) if self._losses else None,
-            inner_tokens=mine.tokens if mine else 0,
-            blocks=[[run.start, run.stop] for run in trained],
-            tokens_per_s=self._tokens_here / max(monotonic_s() - self._started_s, 1e-9),
-            wire_bytes_sent=wire.sent if wire else None,
-            wire_bytes_received=wire.received if wire else None,
-            seconds={name: round(value, 6) for name, value in seconds.items()},
-            flight_s=flight_s,
-            state_digest=peer.line.state.digest,
-            lr=self.bench.inner.lr,
-            expert_imbalance=self.bench.inner.expert_imbalance(),
-            repeats=self.reader.repeats,
+            VersionClosed(
+                version=commit.version,
+                lineage=commit.lineage,
+                fragment=commit.fragment,
+                tokens=commit.tokens,
+                members=tuple(member.peer for member in commit.view),
+                counted=tuple(counted.peer for counted in commit.counted),
+                own=mine is not None,
+                attempts=peer.exchange.machine.attempts,
+                loss=sum(self._losses) / len(self._losses) if self._losses else None,
+                inner_tokens=mine.tokens if mine else 0,
+                blocks=tuple((run.start, run.stop) for run in trained),
+                tokens_per_s=self._tokens_here / max(monotonic_s() - self._started_s, 1e-9),
+                wire_bytes_sent=wire.sent if wire else None,
+                wire_bytes_received=wire.received if wire else None,
+                seconds={name: round(value, 6) for name, value in seconds.items()},
+                flight_s=flight_s,
+                state_digest=peer.line.state.digest,
+                lr=self.bench.inner.lr,
+                expert_imbalance=tuple(self.bench.inner.expert_imbalance()),
+                repeats=self.reader.repeats,
+            )
         )
 
     def _emit_start(self) -> None:
         self.events.emit(
-            "start",
-            run=self.contract.run.name,
-            contract_digest=self.contract.digest,
-            parameters=self.bench.parameters,
-            resumed_version=self.peer.line.state.version,
-            blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
-            total_tokens=self.contract.run.total_tokens,
-            **self.bench.facts(),
+            Started(
+                run=self.contract.run.name,
+                contract_digest=self.contract.digest,
+                parameters=self.bench.parameters,
+                resumed_version=self.peer.line.state.version,
+                blocks_per_epoch=self.bench.dataset.blocks_per_epoch,
+                total_tokens=self.contract.run.total_tokens,
+                **self.bench.facts(),
+            )
         )
 
     # ------------------------------------------------------------ the end
@@ -329,10 +341,11 @@ class Trainer:
         )
         wire = peer.wire()
         self.events.emit(
-            "end",
-            **{name: getattr(ending, name) for name in Ending.__dataclass_fields__},
-            wire_bytes_sent=wire.sent if wire else None,
-            wall_s=wall_s,
+            Ended(
+                **{name: getattr(ending, name) for name in Ending.__dataclass_fields__},
+                wire_bytes_sent=wire.sent if wire else None,
+                wall_s=wall_s,
+            )
         )
         self.save()
         self.bench.close()

@@ -16,7 +16,8 @@ from diloco.base.errors import EvictedError, UsageError
 from diloco.base.types import Closed, Member, Phase, Progress
 from diloco.config.contract import Contract
 from diloco.exchange.engine import Exchange, Terms
-from diloco.observe.telemetry import Event, Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
 from diloco.peer.schedule import Finish
 from diloco.peer.terms import lane_terms, rules_of, timing_of
@@ -37,7 +38,7 @@ class WitnessEnding:
     reason: str
 
 
-def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Event], None]) -> WitnessEnding:
+def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> WitnessEnding:
     """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
     assert options.join is not None
     site = listening(open_site(options), options.join)
@@ -68,7 +69,7 @@ class Witness:
         forks = gate.welcome.forks
         self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
         self.version, self.tokens = -1, 0
-        self.ending = Finish.of(contract, self.exchange.terms.rules.policy.most_peers)
+        self.ending = Finish.of(contract, self.exchange.terms.rules.policy.max_peers)
 
     def run(self, stop: Callable[[], bool]) -> WitnessEnding:
         """Listen, ask to be taken in, vote; say goodbye at the end."""
@@ -88,11 +89,11 @@ class Witness:
         network = gate.site.network
         served = gate.runtime.serve(self.exchange, network.listen)
         address = network.advertise or reachable(served, welcome.members[0].address)
-        gate.open_directory(self.contract.run.name, lambda text: self.events.emit("warning", text=text))
+        gate.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
         self.exchange.start(address, gate.directory.addresses)
         self.exchange.meet(welcome.members)
         self.exchange.report(Progress(phase=Phase.JOINING))
-        self.events.emit("listening", address=address, ticket=f"{address}/{self.contract.digest[:12]}")
+        self.events.emit(Listening(address, f"{address}/{self.contract.digest[:12]}"))
         return Presence(gate.directory, self.exchange, gate.runtime.answer_of)
 
     def _vote(self, stop: Callable[[], bool]) -> str:
@@ -113,13 +114,11 @@ class Witness:
         self.ending.passed(commit, copied=self.version < 0)
         self.version, self.tokens = commit.version, commit.tokens
         self.exchange.report(Progress(phase=Phase.WITNESS, version=commit.version))
-        names = [counted.peer for counted in commit.counted]
-        self.events.emit(
-            "witnessed", version=commit.version, tokens=commit.tokens, counted=names, commit_digest=commit.digest
-        )
+        names = tuple(counted.peer for counted in commit.counted)
+        self.events.emit(VersionWitnessed(commit.version, commit.tokens, names, commit.digest))
 
     def _on_reason(self, reason: str, routine: bool) -> None:
-        self.events.emit("reason", text=reason, routine=routine)
+        self.events.emit(Remark(reason, routine))
 
     def _terms(self) -> Terms:
         contract, welcome = self.contract, self.gate.welcome

@@ -1,1 +1,1 @@
-"""Runs on one machine: real processes on loopback, and the baselines to compare with."""
+"""Simulation, apart from what a peer needs: real processes (local), virtual time, and faults on purpose (chaos)."""

@@ -63,7 +63,7 @@ _LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
 _FILE = re.compile(r"([a-z]+)(\.[1-9]\d{0,5})?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNREADABLE = (OSError, SafetensorError, RuntimeError)
-"""What reading tensors may raise; the last from torch, of a file that was deleted after its hash was verified."""
+"""Errors of reading tensors; the last from torch, for a file that was deleted after its hash was verified."""
 _FIX = "copy it again from where it is whole, or start without it and join the run"
 _FREE = "free space there, or choose a folder that can be written"
 _ONE_FILE_SYSTEM = "the ranks of an island need one file system: set storage.directory to a folder that all nodes have"
@@ -73,7 +73,7 @@ HASHING = 4
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What `load` found, as it was saved."""
+    """A checkpoint as `load` found it, verified."""
 
     version: int
     groups: Mapping[str, Pieces]
@@ -81,7 +81,7 @@ class Checkpoint:
     meta: Mapping[str, Any]
     path: Path
     digest: str = ""
-    """Of the manifest, and so of everything."""
+    """Digest of the manifest, and so of everything."""
 
     def value(self, name: str, kind: type[T]) -> T:
         """`meta[name]`. Raises StateError unless it is there and of this JSON type."""
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def contract(self) -> Contract:
-        """That of the run. Raises StateError where it is malformed, or another release's."""
+        """Contract of the run. Raises StateError where it is malformed, or another release's."""
         try:
             return contract_from_json(self.value("contract", str), f"checkpoint {self.path}: its contract")
         except (ConfigError, IncompatibleError) as error:
@@ -332,7 +332,7 @@ def load(path: Path) -> Checkpoint:
         return _read(path)
     candidates = _checkpoints(path)
     if not candidates:
-        cause = f"no checkpoint at {path}: neither {MANIFEST} nor a folder like v00000001 is there"
+        cause = f"no checkpoint at {path.absolute()}: neither {MANIFEST} nor a folder like v00000001 is there"
         raise StateError(cause, "give a checkpoint, or the folder of a peer that saved one")
     causes = []
     for _, candidate in candidates:
@@ -341,7 +341,7 @@ def load(path: Path) -> Checkpoint:
         except StateError as error:
             logger.warning("passed over: %s", error.cause)
             causes.append(error.cause)
-    raise StateError(f"no valid checkpoint in {path}: {'; '.join(causes)}", _FIX)
+    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", _FIX)
 
 
 def latest(directory: Path) -> Path | None:
@@ -350,7 +350,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
-    """What `layout` holds of the outer state of a peer's checkpoint, from group `outer` and `meta["steps"]`.
+    """Part of the outer state in a peer's checkpoint that `layout` holds, from group `outer` and `meta["steps"]`.
 
     Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
     """
@@ -375,7 +375,7 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
 def flat_buffers(
     checkpoint: Checkpoint, group: str, layout: Layout, buffers: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """What `layout` holds of a group's flat buffers, fp32, named INDEX/BUFFER, or INDEX where `buffers` is None.
+    """Part of a group's flat buffers that `layout` holds, fp32, named INDEX/BUFFER, or INDEX where `buffers` is None.
 
     Raises StateError when one does not fit.
     """
@@ -393,7 +393,7 @@ def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
 
 
 def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
-    """What `read` gives on this rank. Raises StateError on all ranks when it does on one."""
+    """Result of `read` on this rank. Raises StateError on all ranks when it does on one."""
     found: list[T] = []
     refused = ""
     try:
@@ -407,7 +407,7 @@ def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
 
 
 def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
-    """What is held here of a flat buffer: by part, where other ranks hold other parts."""
+    """Slices of a flat buffer that are held here: by part, where other ranks hold other parts."""
     if fragment.lanes == 1:
         return [Slice.whole(name, flat)] if fragment.cuts else []
     cuts = fragment.cuts.items()

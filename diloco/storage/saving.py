@@ -30,7 +30,8 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.island import Island
 from diloco.island.slices import Slice, Slices, chosen, offered, writers_of
-from diloco.observe.telemetry import Events
+from diloco.observe.event_log import Events
+from diloco.observe.events import CheckpointWritten, Remark, Warned
 from diloco.storage.checkpoint import JsonValue, save, save_part
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class Keeper:
             self._start(version, contents)
         else:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
-            self._events.emit("reason", text=text, routine=False)
+            self._events.emit(Remark(text))
 
     @property
     def busy(self) -> bool:
@@ -170,7 +171,7 @@ class Keeper:
                 self._told()
             except ResourceError as error:
                 logger.warning("%s; %s", error.cause, error.fix)
-                self._events.emit("warning", text=f"no checkpoint: {error.cause}")
+                self._events.emit(Warned(f"no checkpoint: {error.cause}"))
 
     def last(self, version: int, contents: Callable[[], Contents]) -> Path:
         """Write one, after the one that is being written, and wait for it. Raises ResourceError."""
@@ -189,6 +190,6 @@ class Keeper:
         assert self._begun is not None
         begun, self._begun = self._begun, None
         written = begun.written.result()
-        seconds = {"seconds": written.at_s - begun.since_s, "held_s": begun.held_s}
-        self._events.emit("checkpoint", version=begun.version, **seconds, bytes=written.size_bytes)
+        total_s = written.at_s - begun.since_s
+        self._events.emit(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
         return written.path

@@ -1,4 +1,4 @@
-"""Addresses as text: `host:port`, IPv6 in brackets. Pure: nothing is resolved."""
+"""Addresses and tickets as text: `host:port[/digest]`, IPv6 in brackets. Pure: nothing is resolved."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from diloco.base.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+_DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _FIX = "write host:port, for instance 10.0.0.5:7700, node3.example.org:7700 or [fd00::5]:7700"
 
 
@@ -19,6 +20,16 @@ def split_address(text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
         raise UsageError(f"address {text[:300]!r}: the port must be a number from 0 to 65535", _FIX)
     return _host(host, text), int(port)
+
+
+def split_ticket(text: str) -> tuple[str, str]:
+    """Address, and the beginning of the contract's digest, empty where it is not given. Raises UsageError."""
+    address, slash, expected = text.strip().partition("/")
+    split_address(address)
+    if slash and not _DIGEST.fullmatch(expected):
+        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
+        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
+    return address, expected
 
 
 def join_address(host: str, port: int) -> str:

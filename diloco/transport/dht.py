@@ -42,9 +42,9 @@ from diloco.base.types import Member
 logger = logging.getLogger(__name__)
 
 ANNOUNCE_EVERY_S = 60.0
-"""How often a peer should announce itself and look the others up: 0.2 kB/s sent per peer among four."""
+"""Seconds between announcements and lookups of a peer: 0.2 kB/s sent per peer among four."""
 TTL_S = 300.0
-"""How long a record should last. Ends by the wall clock: machines' clocks may differ by TTL_S - ANNOUNCE_EVERY_S."""
+"""Lifetime of a record in seconds. Ends by the wall clock: machines' clocks may differ by TTL_S - ANNOUNCE_EVERY_S."""
 MAX_TTL_S = 3600.0
 """A node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever."""
 MAX_RECORD_BYTES = 1024
@@ -269,6 +269,7 @@ async def _serve(pipe: Connection, parent: int) -> None:
         node = await asyncio.wait_for(_start_node(settings), settings.timeout_s)
     except (P2PDaemonError, RuntimeError, TimeoutError) as error:
         pipe.send(str(error) or "no answer")
+        _silence()  # the peer says why; asyncio would say that a p2pd was left behind
         return
     watching = asyncio.create_task(_end_without(node.p2p._child, asyncio.current_task()))
     try:
@@ -276,12 +277,14 @@ async def _serve(pipe: Connection, parent: int) -> None:
         await _answer_questions(pipe, _Records(node, settings.run))
     finally:
         watching.cancel()
-        with suppress(TimeoutError):
+        try:
             await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
+        except TimeoutError:  # on a busy machine; then asyncio would say that a p2pd was left behind
+            _silence()
 
 
 async def _receive_settings(pipe: Connection) -> _Settings:
-    """What `Directory.open` is told; the wait ends with the process, or when the parent's end closes."""
+    """The settings that `Directory.open` sends; the wait ends with the process, or when the parent's end closes."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(pipe.fileno(), readable.set)
@@ -320,13 +323,17 @@ async def _end_without(p2pd: Any, task: asyncio.Task[Any] | None) -> None:
 
 
 def _end_silently(task: asyncio.Task[Any]) -> None:
-    """The parent is gone, or p2pd. What hivemind says while it ends is for nobody: the parent's terminal is somebody
-    else's now; or the parent says what happened."""
+    """The parent is gone, or p2pd. The parent's terminal is somebody else's now; or the parent says what happened."""
+    _silence()
+    task.cancel()
+
+
+def _silence() -> None:
+    """Drop what hivemind and asyncio write while this process ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.close(nowhere)
-    task.cancel()
 
 
 def _import_hivemind() -> None:
@@ -338,6 +345,20 @@ def _import_hivemind() -> None:
     log = logging.getLogger("hivemind")
     log.handlers.clear()
     log.propagate = True
+    handler = logging.StreamHandler()
+    handler.setFormatter(_WithoutTraceback())
+    logging.getLogger().addHandler(handler)
+
+
+class _WithoutTraceback(logging.Formatter):
+    """A log line ends with the exception itself.
+
+    When p2pd dies, the ends of its sockets are often seen before its own. hivemind's tasks that read them then fail,
+    and asyncio logs each with its traceback, on the terminal of a peer that goes on with a new node.
+    """
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return f"{ei[0].__name__}: {ei[1]}"
 
 
 async def _start_node(settings: _Settings) -> Any:
@@ -381,7 +402,7 @@ async def _answer_questions(pipe: Connection, records: _Records) -> None:
         timeout_s, *question = await questions.get()
         try:
             answer = await asyncio.wait_for(records.answer(*question), timeout_s)
-        except TimeoutError:
+        except (OSError, EOFError):  # TimeoutError is one; or p2pd is gone, which ends this process, too
             answer = None
         pipe.send(answer)
 

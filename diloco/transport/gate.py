@@ -1,9 +1,8 @@
-"""How a peer gets in: the door it listens at, the member that it joins through, the directory."""
+"""A peer's access to the network: the address where it listens, the member that it joins through, the directory."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 
 from diloco.base import failpoints
@@ -13,14 +12,11 @@ from diloco.config.load import contract_from_json
 from diloco.config.site import NetworkSection, Site
 from diloco.identity.keys import VARIABLE, secret_from_environment
 from diloco.protocol.streams import Welcome
-from diloco.transport.address import is_loopback, split_address
+from diloco.transport.address import is_loopback, split_address, split_ticket
 from diloco.transport.dht import Directory
 from diloco.transport.runtime import Runtime, reachable
 
 logger = logging.getLogger(__name__)
-
-
-_DIGEST = re.compile(r"[0-9a-f]{1,64}")
 
 
 class Gate:
@@ -50,7 +46,7 @@ class Gate:
         Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
         ticket.
         """
-        doors = dict(_door(ticket) for ticket in tickets.split(","))
+        doors = dict(split_ticket(ticket) for ticket in tickets.split(","))
 
         def checked(address: str, welcome: Welcome) -> Contract:
             contract, expected = contract_from_json(welcome.contract), doors[address]
@@ -85,7 +81,7 @@ class Gate:
 
 
 def known_here_only(network: NetworkSection) -> str:
-    """What to say to a founder that listens for others, and does not know at which address; empty: it does."""
+    """Warning for a founder that listens for others and does not know at which address; empty: it does."""
     if network.advertise is not None or is_loopback(network.listen):
         return ""
     address = reachable(network.listen, None)
@@ -100,18 +96,8 @@ def listening(site: Site, tickets: str | None) -> Site:
     network = site.network
     if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
         return site
-    away = [address for address, _ in map(_door, tickets.split(",")) if not is_loopback(address)]
+    away = [address for address, _ in map(split_ticket, tickets.split(",")) if not is_loopback(address)]
     if not away:
         return site
     listen = "[::]:0" if all(address.startswith("[") for address in away) else "0.0.0.0:0"
     return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
-
-
-def _door(ticket: str) -> tuple[str, str]:
-    """Address, and the beginning of the contract's digest, if it is said. Raises UsageError."""
-    address, slash, expected = ticket.strip().partition("/")
-    split_address(address)
-    if slash and not _DIGEST.fullmatch(expected):
-        cause = f"{expected[:80]!r} after {address}/ does not begin a contract's digest"
-        raise UsageError(cause, "copy the whole join line (`diloco status` prints it), or leave /DIGEST out")
-    return address, expected

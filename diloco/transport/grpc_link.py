@@ -57,11 +57,11 @@ _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
 _TELL_S = 0.02
-"""How often at most the receiver of a stream says that it gets on."""
+"""Least time between two progress reports of a stream's receiver."""
 _CONTROL, _BULK = 0, 1
 """Connections to one address: control messages, and from here on bulk."""
 _FIRST_MESSAGE_BYTES = 1 << 19
-"""Of a stream, at most: the line may have become slow since the last one. At 1 Mb/s one takes 4 s."""
+"""Bound on a stream's first message: the line may have become slow since the last one. At 1 Mb/s one takes 4 s."""
 _FETCH_MESSAGE_BYTES = 1 << 18
 """Messages of an answer; nobody tells how fast they are taken. At 1 Mb/s one takes 2 s."""
 
@@ -261,7 +261,7 @@ class _Line:
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)
         """By connection, as its last streams left them: a new stream need not find out again how fast it is."""
         self.calls = 0
-        """That are under way."""
+        """Calls that are under way."""
         self.used_s = monotonic_s()
         """When the latest call ended."""
 
@@ -379,7 +379,7 @@ class _Sending:
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
     def _patience_s(self) -> float:
-        """How much longer to wait for progress. Raises LinkSlow when it is overdue."""
+        """Seconds left to wait for progress. Raises LinkSlow when it is overdue."""
         left_s = self._stall_s if self._pausing else self._moved_at_s + self._stall_s - monotonic_s()
         if left_s <= 0:
             raise LinkSlow(f"no progress for {self._stall_s:g} s")
@@ -476,7 +476,7 @@ def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | Link
 
 
 def _plain(details: str) -> str:
-    """What a person can act on, where gRPC reports BoringSSL's words for it."""
+    """Advice that a person can act on, where gRPC reports BoringSSL's words."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"it has another {VARIABLE}"
     if "Tls handshake failed" in details:

@@ -34,14 +34,16 @@ class LinkRefused(Exception):
 
 
 class Link(Protocol):
-    """What a peer can ask of another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
+    """Calls that a peer can make to another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
 
     @property
     def send_bps(self) -> int:
-        """How fast others take what this peer sends in rounds, bits per second over all streams; 0: unknown."""
+        """Rate at which others take this peer's data in rounds, in bits per second over all streams; 0: unknown."""
         ...
 
-    async def deliver(self, address: str, envelope: Envelope) -> Reply: ...
+    async def deliver(self, address: str, envelope: Envelope) -> Reply:
+        """Deliver one message; returns the receiver's reply code."""
+        ...
 
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
@@ -55,9 +57,13 @@ class Link(Protocol):
         """Where the parts of a round go: part p to the lane p mod their number. Empty: all to that address."""
         ...
 
-    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]: ...
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
+        """Commits after version `since`, with their means, as far as the peer keeps them."""
+        ...
 
-    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]: ...
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
+        """Encoded parts of the mean with this digest. Raises LinkRefused when the peer does not have it."""
+        ...
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
         """`have`: digest of the state that we hold, which need not be kept for us."""
@@ -65,19 +71,25 @@ class Link(Protocol):
 
     def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
-    ) -> AsyncIterator[tuple[int, bytes]]: ...
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        """Chunks of the state with this digest, as (number, bytes), in any order."""
+        ...
 
-    async def status(self, address: str, timeout_s: float) -> str: ...
+    async def status(self, address: str, timeout_s: float) -> str:
+        """The peer's status as JSON."""
+        ...
 
     async def close(self) -> None: ...
 
 
 class Service(Protocol):
-    """What a peer answers. Called on the link's event loop; must not block it."""
+    """Handlers for the calls of other peers. They run on the link's event loop and must not block it."""
 
     max_part_bytes: int
 
-    async def on_envelope(self, envelope: Envelope) -> Reply: ...
+    async def on_envelope(self, envelope: Envelope) -> Reply:
+        """Take one message; returns a reply code."""
+        ...
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
         """Consume `parts` as they arrive; not reading slows the sender down."""
@@ -99,7 +111,9 @@ class Service(Protocol):
         """The commits after version `since` that are still here, without gaps; empty if the next is gone."""
         ...
 
-    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None: ...
+    async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
+        """Encoded parts of the mean with this digest; None when it is not here."""
+        ...
 
     async def on_state_offer(self, have: str) -> StateOffer:
         """`have`: digest of the state that the caller holds; if it is ours, it comes for no chunk."""

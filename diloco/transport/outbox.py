@@ -10,7 +10,7 @@ from contextlib import aclosing
 from diloco.protocol.streams import Part
 
 AHEAD_BYTES = 1 << 20
-"""What is taken before earlier parts are sent: parts of 16 KB fill a message of any size."""
+"""Bytes that are taken before earlier parts are sent: parts of 16 KB fill a message of any size."""
 
 
 class Outbox:
@@ -32,8 +32,8 @@ class Outbox:
         """Whether `take` would wait for whoever makes the parts."""
         return not (self._ready or self._task.done() or self._closed)
 
-    async def take(self, most_bytes: int) -> list[Part]:
-        """What is ready, at least one part and otherwise at most about `most_bytes`; waits for the first.
+    async def take(self, max_bytes: int) -> list[Part]:
+        """Parts that are ready, at least one and otherwise at most about `max_bytes`; waits for the first.
 
         Empty at the end or once closed. Raises what `parts` raised.
         """
@@ -44,7 +44,7 @@ class Outbox:
             return []
         taken: list[Part] = []
         taken_bytes = 0
-        while self._ready and taken_bytes < most_bytes:
+        while self._ready and taken_bytes < max_bytes:
             taken.append(self._ready.popleft())
             taken_bytes += len(taken[-1].payload)
         self._ready_bytes -= taken_bytes

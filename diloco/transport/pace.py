@@ -1,4 +1,4 @@
-"""How fast to send, and how fast it goes: a limit and a measurement, without I/O.
+"""Limit and measurement of the sending rate, without I/O.
 
 The limit is a token bucket after the generic cell rate algorithm. The state for a joiner shares a peer's uplink and
 cores with its training, which goes first; and a peer's rounds may share an uplink with its owner.
@@ -10,16 +10,16 @@ import math
 from statistics import median
 
 SERVE_BPS_PER_CORE = 80e6
-"""What 5 % of a core send to joiners: checksum, gRPC, TLS and TCP take 5 ns a byte beside training
+"""Bits per second to joiners that cost 5 % of a core: checksum, gRPC, TLS and TCP take 5 ns a byte beside training
 (`scripts/bench-join`)."""
 
 BURST_S = 0.1
-"""What was not sent in this time is not made up for: a busy event loop wakes up that late."""
+"""Unused allowance older than this is not made up for: a busy event loop wakes up that late."""
 
 MEASURED_S = 0.5
-"""Of sending, for one sample of how fast it goes: less tells more of busy cores than of the link."""
-MEASURED_VERSIONS, FEWEST_VERSIONS = 4, 3
-"""Of so many versions samples are remembered, and of so many they are needed: a process's first syncs are slow."""
+"""Seconds of sending in one sample of the rate: shorter ones measure busy cores more than the link."""
+MEASURED_VERSIONS, MIN_VERSIONS = 4, 3
+"""Versions whose samples are remembered, and versions that are needed for a rate: a process's first syncs are slow."""
 
 
 class RateLimit:
@@ -34,7 +34,7 @@ class RateLimit:
         self._free_at_s = float("-inf")
 
     def delay_s(self, size_bytes: int, now_s: float) -> float:
-        """How long to wait before sending so many bytes, which count as sent from now on. `now_s`: monotonic."""
+        """Seconds to wait before sending so many bytes, which count as sent from now on. `now_s`: monotonic."""
         if not self._bps:
             return 0.0
         turn_s = max(self._free_at_s, now_s - BURST_S)
@@ -85,7 +85,7 @@ class Uplink:
     @property
     def bps(self) -> int:
         """Bits per second. The limit, if there is one, before enough was measured; without either 0: unknown."""
-        enough = len(self._fastest) >= FEWEST_VERSIONS
+        enough = len(self._fastest) >= MIN_VERSIONS
         measured_bps = median(self._fastest.values()) if enough else math.inf
         bps = min(measured_bps, self._limit_bps)
         return int(bps) if math.isfinite(bps) else 0

@@ -18,13 +18,13 @@ from diloco.transport.dht import ANNOUNCE_EVERY_S, MAX_MEMBERS, Directory
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 10.0
-"""How often a peer looks for members when it is outside the view, or most of the view cannot be reached."""
-MOST_PAUSE_S = 600.0
+"""Seconds between lookups when a peer is outside the view, or most of the view cannot be reached."""
+MAX_PAUSE_S = 600.0
 """The longest pause between two attempts to mend the directory: it begins with `LOOK_AGAIN_S` and doubles."""
 
 
 class Present(Protocol):
-    """Who is announced: an exchange."""
+    """The exchange that is announced."""
 
     directory: tuple[str, ...]
     """Addresses of our directory node: what it tells others."""
@@ -121,9 +121,9 @@ class Presence:
             self._warn("apart", text)
 
     def _pause(self) -> float:
-        """How long to wait before the next attempt."""
+        """Seconds to wait before the next attempt."""
         pause_s = self._pause_s
-        self._pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        self._pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return pause_s
 
     def _warn(self, trouble: str, text: str) -> None:

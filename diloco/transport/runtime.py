@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from diloco.base.clock import monotonic_s
-from diloco.base.errors import DilocoError, IncompatibleError, UnreachableError
+from diloco.base.errors import DilocoError, IncompatibleError, Interrupted, TicketError, UnreachableError
 from diloco.identity.keys import VARIABLE, keys_from_environment
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
@@ -20,7 +20,7 @@ from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 T = TypeVar("T")
 
 KNOCK_S = 10.0
-"""How long a joiner tries an address before it says that nobody is there."""
+"""Seconds for which a joiner tries an address before it reports that nobody listens there."""
 STARTING_S = 120.0
 """The same for one that answers that it is starting: its directory, and the ranks of its island, take their time."""
 
@@ -87,7 +87,9 @@ class Runtime:
                 raise others[0]
             patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
             why = "; ".join(error.cause for error in silent)
-            if monotonic_s() - began_s >= patience_s or not wanted():
+            if not wanted():
+                raise Interrupted(f"stopped before anybody answered: {why}")
+            if monotonic_s() - began_s >= patience_s:
                 raise UnreachableError(why, silent[-1].fix) from silent[-1]
             if why != said:
                 said = why
@@ -105,10 +107,11 @@ class Runtime:
             raise unanswered(address, short(error)) from error
 
     def answer_of(self, address: str) -> Welcome | None:
-        """What the member at `address` says now; None where no member answers, or none that we can talk to."""
+        """Present welcome of the member at `address`; None where no member answers, or none that speaks our
+        protocol."""
         try:
             return self._hello(address)
-        except (UnreachableError, IncompatibleError):
+        except (UnreachableError, TicketError, IncompatibleError):
             return None
 
     def serve(self, service: Service, listen: str) -> str:
@@ -125,18 +128,18 @@ class Runtime:
         self._thread.join(5.0)
 
 
-def unanswered(address: str, why: str) -> UnreachableError:
-    """Nobody is at `address`, or it lets us not in, `why` as `short` has it; with the advice that fits."""
+def unanswered(address: str, why: str) -> UnreachableError | TicketError:
+    """The error where nobody is at `address`, or it does not let us in; `why`: as `short` has it."""
     if VARIABLE in why:
         advice = f"export the {VARIABLE} with which the run was founded"
-        return UnreachableError(f"{address} does not let us in: {why}", advice)
+        return TicketError(f"{address} does not let us in: {why}", advice)
     return UnreachableError(
         f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
     )
 
 
 def short(error: Exception) -> str:
-    """What a person needs of gRPC's account of a failed call: its last clause."""
+    """The last clause of gRPC's account of a failed call, which is all that a person needs."""
     clause = str(error).rpartition(": ")[2]
     opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
     return (clause if opened else clause.rstrip("])")) or "no connection"

@@ -40,7 +40,7 @@ class SocketBytes:
     sent: int
     received: int
     resent: int = 0
-    """How many of `sent` the kernel sent again. Even loopback has some when the receiver gets no processor."""
+    """Bytes of `sent` that the kernel sent again. Even loopback has some when the receiver gets no processor."""
 
     def __add__(self, other: SocketBytes) -> SocketBytes:
         return SocketBytes(self.sent + other.sent, self.received + other.received, self.resent + other.resent)

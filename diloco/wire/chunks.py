@@ -20,16 +20,16 @@ MESSAGE_BYTES = CHUNK_BYTES // 16
 """Payload of a message, to begin with and on a slow link: progress is seen message by message, and at 1 Mb/s one of
 64 KiB takes 0.5 s."""
 
-LARGEST_MESSAGE_BYTES = CHUNK_BYTES + CHUNK_BYTES // 8
+MAX_MESSAGE_BYTES = CHUNK_BYTES + CHUNK_BYTES // 8
 """On a fast link: four parts of 2^18 values in int8 and their scales. Costs a quarter less CPU than half of it."""
 
 MESSAGE_S = 0.05
-"""What the receiver takes in this time fits in one message."""
+"""One message holds at most the bytes that the receiver takes in this time."""
 
 MESSAGE_CHUNKS = 1024
 """Chunks per message, so that even tiny ones are handled in about a millisecond."""
 
-SHORTEST_BYTES = 4096
+MIN_CHUNK_BYTES = 4096
 """A chunk that does not complete its part is at least this long, so that no part comes in a million crumbs."""
 
 MAX_PARTS = 1 << 20
@@ -62,13 +62,13 @@ def checksum(payload: bytes, part: int, part_bytes: int, offset: int, omitted: S
 
 @dataclass
 class Pace:
-    """How much to put in one message."""
+    """Size of the next message, from the rate at which earlier ones were taken."""
 
     message_bytes: int = MESSAGE_BYTES
 
     def measured(self, taken_bytes: int, seconds: float, fed: bool = True) -> None:
         """The receiver took so much in that time. Unless it was `fed` all along it would have taken more."""
-        fitting = min(max(int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S), MESSAGE_BYTES), LARGEST_MESSAGE_BYTES)
+        fitting = min(max(int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S), MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         self.message_bytes = fitting if fed else max(fitting, self.message_bytes)
 
 
@@ -140,7 +140,7 @@ class Joiner:
         if chunk.offset != self._have:
             raise ValueError(f"part {chunk.part} goes on at byte {chunk.offset} instead of {self._have}")
         missing = self._part_bytes - self._have
-        if not min(missing, SHORTEST_BYTES) <= len(payload) <= min(missing, CHUNK_BYTES):
+        if not min(missing, MIN_CHUNK_BYTES) <= len(payload) <= min(missing, CHUNK_BYTES):
             raise ValueError(f"part {chunk.part}: {len(payload)} bytes at {chunk.offset} of {self._part_bytes}")
         self._pieces.append(payload)
         self._have += len(payload)

@@ -1,42 +1,254 @@
-"""Plain values to protobuf messages and back.
+"""Plain values to protobuf messages and back, as their fields and annotations say.
 
-`*_to_wire` turns values into messages, `*_from_wire` turns messages into values. What comes in is hostile:
-`*_from_wire` raises ValueError for whatever is missing, out of range or too long, and nothing else.
+A message has the name of its dataclass and the names of its fields; where that is not so it is written out below.
+What comes in is hostile: the readers raise ValueError for whatever is missing, out of range or too long, and nothing
+else. `diloco.base.bounds` has the bounds that an annotation can set, and those of a field without one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import is_dataclass
+from enum import IntEnum
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
+from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import DecodeError, Message
 from xxhash import xxh3_64_intdigest
 
-from diloco.base.types import Commit, Counted, Member, Progress
+from diloco.base.bounds import MAX_LIST, MAX_TEXT, HexDigest, MaxLength, MinLength, MinValue
+from diloco.base.types import Commit
 from diloco.protocol import messages as m
-from diloco.protocol.streams import Kind, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import StateOffer, StreamHeader, Welcome
 from diloco.wire.chunks import Damaged
 from diloco.wire.v1 import control_pb2 as control
 from diloco.wire.v1 import parts_pb2 as parts
 from diloco.wire.v1 import peer_pb2 as peer
 
 WIRE_VERSION: Final = 1
+MAX_COMMIT_BYTES: Final = 1 << 20
 
-MAX_LIST = MAX_LANES = 4096
-MAX_TEXT = 256
-"""Characters of a name, an address, a digest."""
-MAX_REASON = 4096
-"""Characters of a sentence for people. A longer one is cut when it is sent."""
-MAX_COMMIT_BYTES = 1 << 20
-MAX_CONTRACT_BYTES = 1 << 20
-MAX_CHUNKS = 1 << 16
-"""Chunks of one state; 65,536 hashes fill half of gRPC's 4 MiB."""
+V = TypeVar("V")
+M = TypeVar("M", bound=Message)
 
-T = TypeVar("T")
+# ---------------------------------------------------------------- checks
+
+
+def check_version(wire_version: int) -> None:
+    """Raise ValueError for a message of another wire version."""
+    if wire_version != WIRE_VERSION:
+        raise ValueError(f"wire version {wire_version} meets {WIRE_VERSION}: both sides need the same diloco release")
+
+
+def _present(message: Message, field: str) -> Any:
+    if not message.HasField(field):
+        raise ValueError(f"{message.DESCRIPTOR.name} without {field}")
+    return getattr(message, field)
+
+
+def _whole(value: int, name: str, low: int) -> int:
+    if not low <= value < 2**63:
+        raise ValueError(f"{name} is {value}, must be at least {low} and below 2^63")
+    return value
+
+
+def _finite(value: float, name: str, low: float) -> float:
+    if not low <= value or not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, must be a number of at least {low}")
+    return value
+
+
+def _short(value: V, name: str, most: int) -> V:
+    if len(value) > most:  # type: ignore[arg-type]
+        unit = "characters" if isinstance(value, str) else "bytes"
+        raise ValueError(f"{name} has {len(value)} {unit}, at most {most} may be")  # type: ignore[arg-type]
+    return value
+
+
+def _several(values: Collection[V], name: str, fewest: int, most: int) -> Collection[V]:
+    if not fewest <= len(values) <= most:
+        raise ValueError(f"{len(values)} {name}, must be {fewest} to {most}")
+    return values
+
+
+def _hex(value: bytes, name: str, size: int) -> str:
+    if len(value) != size:
+        raise ValueError(f"{name} of {len(value)} bytes, each has {size} bytes")
+    return value.hex()
+
+
+def _known(table: Mapping[int, V], number: int, name: str) -> V:
+    if number not in table:
+        raise ValueError(f"unknown {name} {number}")
+    return table[number]
+
+
+def _numbers(kind: type[V], wire: EnumDescriptor) -> dict[V, Any]:
+    """The wire's number of each member: what is 0 here is 1 there, where 0 means that nothing was said."""
+    return {member: wire.values_by_name[f"{wire.name.upper()}_{member.name}"].number for member in kind}  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- commits
+
+
+def commit_to_wire(commit: Commit) -> bytes:
+    """Digest (32 bytes) and canonical bytes of a commit."""
+    return bytes.fromhex(commit.digest) + commit.to_bytes()
+
+
+def commit_from_wire(data: bytes) -> Commit:
+    """The commit in those bytes. Raises ValueError where they do not match the digest."""
+    sha256, text = _short(data, "commit", MAX_COMMIT_BYTES)[:32], data[32:]
+    if hashlib.sha256(text).digest() != sha256:
+        raise ValueError("a commit that does not match its digest")
+    return Commit.from_bytes(text)
+
+
+# ---------------------------------------------------------------- two functions per class
+
+# What the generated functions call, under the names that they use. Each class adds its own two when it is compiled.
+_SCOPE: dict[str, Any] = {
+    "check_version": check_version,
+    "finite": _finite,
+    "from_hex": bytes.fromhex,
+    "inf": math.inf,
+    "known": _known,
+    "present": _present,
+    "several": _several,
+    "short": _short,
+    "to_hex": _hex,
+    "whole": _whole,
+    "write_Commit": commit_to_wire,
+    "read_Commit": commit_from_wire,
+}
+
+
+def _compile(kind: type[V], message: type[M]) -> tuple[Callable[[V], M], Callable[[M], V]]:
+    """Make the function that turns a `kind` into a `message`, and the one that reads and checks a `message`.
+
+    Their source is put together here, once, at import. To ask a class for its fields at every call would take several
+    times as long, and in a large view a peer converts hundreds of messages a second.
+    """
+    name, wire = kind.__name__, message.DESCRIPTOR.fields_by_name
+    written, read, checks = [], [], ""
+    if "wire_version" in wire:
+        written, checks = [f"wire_version={WIRE_VERSION}"], "check_version(message.wire_version)"
+    for field, annotation in get_type_hints(kind, include_extras=True).items():
+        if field in message.DESCRIPTOR.oneofs_by_name:
+            written.append(f"**write_{field}(value.{field})")
+            read.append(f"{field}=read_{field}(message)")
+        else:
+            written.append(f"{field}={_writing(annotation, f'value.{field}')}")
+            read.append(f"{field}={_reading(annotation, wire[field])}")
+    source = f"""
+def write_{name}(value):
+    return message_{name}({", ".join(written)})
+def read_{name}(message):
+    {checks}
+    return kind_{name}({", ".join(read)})
+"""
+    _SCOPE[f"message_{name}"], _SCOPE[f"kind_{name}"] = message, kind
+    exec(compile(source, f"<converters of {name}>", "exec"), _SCOPE)
+    return _SCOPE[f"write_{name}"], _SCOPE[f"read_{name}"]
+
+
+def _writing(annotation: Any, value: str) -> str:
+    """The expression that turns the value of a field into what its message holds."""
+    kind, bounds = _kind_and_bounds(annotation)
+    if _is_optional(kind):
+        return f"None if {value} is None else {_writing(get_args(kind)[0], value)}"
+    if get_origin(kind) is tuple:
+        item = _writing(get_args(kind)[0], "item")
+        return value if item == "item" else f"[{item} for item in {value}]"
+    if HexDigest in bounds:
+        return f"from_hex({value})"
+    if MaxLength in bounds and bounds[MaxLength].cut:
+        return f"{value}[:{bounds[MaxLength].length}]"
+    if is_dataclass(kind):
+        return f"write_{_compiled(kind)}({value})"
+    return f"{kind.__name__}_numbers[{value}]" if issubclass(kind, IntEnum) else value
+
+
+def _reading(annotation: Any, wire: Any) -> str:
+    """The expression that reads a field of a message, of which `wire` is the descriptor, and checks it."""
+    kind = _kind_and_bounds(annotation)[0]
+    value = f"message.{wire.name}"
+    if _is_optional(kind):
+        return f"{_checking(get_args(kind)[0], value, wire)} if message.HasField({wire.name!r}) else None"
+    return _checking(annotation, f"present(message, {wire.name!r})" if wire.has_presence else value, wire)
+
+
+def _checking(annotation: Any, value: str, wire: Any) -> str:
+    """The expression that turns what a message holds into the value of a field, or refuses it."""
+    kind, bounds = _kind_and_bounds(annotation)
+    name = repr(wire.name)
+    if get_origin(kind) is tuple:
+        fewest = bounds[MinLength].length if MinLength in bounds else 0
+        most = bounds[MaxLength].length if MaxLength in bounds else MAX_LIST
+        item = _checking(get_args(kind)[0], "item", wire)
+        return f"tuple([{item} for item in several({value}, {name}, {fewest}, {most})])"
+    if HexDigest in bounds:
+        return f"to_hex({value}, {name}, {bounds[HexDigest].size})"
+    if is_dataclass(kind):
+        return f"read_{_compiled(kind)}({value})"
+    if kind is bool:
+        return value
+    if issubclass(kind, IntEnum):
+        numbers = _numbers(kind, wire.enum_type)
+        _SCOPE[f"{kind.__name__}_numbers"] = numbers
+        _SCOPE[f"{kind.__name__}_members"] = {number: member for member, number in numbers.items()}
+        return f"known({kind.__name__}_members, {value}, {name})"
+    if kind in (str, bytes):
+        return f"short({value}, {name}, {bounds[MaxLength].length if MaxLength in bounds else MAX_TEXT})"
+    check, low = {int: ("whole", "0"), float: ("finite", "-inf")}[kind]
+    return f"{check}({value}, {name}, {bounds[MinValue].value if MinValue in bounds else low})"
+
+
+def _kind_and_bounds(annotation: Any) -> tuple[Any, dict[type, Any]]:
+    """The type that is annotated, and its bounds by their type."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, {}
+    kind, *bounds = get_args(annotation)
+    return kind, {type(bound): bound for bound in bounds}
+
+
+def _is_optional(kind: Any) -> bool:
+    return isinstance(kind, UnionType) and get_args(kind)[1:] == (NoneType,)
+
+
+def _compiled(kind: Any) -> str:
+    """The name of a dataclass within another, once it has its two functions."""
+    name: str = kind.__name__
+    if f"read_{name}" not in _SCOPE:
+        _compile(kind, getattr(control, name))
+    return name
+
 
 # ---------------------------------------------------------------- envelopes
+
+_BODIES = {kind: (kind.__name__.lower(), *_compile(kind, getattr(control, kind.__name__))) for kind in get_args(m.Body)}
+_BODY_READERS = {field: read for field, _, read in _BODIES.values()}
+
+
+def _write_body(body: m.Body) -> dict[str, Message]:
+    """The one field of the envelope that holds the body."""
+    field, write, _ = _BODIES[type(body)]
+    return {field: write(body)}
+
+
+def _read_body(message: control.Envelope) -> m.Body:
+    field = message.WhichOneof("body")
+    if field is None:
+        raise ValueError("envelope without a body that this release knows")
+    body: m.Body = _BODY_READERS[field](getattr(message, field))
+    return body
+
+
+_SCOPE |= {"write_body": _write_body, "read_body": _read_body}
+envelope_to_wire, envelope_from_wire = _compile(m.Envelope, control.Envelope)
 
 
 def seal(envelope: m.Envelope) -> control.Sealed:
@@ -55,565 +267,27 @@ def unseal(message: control.Sealed) -> m.Envelope:
         raise ValueError("not an envelope") from error
 
 
-def envelope_to_wire(envelope: m.Envelope) -> control.Envelope:
-    message = control.Envelope(
-        wire_version=WIRE_VERSION,
-        run=envelope.run,
-        contract=envelope.contract,
-        lineage=envelope.lineage,
-        sender=_member_to_wire(envelope.sender),
-        view=envelope.view,
-        sequence=envelope.sequence,
-    )
-    field, to_wire, _ = _BODIES[type(envelope.body)]
-    getattr(message, field).CopyFrom(to_wire(envelope.body))
-    return message
+# ---------------------------------------------------------------- headers, joining and state, replies
 
+header_to_wire, header_from_wire = _compile(StreamHeader, parts.StreamHeader)
+welcome_to_wire, welcome_from_wire = _compile(Welcome, peer.Welcome)
+state_offer_to_wire, state_offer_from_wire = _compile(StateOffer, peer.StateOffer)
 
-def envelope_from_wire(message: control.Envelope) -> m.Envelope:
-    check_version(message.wire_version)
-    field = message.WhichOneof("body")
-    if field is None:
-        raise ValueError("envelope without a body that this release knows")
-    return m.Envelope(
-        run=_text(message.run, "run"),
-        contract=_text(message.contract, "contract"),
-        lineage=_text(message.lineage, "lineage"),
-        sender=_member_from_wire(_present(message, "sender")),
-        view=_text(message.view, "view"),
-        sequence=_whole(message.sequence, "sequence"),
-        body=_BODY_FROM_WIRE[field](getattr(message, field)),
-    )
-
-
-def check_version(wire_version: int) -> None:
-    if wire_version != WIRE_VERSION:
-        raise ValueError(f"wire version {wire_version} meets {WIRE_VERSION}: both sides need the same diloco release")
-
-
-# ---------------------------------------------------------------- bodies, in the order of the proto file
-
-
-def _heartbeat_to_wire(body: m.Heartbeat) -> control.Heartbeat:
-    return control.Heartbeat(
-        version=body.version,
-        founded=body.founded,
-        joining=body.joining,
-        progress=_progress_to_wire(body.progress),
-        committed_tokens=body.committed_tokens,
-        forks=_forks_to_wire(body.forks),
-        deaf=body.deaf,
-    )
-
-
-def _heartbeat_from_wire(message: control.Heartbeat) -> m.Heartbeat:
-    return m.Heartbeat(
-        version=_whole(message.version, "version", low=-1),
-        founded=message.founded,
-        joining=message.joining,
-        progress=_progress_from_wire(_present(message, "progress")),
-        committed_tokens=_whole(message.committed_tokens, "committed_tokens"),
-        forks=_items(message.forks, _fork_from_wire, "forks"),
-        deaf=message.deaf,
-    )
-
-
-def _progress_to_wire(progress: Progress) -> control.Progress:
-    return control.Progress(
-        phase=progress.phase,
-        version=progress.version,
-        inner_step=progress.inner_step,
-        tokens=progress.tokens,
-        tokens_per_s=progress.tokens_per_s,
-        loss=progress.loss,
-        wire_bytes_sent=progress.wire_bytes_sent,
-        first_counted_version=progress.first_counted_version,
-        pace=progress.pace,
-    )
-
-
-def _progress_from_wire(message: control.Progress) -> Progress:
-    return Progress(
-        phase=_text(message.phase, "phase"),
-        version=_whole(message.version, "version"),
-        inner_step=_whole(message.inner_step, "inner_step"),
-        tokens=_whole(message.tokens, "tokens"),
-        tokens_per_s=_finite(message.tokens_per_s, "tokens_per_s"),
-        loss=_finite(message.loss, "loss"),
-        wire_bytes_sent=_whole(message.wire_bytes_sent, "wire_bytes_sent"),
-        first_counted_version=_whole(message.first_counted_version, "first_counted_version", low=-1),
-        pace=_finite(message.pace, "pace"),
-    )
-
-
-def _forks_to_wire(forks: Sequence[m.Fork]) -> list[control.Fork]:
-    return [control.Fork(lineage=fork.lineage, tokens=fork.tokens) for fork in forks]
-
-
-def _fork_from_wire(message: control.Fork) -> m.Fork:
-    return m.Fork(_text(message.lineage, "lineage"), _whole(message.tokens, "tokens"))
-
-
-def _ready_to_wire(body: m.Ready) -> control.Ready:
-    return control.Ready(
-        version=body.version,
-        attempt=body.attempt,
-        offer=_offer_to_wire(body.offer) if body.offer is not None else None,
-        state_digest=body.state_digest,
-        accepted_attempt=body.accepted_attempt,
-        accepted=commit_to_wire(body.accepted) if body.accepted is not None else None,
-        votes=body.votes,
-    )
-
-
-def _ready_from_wire(message: control.Ready) -> m.Ready:
-    return m.Ready(
-        version=_whole(message.version, "version"),
-        attempt=_whole(message.attempt, "attempt"),
-        offer=_offer_from_wire(message.offer) if message.HasField("offer") else None,
-        state_digest=_text(message.state_digest, "state_digest"),
-        accepted_attempt=_whole(message.accepted_attempt, "accepted_attempt", low=-1),
-        accepted=commit_from_wire(message.accepted) if message.HasField("accepted") else None,
-        votes=_texts(message.votes, "votes"),
-    )
-
-
-def _offer_to_wire(offer: m.Offer) -> control.Offer:
-    return control.Offer(
-        base_version=offer.base_version,
-        weight=offer.weight,
-        tokens=offer.tokens,
-        blocks=offer.blocks,
-        leaving=offer.leaving,
-        send_bps=offer.send_bps,
-        slack_s=offer.slack_s,
-    )
-
-
-def _offer_from_wire(message: control.Offer) -> m.Offer:
-    return m.Offer(
-        base_version=_whole(message.base_version, "base_version"),
-        weight=_whole(message.weight, "weight"),
-        tokens=_whole(message.tokens, "tokens"),
-        blocks=_whole(message.blocks, "blocks"),
-        leaving=message.leaving,
-        send_bps=_whole(message.send_bps, "send_bps"),
-        slack_s=_finite(message.slack_s, "slack_s"),
-    )
-
-
-def _gather_to_wire(body: m.Gather) -> control.Gather:
-    return control.Gather(version=body.version, attempt=body.attempt, reason=body.reason[:MAX_REASON])
-
-
-def _gather_from_wire(message: control.Gather) -> m.Gather:
-    return m.Gather(*_attempt(message), reason=_reason(message.reason))
-
-
-def _begin_to_wire(body: m.Begin) -> control.Begin:
-    return control.Begin(
-        version=body.version,
-        attempt=body.attempt,
-        contributors=[_counted_to_wire(counted) for counted in body.contributors],
-        receivers=[_member_to_wire(member) for member in body.receivers],
-        spans=_spans_to_wire(body.spans),
-    )
-
-
-def _spans_to_wire(spans: Sequence[m.Span]) -> list[control.Span]:
-    return [control.Span(owner=span.owner, start=span.start, stop=span.stop) for span in spans]
-
-
-def _begin_from_wire(message: control.Begin) -> m.Begin:
-    return m.Begin(
-        *_attempt(message),
-        contributors=_items(message.contributors, _counted_from_wire, "contributors"),
-        receivers=_items(message.receivers, _member_from_wire, "receivers"),
-        spans=_items(message.spans, _span_from_wire, "spans"),
-    )
-
-
-def _counted_to_wire(counted: Counted) -> control.Counted:
-    return control.Counted(
-        peer=counted.peer,
-        base_version=counted.base_version,
-        weight=counted.weight,
-        tokens=counted.tokens,
-        blocks=counted.blocks,
-    )
-
-
-def _counted_from_wire(message: control.Counted) -> Counted:
-    return Counted(
-        peer=_text(message.peer, "peer"),
-        base_version=_whole(message.base_version, "base_version"),
-        weight=_whole(message.weight, "weight"),
-        tokens=_whole(message.tokens, "tokens"),
-        blocks=_whole(message.blocks, "blocks"),
-    )
-
-
-def _span_from_wire(message: control.Span) -> m.Span:
-    return m.Span(_text(message.owner, "owner"), _whole(message.start, "start"), _whole(message.stop, "stop"))
-
-
-def _stalled_to_wire(body: m.Stalled) -> control.Stalled:
-    return control.Stalled(
-        version=body.version,
-        attempt=body.attempt,
-        missing=body.missing,
-        reason=body.reason[:MAX_REASON],
-        offence=body.offence,
-    )
-
-
-def _stalled_from_wire(message: control.Stalled) -> m.Stalled:
-    missing = _texts(message.missing, "missing")
-    return m.Stalled(*_attempt(message), missing=missing, reason=_reason(message.reason), offence=message.offence)
-
-
-def _repair_to_wire(body: m.Repair) -> control.Repair:
-    return control.Repair(
-        version=body.version,
-        attempt=body.attempt,
-        generation=body.generation,
-        gone=body.gone,
-        spans=_spans_to_wire(body.spans),
-        reason=body.reason[:MAX_REASON],
-    )
-
-
-def _repair_from_wire(message: control.Repair) -> m.Repair:
-    return m.Repair(
-        *_attempt(message),
-        generation=_whole(message.generation, "generation"),
-        gone=_texts(message.gone, "gone"),
-        spans=_items(message.spans, _span_from_wire, "spans"),
-        reason=_reason(message.reason),
-    )
-
-
-def _abort_to_wire(body: m.Abort) -> control.Abort:
-    return control.Abort(
-        version=body.version,
-        attempt=body.attempt,
-        without=body.without,
-        reason=body.reason[:MAX_REASON],
-        offence=body.offence,
-    )
-
-
-def _abort_from_wire(message: control.Abort) -> m.Abort:
-    without = _texts(message.without, "without")
-    return m.Abort(*_attempt(message), without=without, reason=_reason(message.reason), offence=message.offence)
-
-
-def _propose_to_wire(body: m.Propose) -> control.Propose:
-    return control.Propose(version=body.version, attempt=body.attempt, commit=commit_to_wire(body.commit))
-
-
-def _propose_from_wire(message: control.Propose) -> m.Propose:
-    return m.Propose(*_attempt(message), commit=commit_from_wire(message.commit))
-
-
-def _accept_to_wire(body: m.Accept) -> control.Accept:
-    return control.Accept(
-        version=body.version, attempt=body.attempt, commit_digest=body.commit_digest, votes=body.votes
-    )
-
-
-def _accept_from_wire(message: control.Accept) -> m.Accept:
-    return m.Accept(
-        *_attempt(message),
-        commit_digest=_text(message.commit_digest, "commit_digest"),
-        votes=_texts(message.votes, "votes"),
-    )
-
-
-def _committed_to_wire(body: m.Committed) -> control.Committed:
-    return control.Committed(commit=commit_to_wire(body.commit))
-
-
-def _committed_from_wire(message: control.Committed) -> m.Committed:
-    return m.Committed(commit_from_wire(message.commit))
-
-
-def _goodbye_to_wire(body: m.Goodbye) -> control.Goodbye:
-    return control.Goodbye(
-        version=body.version,
-        attempt=body.attempt,
-        heir=body.heir,
-        votes=body.votes,
-        accepted_attempt=body.accepted_attempt,
-        accepted=commit_to_wire(body.accepted) if body.accepted is not None else None,
-    )
-
-
-def _goodbye_from_wire(message: control.Goodbye) -> m.Goodbye:
-    return m.Goodbye(
-        *_attempt(message),
-        heir=_text(message.heir, "heir"),
-        votes=_texts(message.votes, "votes"),
-        accepted_attempt=_whole(message.accepted_attempt, "accepted_attempt", low=-1),
-        accepted=commit_from_wire(message.accepted) if message.HasField("accepted") else None,
-    )
-
-
-def _evict_to_wire(body: m.Evict) -> control.Evict:
-    return control.Evict(peer=body.peer, incarnation=body.incarnation)
-
-
-def _evict_from_wire(message: control.Evict) -> m.Evict:
-    return m.Evict(_text(message.peer, "peer"), _whole(message.incarnation, "incarnation"))
-
-
-def _acquaintance_to_wire(word: m.Acquaintance) -> control.Acquaintance:
-    return control.Acquaintance(
-        member=_member_to_wire(word.member),
-        beat=word.beat,
-        progress=_progress_to_wire(word.progress),
-        spread=word.spread,
-        age_s=word.age_s,
-    )
-
-
-def _acquaintance_from_wire(message: control.Acquaintance) -> m.Acquaintance:
-    if not message.age_s >= 0:
-        raise ValueError(f"age_s is {message.age_s}")
-    return m.Acquaintance(
-        member=_member_from_wire(_present(message, "member")),
-        beat=_whole(message.beat, "beat"),
-        progress=_progress_from_wire(_present(message, "progress")),
-        spread=_finite(message.spread, "spread"),
-        age_s=_finite(message.age_s, "age_s"),
-    )
-
-
-def _greeting_to_wire(body: m.Greeting) -> control.Greeting:
-    return control.Greeting(known=[_acquaintance_to_wire(word) for word in body.known], answer=body.answer)
-
-
-def _greeting_from_wire(message: control.Greeting) -> m.Greeting:
-    return m.Greeting(_items(message.known, _acquaintance_from_wire, "known"), message.answer)
-
-
-def _invite_to_wire(body: m.Invite) -> control.Invite:
-    return control.Invite(number=body.number, sender=_acquaintance_to_wire(body.sender))
-
-
-def _invite_from_wire(message: control.Invite) -> m.Invite:
-    return m.Invite(_whole(message.number, "number"), _acquaintance_from_wire(_present(message, "sender")))
-
-
-_BODIES: dict[type[Any], tuple[str, Callable[[Any], Message], Callable[[Any], m.Body]]] = {
-    m.Heartbeat: ("heartbeat", _heartbeat_to_wire, _heartbeat_from_wire),
-    m.Ready: ("ready", _ready_to_wire, _ready_from_wire),
-    m.Gather: ("gather", _gather_to_wire, _gather_from_wire),
-    m.Begin: ("begin", _begin_to_wire, _begin_from_wire),
-    m.Stalled: ("stalled", _stalled_to_wire, _stalled_from_wire),
-    m.Repair: ("repair", _repair_to_wire, _repair_from_wire),
-    m.Abort: ("abort", _abort_to_wire, _abort_from_wire),
-    m.Propose: ("propose", _propose_to_wire, _propose_from_wire),
-    m.Accept: ("accept", _accept_to_wire, _accept_from_wire),
-    m.Committed: ("committed", _committed_to_wire, _committed_from_wire),
-    m.Goodbye: ("goodbye", _goodbye_to_wire, _goodbye_from_wire),
-    m.Evict: ("evict", _evict_to_wire, _evict_from_wire),
-    m.Greeting: ("greeting", _greeting_to_wire, _greeting_from_wire),
-    m.Invite: ("invite", _invite_to_wire, _invite_from_wire),
-}
-_BODY_FROM_WIRE = {field: from_wire for field, _, from_wire in _BODIES.values()}
-
-# ---------------------------------------------------------------- replies and headers
-
-_REPLY_TO_WIRE = {reply: control.Reply.Value(f"REPLY_{reply.name}") for reply in m.Reply}
-_REPLY_FROM_WIRE = {number: reply for reply, number in _REPLY_TO_WIRE.items()}
-_KIND_TO_WIRE = {kind: parts.Kind.Value(f"KIND_{kind.name}") for kind in Kind}
-_KIND_FROM_WIRE = {number: kind for kind, number in _KIND_TO_WIRE.items()}
+_REPLY_NUMBERS = _numbers(m.Reply, control.Reply.DESCRIPTOR)
+_REPLIES = {number: reply for reply, number in _REPLY_NUMBERS.items()}
 
 
 def reply_to_wire(reply: m.Reply, detail: str = "") -> control.DeliverReply:
-    return control.DeliverReply(reply=_REPLY_TO_WIRE[reply], detail=detail[:MAX_REASON])
+    """A reply code and its detail, cut to `MAX_REASON`, as a protobuf message."""
+    return control.DeliverReply(reply=_REPLY_NUMBERS[reply], detail=detail[: m.MAX_REASON])
 
 
 def reply_from_wire(message: control.DeliverReply) -> tuple[m.Reply, str]:
     """The reply, and why the bytes themselves were refused; empty when they were understood."""
-    return _known(_REPLY_FROM_WIRE, message.reply, "reply"), _reason(message.detail)
-
-
-def header_to_wire(header: StreamHeader) -> parts.StreamHeader:
-    return parts.StreamHeader(
-        wire_version=WIRE_VERSION,
-        run=header.run,
-        contract=header.contract,
-        lineage=header.lineage,
-        sender=_member_to_wire(header.sender),
-        kind=_KIND_TO_WIRE[header.kind],
-        version=header.version,
-        attempt=header.attempt,
-        generation=header.generation,
-        known=[_acquaintance_to_wire(word) for word in header.known],
-    )
-
-
-def header_from_wire(message: parts.StreamHeader) -> StreamHeader:
-    check_version(message.wire_version)
-    return StreamHeader(
-        run=_text(message.run, "run"),
-        contract=_text(message.contract, "contract"),
-        lineage=_text(message.lineage, "lineage"),
-        sender=_member_from_wire(_present(message, "sender")),
-        kind=_known(_KIND_FROM_WIRE, message.kind, "kind"),
-        version=_whole(message.version, "version"),
-        attempt=_whole(message.attempt, "attempt"),
-        generation=_whole(message.generation, "generation"),
-        known=_items(message.known, _acquaintance_from_wire, "known"),
-    )
-
-
-# ---------------------------------------------------------------- joining and state
-
-
-def welcome_to_wire(welcome: Welcome) -> peer.Welcome:
-    return peer.Welcome(
-        wire_version=WIRE_VERSION,
-        contract=welcome.contract,
-        lineage=welcome.lineage,
-        version=welcome.version,
-        founded=welcome.founded,
-        members=[_member_to_wire(member) for member in welcome.members],
-        directory=welcome.directory,
-        layout=welcome.layout,
-        data=welcome.data,
-        forks=_forks_to_wire(welcome.forks),
-    )
-
-
-def welcome_from_wire(message: peer.Welcome) -> Welcome:
-    check_version(message.wire_version)
-    if len(message.contract) > MAX_CONTRACT_BYTES:
-        raise ValueError(f"contract of {len(message.contract)} bytes, at most {MAX_CONTRACT_BYTES} may be")
-    if not message.members:
-        raise ValueError("a welcome without members: whoever gives it is the first")
-    return Welcome(
-        contract=message.contract,
-        lineage=_text(message.lineage, "lineage"),
-        version=_whole(message.version, "version", low=-1),
-        founded=message.founded,
-        members=_items(message.members, _member_from_wire, "members"),
-        directory=_texts(message.directory, "directory"),
-        layout=_text(message.layout, "layout"),
-        data=_text(message.data, "data"),
-        forks=_items(message.forks, _fork_from_wire, "forks"),
-    )
+    return _known(_REPLIES, message.reply, "reply"), _short(message.detail, "detail", m.MAX_REASON)
 
 
 def lanes_from_wire(message: peer.LanesReply) -> tuple[str, ...]:
     """Addresses; whether they can be dialled, whoever dials them sees."""
-    if len(message.addresses) > MAX_LANES or any(len(address) > MAX_TEXT for address in message.addresses):
-        raise ValueError(f"{len(message.addresses)} lanes, at most {MAX_LANES} of at most {MAX_TEXT} characters may be")
-    return tuple(message.addresses)
-
-
-def state_offer_to_wire(offer: StateOffer) -> peer.StateOffer:
-    return peer.StateOffer(
-        version=offer.version,
-        commit=commit_to_wire(offer.commit) if offer.commit is not None else None,
-        digest=offer.digest,
-        steps=offer.steps,
-        chunk_hashes=[bytes.fromhex(text) for text in offer.chunk_hashes],
-    )
-
-
-def state_offer_from_wire(message: peer.StateOffer) -> StateOffer:
-    if len(message.chunk_hashes) > MAX_CHUNKS:
-        raise ValueError(f"{len(message.chunk_hashes)} chunk_hashes, at most {MAX_CHUNKS} may be")
-    if any(len(digest) != 32 for digest in message.chunk_hashes):
-        raise ValueError("the hash of a chunk has 32 bytes")
-    return StateOffer(
-        version=_whole(message.version, "version"),
-        commit=commit_from_wire(message.commit) if message.HasField("commit") else None,
-        digest=_text(message.digest, "digest"),
-        steps=_items(message.steps, lambda steps: _whole(steps, "steps"), "steps"),
-        chunk_hashes=tuple(digest.hex() for digest in message.chunk_hashes),
-    )
-
-
-def commit_to_wire(commit: Commit) -> bytes:
-    return bytes.fromhex(commit.digest) + commit.to_bytes()
-
-
-def commit_from_wire(data: bytes) -> Commit:
-    if len(data) > MAX_COMMIT_BYTES:
-        raise ValueError(f"commit of {len(data)} bytes, at most {MAX_COMMIT_BYTES} may be")
-    sha256, text = data[:32], data[32:]
-    if hashlib.sha256(text).digest() != sha256:
-        raise ValueError("a commit that does not match its digest")
-    return Commit.from_bytes(text)
-
-
-def _member_to_wire(member: Member) -> control.Member:
-    return control.Member(
-        peer=member.peer, incarnation=member.incarnation, address=member.address, witness=member.witness
-    )
-
-
-def _member_from_wire(message: control.Member) -> Member:
-    return Member(
-        peer=_text(message.peer, "peer"),
-        incarnation=_whole(message.incarnation, "incarnation"),
-        address=_text(message.address, "address"),
-        witness=message.witness,
-    )
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _attempt(message: Any) -> tuple[int, int]:
-    return _whole(message.version, "version"), _whole(message.attempt, "attempt")
-
-
-def _present(message: Message, field: str) -> Any:
-    if not message.HasField(field):
-        raise ValueError(f"{message.DESCRIPTOR.name} without {field}")
-    return getattr(message, field)
-
-
-def _whole(value: int, name: str, low: int = 0) -> int:
-    if not low <= value < 2**63:
-        raise ValueError(f"{name} is {value}, must be at least {low} and below 2^63")
-    return value
-
-
-def _finite(value: float, name: str) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value}")
-    return value
-
-
-def _text(value: str, name: str) -> str:
-    if len(value) > MAX_TEXT:
-        raise ValueError(f"{name} has {len(value)} characters, at most {MAX_TEXT} may be")
-    return value
-
-
-def _reason(value: str) -> str:
-    if len(value) > MAX_REASON:
-        raise ValueError(f"reason has {len(value)} characters, at most {MAX_REASON} may be")
-    return value
-
-
-def _texts(values: Collection[str], name: str) -> tuple[str, ...]:
-    return _items(values, lambda value: _text(value, name), name)
-
-
-def _items(values: Collection[Any], convert: Callable[[Any], T], name: str) -> tuple[T, ...]:
-    if len(values) > MAX_LIST:
-        raise ValueError(f"{len(values)} {name}, at most {MAX_LIST} may be")
-    return tuple(convert(value) for value in values)
-
-
-def _known(table: Mapping[Any, T], number: int, name: str) -> T:
-    if number not in table:
-        raise ValueError(f"unknown {name} {number}")
-    return table[number]
+    addresses = _several(message.addresses, "lanes", 0, MAX_LIST)
+    return tuple(_short(address, "the address of a lane", MAX_TEXT) for address in addresses)

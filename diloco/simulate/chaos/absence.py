@@ -19,36 +19,36 @@ from diloco.simulate.chaos.fleet import Fleet, Life
 from diloco.simulate.chaos.network import Network, Rule
 
 SPEEDS: Final = {"a": 1.0, "b": 0.8, "c": 0.6, "d": 0.35, "e": 0.7}
-"""Of those who begin, of whom `d` is the one that is not there; and of one that comes late."""
+"""Speeds of those who begin, of whom `d` is the absent one; and of one that comes late."""
 STEP_S: Final = 0.1
-"""What an inner step takes at speed 1: far more than it costs here, so that five peers do not fight over two cores."""
-MOST_WAITED: Final = 0.02
+"""Seconds of an inner step at speed 1: far more than it costs here, so that five peers do not fight over two cores."""
+MAX_WAITED: Final = 0.02
 ANSWER_S: Final = 120.0
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How long everything takes."""
+    """Length of the experiment and of its phases."""
 
     steps: int = 100
     """H. A round should be longer than the timeouts by which the others know that somebody is gone."""
     stop_s: float = 60.0
     versions: int = 20
-    """That close while a peer is cut off."""
+    """Versions that close while a peer is cut off."""
     site: tuple[str, ...] = ()
     """More settings of every peer's site."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one absence did to the others."""
+    """Effect of one absence on the other peers."""
 
     what: str
     seconds: float
     versions: int
-    """That closed meanwhile."""
+    """Versions that closed meanwhile."""
     waited_share: float
-    """Of the time, by the one that waited most of the others."""
+    """Share of the time spent waiting, by the one of the others that waited most."""
     longest_wait_s: float
     counted: int | None
     """The version that counts the peer that came; None: it does not come back."""
@@ -57,8 +57,8 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """What must hold."""
-        return self.waited_share < MOST_WAITED
+        """The claims of this bench hold for this row."""
+        return self.waited_share < MAX_WAITED
 
     def tree(self) -> dict[str, Any]:
         """For JSON."""
@@ -228,6 +228,6 @@ def _stands_at(life: Life, version: int) -> bool:
 
 
 def _waits(life: Life, began_s: float, ended_s: float) -> list[float]:
-    """How long it waited in each round. All versions that close in one round tell of the same wait."""
+    """Seconds waited in each round. All versions that close in one round report the same wait."""
     events = (event for event in life.of("version") if began_s <= event["time"] <= ended_s)
     return list({event["seconds"]["exchange"]: None for event in events if "exchange" in event["seconds"]})

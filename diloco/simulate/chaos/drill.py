@@ -32,7 +32,7 @@ FLIPS = 0.02
 
 @dataclass(frozen=True)
 class DrillOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     contract: Path
     directory: Path
@@ -53,7 +53,7 @@ KINDS: Final = {
     "kill": 3, "kill, disk lost": 2, "stop": 3, "leave": 2, "cut off": 2, "cut one way": 2, "split": 1, "slow link": 2,
     "corrupt bytes": 2,
 }  # fmt: skip
-"""How often each is drawn. The founder dies once, early."""
+"""Weight of each kind of fault in the draw. The founder dies once, early."""
 GENTLE: Final = ("slow link", "corrupt bytes")
 """Peers under these go on training, so that nobody else must be spared meanwhile."""
 

@@ -17,4 +17,4 @@ class Fault:
     back_s: float = 0.0
     """When a version counted all of them again."""
     cut: tuple[str, ...] = ()
-    """Who could not reach everybody while it lasted."""
+    """Peers that could not reach everybody while it lasted."""

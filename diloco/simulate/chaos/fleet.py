@@ -18,12 +18,12 @@ from typing import NamedTuple
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, ResourceError, UsageError
-from diloco.observe.telemetry import Event
+from diloco.observe.event_log import EventLine
 from diloco.simulate.chaos.network import Network
-from diloco.simulate.processes import Child, end_all
+from diloco.simulate.local.processes import Child, end_all
 
 START_S = 120.0
-"""How long a process may take until it listens, on a machine that may be busy."""
+"""Seconds for a process to start listening, on a machine that may be busy."""
 POLL_S = 0.05
 PORTS = range(20_000, 30_000)
 """Below those that Linux gives to outgoing connections, so that a port is still free when its peer comes back."""
@@ -38,7 +38,7 @@ class Life:
     directory: Path
     began_s: float
     offset: int
-    """Of its first event in the file, which earlier lives may have begun."""
+    """Place of its first event in the file, which earlier lives may have begun."""
     armed: str = ""
     """Failpoints at which it may kill itself."""
     ending: str = ""
@@ -46,7 +46,7 @@ class Life:
     ended_s: float = 0.0
     stops: list[tuple[float, float]] = field(default_factory=list)
     """From when to when it was stopped; to 0 while it is."""
-    events: list[Event] = field(default_factory=list)
+    events: list[EventLine] = field(default_factory=list)
 
     @property
     def lives(self) -> bool:
@@ -54,14 +54,15 @@ class Life:
 
     @property
     def stopped(self) -> bool:
+        """True while it is stopped (SIGSTOP)."""
         return bool(self.stops) and not self.stops[-1][1]
 
-    def of(self, kind: str) -> list[Event]:
+    def of(self, kind: str) -> list[EventLine]:
         """Its events of one kind, so far."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
-    def version(self) -> Event | None:
+    def version(self) -> EventLine | None:
         """The latest version that it told of."""
         return next((event for event in reversed(self.events) if event["kind"] == "version"), None)
 
@@ -100,6 +101,7 @@ class Fleet:
     # ------------------------------------------------------------ who is there
 
     def living(self) -> list[Life]:
+        """Lives whose process runs."""
         return [life for life in self.lives if life.lives]
 
     def life(self, name: str) -> Life:
@@ -148,7 +150,7 @@ class Fleet:
         return self._start(name, how, armed)
 
     def _put_aside(self, folder: Path) -> None:
-        """What earlier lives left gets another name: their ledgers are still audited."""
+        """Renames the files of earlier lives: their ledgers are still audited."""
         named = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
         aside = next(path for path in named if not path.exists())
         folder.rename(aside)
@@ -185,6 +187,7 @@ class Fleet:
     # ------------------------------------------------------------ going
 
     def kill(self, life: Life) -> None:
+        """End a life with SIGKILL."""
         life.child.send(signal.SIGKILL)
         self.died(life)
 
@@ -247,7 +250,7 @@ class Told(NamedTuple):
     version: int
     at_s: float
     tokens: int
-    """Of the whole run."""
+    """Tokens of the whole run."""
     members: tuple[str, ...]
     counted: tuple[str, ...]
 

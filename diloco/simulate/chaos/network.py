@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to bytes on their way from one of `sources` to one of `targets`; None: anybody."""
+    """Treatment of bytes on their way from one of `sources` to one of `targets`; None: anybody."""
 
     sources: frozenset[str] | None
     targets: frozenset[str] | None

@@ -17,7 +17,7 @@ from typing import Any, Final
 from diloco.accounts.ledger import LEDGER, read_ledger
 from diloco.base.clock import unix_s
 from diloco.config.load import load_site
-from diloco.observe.telemetry import Event
+from diloco.observe.event_log import EventLine
 from diloco.simulate.chaos.fleet import Fleet, Life, commits
 
 SURVIVORS: Final = ("a", "b", "c")
@@ -33,7 +33,7 @@ ANSWER_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """What one victim's end did to the others."""
+    """Effect of one victim's end on the others."""
 
     point: str
     action: str
@@ -42,7 +42,7 @@ class Row:
     next_commit_s: float
     """From the death (or the stop) to the moment when the last survivor told of the next version."""
     delay_s: float
-    """How much longer that version took than versions take here."""
+    """Seconds that version took beyond the usual ones here."""
     allowed_s: float
     back_s: float | None
     """From the end of a stop to the version that counts the victim again."""
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        """What must hold."""
+        """The claims of this bench hold for this row."""
         return self.delay_s <= self.allowed_s and self.lost_tokens == 0 and self.digests_agree
 
     def tree(self) -> dict[str, Any]:
@@ -161,9 +161,9 @@ class Sweep:
         told = [life.of("version")[-times:] for life in self._survivors()]
         return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in told)
 
-    def _first(self, life: Life, condition: Callable[[Event], bool]) -> Event:
+    def _first(self, life: Life, condition: Callable[[EventLine], bool]) -> EventLine:
         """The first version event of that kind, waited for."""
-        found: list[Event] = []
+        found: list[EventLine] = []
 
         def come() -> bool:
             found[:] = [event for event in life.of("version") if condition(event)][:1]
@@ -198,7 +198,7 @@ class Sweep:
         )
 
     def _usual_s(self, until_s: float) -> float:
-        """What a version takes here when nothing happens."""
+        """Seconds of a version here when nothing happens."""
         at = [told.at_s for told in commits(self._survivors()) if told.at_s < until_s][-10:]
         return statistics.median(after - start for start, after in itertools.pairwise(at))
 
@@ -246,7 +246,7 @@ def line(row: Row) -> str:
     return f"{row.point:<22}{row.action:<11}{row.version:>8}{cells}{back:>9}  {'yes' if row.holds else 'NO'}"
 
 
-def _is(version: int) -> Callable[[Event], bool]:
+def _is(version: int) -> Callable[[EventLine], bool]:
     return lambda event: bool(event["version"] == version)
 
 
@@ -256,6 +256,6 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _lost_tokens(life: Life) -> int:
-    """What a life trained and neither committed nor still has, by its ledger."""
+    """Tokens that a life trained and neither committed nor still has, by its ledger."""
     totals = read_ledger(life.directory / LEDGER).records[-1].totals
     return totals.trained - totals.committed - totals.uncommitted

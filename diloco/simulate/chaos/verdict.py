@@ -1,4 +1,4 @@
-"""What a drill came to: violations, what was committed of what the peers' time allowed, and how fast they recovered.
+"""Verdict on a drill: violations, the share of possible tokens that was committed, and the times of recovery.
 
 **Throughput share.** A peer's time counts from the version whose view first includes that life of it, to the end of the
 drill or of its life, less the time it was stopped or cut off (`absent_s`). A killed peer's counts to the last version
@@ -22,7 +22,7 @@ from diloco.simulate.chaos.fleet import Fleet, Life, Told, commits
 if TYPE_CHECKING:
     from diloco.simulate.chaos.fault import Fault
 
-LONGEST_GAP_S = 90.0
+MAX_GAP_S = 90.0
 """Between two commits, I7. A round of 30 s, and whatever one fault after another may add."""
 
 
@@ -35,7 +35,7 @@ def verdict(
     chain = commits(fleet.lives)
     at_s = [*(told.at_s for told in chain if told.at_s < ended_s), ended_s]
     gaps = [after - before for before, after in itertools.pairwise(at_s)]
-    if max(gaps) > LONGEST_GAP_S:
+    if max(gaps) > MAX_GAP_S:
         violations.append(f"I7 no version was committed for {max(gaps):.0f} s")
     last = max((life.of("end")[-1] for life in fleet.lives if life.of("end")), key=lambda event: int(event["tokens"]))
     return {

@@ -39,7 +39,7 @@ class Ballots:
         """Attempts in which something was proposed."""
         self._votes: dict[str, dict[Ballot, set[str]]] = {}
         self._leavers: dict[str, set[str]] = {}
-        """Whose votes somebody may have, besides its own."""
+        """Leavers whose votes a member may hold, besides its own."""
         self._decided: set[str] = set()
         self._since: dict[tuple[int, int, str], float] = {}
         """When, by its own clock, a life of a coordinator first had a ballot."""

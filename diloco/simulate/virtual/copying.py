@@ -16,7 +16,7 @@ from diloco.protocol.streams import StateOffer
 if TYPE_CHECKING:
     from diloco.simulate.virtual.host import Host
 
-PASSES = 3
+MAX_PASSES = 3
 """Passes over all members before the copy has failed."""
 PAUSE_S = 0.2
 
@@ -48,7 +48,7 @@ class Download:
     def start(self) -> None:
         """Ask everybody what they offer."""
         self._passes += 1
-        if self._passes > PASSES or not self.sources:
+        if self._passes > MAX_PASSES or not self.sources:
             self.host.later(PAUSE_S, self.failed)
             return
         self._offers, self._unanswered = [], len(self.sources)

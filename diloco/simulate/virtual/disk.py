@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What `Peer.save` writes, and the pieces that the local weights hold beyond the anchor."""
+    """A checkpoint in memory: the fields that `Peer.save` writes, and the progress of the local weights beyond the
+    anchor."""
 
     state: OuterState
     commit: Commit | None

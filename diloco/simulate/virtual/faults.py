@@ -1,4 +1,4 @@
-"""What each kind of fault does to the world, and how it ends."""
+"""Faults: the effect of each kind on the world, and its end."""
 
 from __future__ import annotations
 

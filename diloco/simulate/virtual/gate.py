@@ -1,4 +1,4 @@
-"""Who and what is let in (I6): no message a second time, and nobody who sent malformed bytes again and again.
+"""Checks of admission (I6): no message is taken a second time, and no peer that sent malformed bytes again and again.
 
 What either of them lets in does harm seldom, and later: so it is looked at here when it happens.
 """
@@ -20,7 +20,7 @@ Word = tuple[str, int, int]
 
 
 class Gate:
-    """What each life of a peer took from others, and what it knows of them."""
+    """Messages that each life of a peer took from others, and its knowledge of them."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -26,7 +26,7 @@ from diloco.compress import Codec
 from diloco.outer.average import mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, Sent
-from diloco.outer.outlier import FLOOR_RMS
+from diloco.outer.outlier import MIN_RMS
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import Ballots
 from diloco.simulate.virtual.disk import Page
@@ -64,7 +64,7 @@ class Made:
 
 
 class Invariants:
-    """What all peers did, and the checks."""
+    """Acts of all peers, and the checks on them."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -209,7 +209,7 @@ class Invariants:
     def _check_sizes(self, commit: Commit, part: int, values: Sequence[Tensor]) -> None:
         """I6: who sends what no training explains is not counted, where there is anybody to compare with."""
         sizes = sorted(size for size in (one.square().mean().sqrt().item() for one in values) if size > 0)
-        if len(sizes) > 1 and not sizes[-1] <= ABSURD * max(sizes[(len(sizes) - 1) // 2], FLOOR_RMS):
+        if len(sizes) > 1 and not sizes[-1] <= ABSURD * max(sizes[(len(sizes) - 1) // 2], MIN_RMS):
             raise Violation("I6", f"part {part} of version {commit.version} counts what is {sizes[-1]:.3g} large")
 
     def replayed(self) -> Replay:
@@ -340,7 +340,7 @@ def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec
 
 
 def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:
-    """What a bundle means, in fp64: over the weights of all, or of those whose value is not zero."""
+    """Mean of a bundle in fp64: over the weights of all, or of those whose value is not zero."""
     values = np.stack([codec.decode(payload, elements).double().numpy() for _, payload in terms])
     weights = np.array([float(weight) for weight, _ in terms])[:, None]
     divisor = (weights * (values != 0)).sum(axis=0) if by_senders else weights.sum(axis=0)
@@ -366,7 +366,7 @@ class Books:
         self._sent_parts: Sequence[bytes] = ()
         self._sent_sum: Tensor | None = None
         self._residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
-        """What codecs dropped of what was counted, by fragment."""
+        """Errors of the codec in counted contributions, by fragment."""
 
     def pieces(self) -> Pieces:
         """To be kept in a checkpoint."""
@@ -415,7 +415,7 @@ class Books:
         self._check(f"version {commit.version}")
 
     def _take_out(self, fragment: Fragment, parts: Sequence[int]) -> None:
-        """What was sent of these parts is the run's now."""
+        """Moves the sent values of these parts out of progress: they are the run's now."""
         if self._sent_sum is None:
             return
         masks, total = self.uncommitted[fragment.index], self.sums[fragment.index]
@@ -425,7 +425,7 @@ class Books:
             total[start:stop] -= self._sent_sum[start:stop]
 
     def _leave_over(self, fragment: Fragment, counted: Sequence[int]) -> None:
-        """Of these parts of what was sent, what the codec dropped is to be sent later."""
+        """Keeps the codec's error in the counted parts of a contribution, to be sent later."""
         feedback, codecs = self.line.feedback, self.line.codecs
         if feedback is None or self._sent_sum is None or not self._exact:
             return

@@ -21,8 +21,8 @@ T = TypeVar("T")
 RETRANSMIT_S = 0.4
 """A stream over a path that is cut tries again this often, as TCP does, until its deadline."""
 LATE_SHARE = 0.3
-"""Of the messages of a peer some of whose messages come late."""
-REMEMBERED = 64
+"""Share of late messages, for a peer some of whose messages come late."""
+MAX_REMEMBERED = 64
 """Envelopes that an attacker may replay."""
 
 
@@ -39,6 +39,7 @@ class Cut:
     """Only these are cut off from the group, and everybody else reaches both; empty: all the rest are."""
 
     def blocks(self, source: str, target: str) -> bool:
+        """True when nothing passes from `source` to `target`."""
         leaves, enters = self._leads_out(source, target), self._leads_out(target, source)
         return (leaves and self.direction != "in") or (enters and self.direction != "out")
 
@@ -84,17 +85,20 @@ class Network:
         """Peers whose streams are damaged on the way."""
         self.seen: list[tuple[Envelope, Member]] = []
         self.strangers: list[str] = []
-        """Who are no members, and vote."""
+        """Voters that are no members."""
         self._said = count(1)
-        """What strangers say, numbered."""
+        """Numbers of the strangers' messages."""
 
     def blocked(self, source: str, target: str) -> bool:
+        """True when a cut blocks this direction."""
         return any(cut.blocks(source, target) for cut in self.cuts)
 
     def connected(self, source: str, target: str) -> bool:
+        """True when neither direction is blocked."""
         return not (self.cuts and (self.blocked(source, target) or self.blocked(target, source)))
 
     def latency(self, source: str, target: str) -> float:
+        """Seconds until a message arrives: thrown anew each time."""
         delay_s = self.delay_s * self.dice.random()
         if self.slow:
             delay_s *= max(self.slow.get(source, 1.0), self.slow.get(target, 1.0))
@@ -135,10 +139,10 @@ class Network:
 
     def _remember(self, envelope: Envelope, to: Member) -> None:
         if self.world.replays:
-            if len(self.seen) < REMEMBERED:
+            if len(self.seen) < MAX_REMEMBERED:
                 self.seen.append((envelope, to))
             else:
-                self.seen[self.dice.randrange(REMEMBERED)] = (envelope, to)
+                self.seen[self.dice.randrange(MAX_REMEMBERED)] = (envelope, to)
 
     def _vote(self, stranger: Member, coordinator: Host, envelope: Envelope) -> None:
         """Somebody who is no member accepts a proposal, in the name of all members."""

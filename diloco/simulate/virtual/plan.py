@@ -1,4 +1,4 @@
-"""What a simulation runs and what goes wrong in it: drawn from a seed, or written down as a text.
+"""Plan of a simulation: its settings and faults, drawn from a seed or written down as a text.
 
 The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
 
@@ -56,7 +56,7 @@ class Plan:
     """One simulation. Everything else follows from it and the production code."""
 
     seed: int = 0
-    """Of the dice that the network, the training and the host code throw."""
+    """Seed of the dice that the network, the training and the host code throw."""
     peers: int = 3
     witnesses: int = 0
     codec: str = "fp32"
@@ -84,7 +84,7 @@ class Plan:
     uplinks: str = ""
     """Mbit/s at which p0, p1, ... say that they upload, in turn, as in `100+10+0`; 0, or empty: unknown."""
     speeds: str = ""
-    """How fast p0, p1, ... do inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
+    """Speeds of p0, p1, ... in inner steps, in turn, as in `1+0.5+0.1`; empty: all the same."""
     sized_by: str = "contract"
     """Or `speed`: the slower do fewer inner steps (`inner.sized_by`)."""
     most_peers: int = 0
@@ -103,11 +103,11 @@ class Plan:
         return max((fault.over_s for fault in self.faults), default=3.0) + self.calm_s + 0.01
 
     def speed(self, index: int) -> float:
-        """Of the peer with this number."""
+        """Speed of the peer with this number."""
         return _in_turn(self.speeds, index, 1.0)
 
     def uplink_mbit(self, index: int) -> float:
-        """What the peer with this number says of its uplink."""
+        """Uplink that the peer with this number reports, in Mbit/s."""
         return _in_turn(self.uplinks, index, 0.0)
 
     @property
@@ -177,7 +177,7 @@ UPLINKS_MBIT = (0, 1, 10, 12, 100, 1000)
 UPLINKS_SHARE = 0.5
 """Rates that peers claim, and how many of the plans have some."""
 DELAYED_SHARE = 0.5
-"""How many of the `async` plans have an outer optimizer for versions of few contributions."""
+"""Share of the `async` plans that have an outer optimizer for versions of few contributions."""
 RARE_SHARE = 0.4
 OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dct-all", "lowrank+zstd/sign")
 OTHER_CODECS_SHARE = 0.4
@@ -185,13 +185,13 @@ LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 SELDOM_SHARE = 0.12
 RADIAL_SHARE = 0.3
-"""Of those."""
+"""Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
 """Those whose mean is made once."""
 OMITS = "omits"
 """A lie: an owner says that it left somebody out of a part, and did not."""
 NO_CLOCK = "no clock"
-"""How a process starts on a machine whose clock begins anew each time."""
+"""Start of a process on a machine whose clock begins anew each time."""
 ASYNC_SPEEDS = (0.1, 1.0)
 """Slowest and fastest peer where none waits for another."""
 
@@ -234,7 +234,7 @@ def draw(
 
 
 def _schedule(dice: Random, plan: Plan) -> Plan:
-    """What came later is thrown with dice of its own: the faults of a seed stay what they were."""
+    """Settings added later. They are thrown with dice of their own: the faults of a seed stay what they were."""
     overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
     merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
     plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
@@ -244,7 +244,7 @@ def _schedule(dice: Random, plan: Plan) -> Plan:
 
 
 def _rarely(dice: Random, plan: Plan) -> Plan:
-    """What is seldom so, or goes wrong seldom. Dice of its own, and not for all: most seeds are what they were."""
+    """Rare settings and rare faults. Dice of their own, and not for all: most seeds are what they were."""
     if dice.random() >= RARE_SHARE:
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
@@ -260,7 +260,7 @@ def _rarely(dice: Random, plan: Plan) -> Plan:
 
 
 def _seldom(dice: Random, plan: Plan) -> Plan:
-    """What came after that. Once more dice of its own."""
+    """Settings added after those, once more with dice of their own."""
     if dice.random() >= SELDOM_SHARE:
         return plan
     if dice.random() < RADIAL_SHARE:

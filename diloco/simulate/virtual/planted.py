@@ -76,7 +76,7 @@ def _early_divisor() -> Iterator[None]:
     fold = Work.fold
 
     def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> bytes:
-        """Who is omitted adds nothing to the sum, but its weight to the divisor."""
+        """An omitted contributor adds nothing to the sum, but its weight to the divisor."""
         start, stop = work.fragment.part_bounds(part)
         for peer in omitted:
             work.put_contribution(peer, part, work.codec(part).encode(torch.zeros(stop - start)))
@@ -88,7 +88,7 @@ def _early_divisor() -> Iterator[None]:
 
 def _early_progress() -> Iterator[None]:
     def measure_and_finish(line: Line, seconds: dict[str, float], *, overlaps: bool) -> Sent:
-        """What was sent is taken for committed."""
+        """A contribution counts as committed once it was sent."""
         sent = measure(line, seconds, overlaps=overlaps)
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor

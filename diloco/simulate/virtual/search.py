@@ -18,7 +18,7 @@ import torch
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
-from diloco.simulate.processes import die_with_parent
+from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.plan import Plan, draw, parse
 from diloco.simulate.virtual.shrink import shrink
@@ -26,7 +26,7 @@ from diloco.simulate.virtual.world import Outcome, World
 
 BATCH = 20
 """Seeds that a process takes at a time."""
-MOST_TOLD = 20
+MAX_SHOWN = 20
 RULE = "----"
 """Between a plan and its transcript."""
 
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass
 class Tally:
-    """What many seeds came to."""
+    """Sum over many seeds."""
 
     seeds: int = 0
     events: int = 0
@@ -87,13 +87,14 @@ class Tally:
             self.violations.append({"seed": outcome.plan.seed, "violation": outcome.violation})
 
     def merge(self, other: Tally) -> None:
+        """Add the tally of other seeds."""
         for name in ("seeds", "events", "virtual_s", "versions", "discarded_tokens", "void_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults += other.faults
         self.violations += other.violations
 
     def as_json(self, command: str, seconds: float) -> dict[str, Any]:
-        """What `--json FILE` writes."""
+        """Content of the file that `--json FILE` names."""
         return {
             "command": command,
             "seeds": self.seeds,
@@ -128,8 +129,10 @@ def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int]
     started_s = monotonic_s()
     batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
     tally = Tally()
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the pool inherits: Ctrl-C is for us
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for part in pool.imap(_run_batch, batches):
                 tally.merge(part)
                 told(tally.seeds, last - first, len(tally.violations))
@@ -138,7 +141,7 @@ def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int]
     options = [f"--policy {choice.policy}"] if choice.policy else []
     options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
     options += [f"--speeds {choice.speeds}"] if choice.speeds else []
-    command = " ".join(["diloco simulate --virtual --seeds", f"{first}:{last}", *options])
+    command = " ".join(["diloco virtual --seeds", f"{first}:{last}", *options])
     return tally.as_json(command, monotonic_s() - started_s)
 
 
@@ -171,8 +174,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"{report['discarded_tokens']:,} tokens discarded, {report['void_tokens']:,} void with their lineage",
         f"{report['violations']} violations",
     ]
-    told = [f"  seed {entry['seed']}: {entry['violation']}" for entry in report["violated"][:MOST_TOLD]]
-    again = [f"see one:  diloco simulate --virtual --seed {report['violated'][0]['seed']}"] if told else []
+    told = [f"  seed {entry['seed']}: {entry['violation']}" for entry in report["violated"][:MAX_SHOWN]]
+    again = [f"see one:  diloco virtual --seed {report['violated'][0]['seed']}"] if told else []
     return [*lines, *told, *again]
 
 
@@ -185,8 +188,7 @@ def _alone() -> None:
 
 
 def _get_ready() -> None:
-    """For a process of the pool: it ends with the one that started it, which Ctrl-C is for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """For a process of the pool: it ends with the one that started it."""
     die_with_parent(signal.SIGKILL)
     _alone()
 
@@ -243,7 +245,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Caught:
-    """How many seeds it took to notice a planted bug."""
+    """A planted bug and the number of seeds after which it was noticed."""
 
     bug: str
     what: str
@@ -252,15 +254,15 @@ class Caught:
     violation: str
 
 
-def catch_planted(most_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
+def catch_planted(max_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
     """Plant each bug in turn, and try seeds until an invariant breaks."""
     for bug in bugs or planted.BUGS:
-        yield _catch(bug, most_seeds)
+        yield _catch(bug, max_seeds)
 
 
-def _catch(bug: str, most_seeds: int) -> Caught:
+def _catch(bug: str, max_seeds: int) -> Caught:
     choice = Choice(bug=bug)
-    for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(most_seeds)):
+    for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(max_seeds)):
         tally = run_seeds([seed], choice)
         if tally.violations:
             return Caught(bug, planted.BUGS[bug].what, seed + 1, str(tally.violations[0]["violation"]))

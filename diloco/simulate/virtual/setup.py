@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress import Codec, open_codec
-from diloco.compress.dct import DctCodec
+from diloco.compress.topk import TopKCodec
 from diloco.config.contract import SHARED_OPTIMIZERS, CodecSection, OuterSection
 from diloco.outer.fragments import Fragment, Layout, read_fragment
 from diloco.outer.optimizers import open_outer
@@ -25,7 +25,8 @@ from diloco.simulate.virtual.plan import Plan
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
 GROUPS = (("blocks.0.*",), ("blocks.1.*",))
-"""Of a plan with several codecs, `first/second/third`: the first is for what the others leave."""
+"""Groups of parameters in a plan with several codecs, `first/second/third`: the first is for the parameters in no
+group."""
 PART_ELEMENTS = 4
 NOISES = 64
 STEPS = 10
@@ -36,7 +37,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "lowrank": {"rank": 1, "columns": 2},
     "sign": {"block": 8},
 }
-"""What other codecs than those with blocks need where a part is 4 numbers."""
+"""Settings of codecs without blocks, where a part is 4 numbers."""
 
 
 class Setup:
@@ -101,7 +102,7 @@ def open_small(text: str) -> Codec:
     name, _, mean = text.partition("-")
     wanted = {"name": name, "zstd": bool(zstd), "mean": mean or "senders"}
     codec = open_codec(CodecSection.model_validate({**wanted, **SMALL.get(name, {"block": 4})}))
-    return replace(codec, chunk=PART_ELEMENTS) if isinstance(codec, DctCodec) else codec
+    return replace(codec, chunk=PART_ELEMENTS) if isinstance(codec, TopKCodec) and name == "dct" else codec
 
 
 class Remembering(Codec):
@@ -146,7 +147,8 @@ class Remembering(Codec):
 
 @cache
 def noises() -> tuple[dict[str, Tensor], ...]:
-    """What inner steps do to the weights: drawn once, used in turn, the same in every plan and on every machine."""
+    """Changes that inner steps make to the weights: drawn once, used in turn, the same in every plan and on every
+    machine."""
     dice = Random("noises")
     return tuple(
         {name: torch.tensor([dice.uniform(-0.2, 0.2) for _ in range(*shape)]) for name, shape in SHAPES}

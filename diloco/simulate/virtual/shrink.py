@@ -8,7 +8,7 @@ from dataclasses import replace
 from diloco.simulate.virtual.plan import Plan
 from diloco.simulate.virtual.world import World
 
-MOST_RUNS = 300
+MAX_RUNS = 300
 
 
 def shrink(plan: Plan) -> Plan:
@@ -25,7 +25,7 @@ def kind_of(plan: Plan) -> str:
 def _shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
     runs = 0
     shorter = True
-    while shorter and runs < MOST_RUNS:
+    while shorter and runs < MAX_RUNS:
         shorter = False
         for candidate in _simpler(plan):
             runs += 1

@@ -26,35 +26,37 @@ from diloco.wire.convert import seal
 SETTLE_S = 5.0
 """After the first round of the slowest, whose pace nobody knows before. Then the measuring begins."""
 JITTER = 0.05
-"""Of the time of a peer's inner steps: the same hardware does the same each time."""
+"""Spread of the time of a peer's inner steps: the same hardware does the same each time."""
 COMINGS = ("kill", "stop", "leave", "cut", "join")
 AWAY_S = (2.0, 12.0)
-"""How long somebody is stopped, cut off or dead, at least and at most."""
+"""Seconds that a peer is stopped, cut off or dead: the least and the most."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a swarm is."""
+    """Settings of a swarm."""
 
     peers: int
     seconds: float = 60.0
-    """That are measured, in virtual time."""
+    """Measured time in virtual seconds."""
     speeds: tuple[float, float] = (0.1, 1.0)
     churn_per_minute: float = 0.1
     """Share of the peers to which something happens in a minute: killed and back, stopped, cut off, gone, come new."""
     policy: str = "async"
     sized_by: str = "speed"
     round_s: float = 2.0
-    """Of a peer of speed 1."""
+    """Seconds of a round of a peer of speed 1."""
     overlap: float = 1.0
     """Share of it that hides the exchange."""
     seed: int = 0
 
     @property
     def warm_s(self) -> float:
+        """Seconds before measuring begins: one round of the slowest peer, and time to settle."""
         return self.round_s / self.speeds[0] + SETTLE_S
 
     def plan(self) -> Plan:
+        """Plan of the simulation with these options."""
         dice = Random(f"swarm {self.seed}")
         return Plan(
             seed=self.seed,
@@ -88,7 +90,7 @@ class Options:
 
 
 class Meter:
-    """What is sent: counted, and nothing else changed."""
+    """Counter of messages and bytes sent; it changes nothing."""
 
     def __init__(self) -> None:
         self.messages: Counter[tuple[str, str]] = Counter()
@@ -115,7 +117,7 @@ class Mark:
     tokens: int
     trained_tokens: int
     discarded_tokens: int
-    """Of all peers since the beginning, as are those trained."""
+    """Tokens discarded by all peers since the beginning, as are those trained."""
     waited_s: Mapping[tuple[str, int], float]
     """By peer and life: of those that take part."""
     held: Mapping[str, int]
@@ -151,6 +153,7 @@ class Swarm(World):
         return result
 
     def newest_commit(self) -> Commit | None:
+        """Newest commit that any peer has."""
         commits = [host.machine.commit for host in self._honest() if host.machine.commit]
         return max(commits, key=lambda commit: commit.version, default=None)
 
@@ -163,7 +166,7 @@ class Swarm(World):
         waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
         told = self.invariants
         tokens = newest.tokens, told.trained_tokens, told.discarded_tokens
-        return Mark(self.now, newest.version, *tokens, waited_s, most_held(hosts))
+        return Mark(self.now, newest.version, *tokens, waited_s, max_held(hosts))
 
 
 @torch.inference_mode()
@@ -175,14 +178,14 @@ def measure_swarm(options: Options) -> dict[str, Any]:
 # ---------------------------------------------------------------- figures
 
 
-def most_held(hosts: Sequence[Host]) -> dict[str, int]:
+def max_held(hosts: Sequence[Host]) -> dict[str, int]:
     """The most that one of them holds of each."""
     held = [host.held() for host in hosts]
     return {name: max(entry[name] for entry in held) for name in held[0]}
 
 
 def figures(swarm: Swarm, first: Mark, middle: Mark, last: Mark) -> dict[str, Any]:
-    """Of the time from the first mark to the last."""
+    """Figures of the time from the first mark to the last."""
     seconds, versions = last.at_s - first.at_s, last.version - first.version
     commits = [c for c in swarm.invariants.commits.values() if c.fragment >= 0 and c.version > first.version]
     closed = [commit for commit in commits if commit.version <= last.version]
@@ -221,7 +224,7 @@ def _traffic(swarm: Swarm, seconds: float, versions: int) -> dict[str, Any]:
 
 
 def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
-    """How many a version counts, what each of their peers uploads for it, how many versions passed since its last."""
+    """Contributions per version, uploads of each of their peers for it, and versions passed since a peer's last one."""
     groups = [len(commit.counted) for commit in closed]
     uploads = [upload_shares(len(commit.counted), len(commit.view)) for commit in closed]
     before: dict[str, int] = {}
@@ -241,13 +244,13 @@ def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
 
 
 def upload_shares(contributors: int, receivers: int) -> float:
-    """What each contributor uploads for a version, in sizes of its contribution, where there are parts enough: what the
-    others own of its own, and its part of the mean to all who receive it."""
+    """Bytes that each contributor uploads for a version, in sizes of its contribution, where there are parts enough:
+    the parts of its own that others own, and its part of the mean to all who receive it."""
     return 1 - 1 / contributors + (receivers - 1) / contributors
 
 
 def _waiting(swarm: Swarm, first: Mark, last: Mark) -> dict[str, Any]:
-    """Of the peers to which nothing happened."""
+    """Waiting of the peers to which nothing happened."""
     touched = {fault.peer for fault in swarm.plan.faults}
     spared = [life for life in last.waited_s if life in first.waited_s and life[0] not in touched]
     shares = [(last.waited_s[life] - first.waited_s[life]) / (last.at_s - first.at_s) for life in spared]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
-from diloco.accounts.ledger import Ledger, Opening, Standing
+from diloco.accounts.ledger import Ledger, Opening, Position
 from diloco.base.types import Closed, Commit, Member, Skip
 from diloco.compress import PayloadError
 from diloco.config.site import StorageSection
@@ -88,7 +88,7 @@ class Training:
         ledger = Ledger(host.world.invariants.page(host), lambda text: None) if host.world.keeps_ledgers else None
         self.journal = Journal(opening, line, None, StorageSection(), lambda text: None, ledger)
         if ledger is not None:
-            stands = Standing(line.state.version, line.commit.digest if line.commit else "", line.state.digest)
+            stands = Position(line.state.version, line.commit.digest if line.commit else "", line.state.digest)
             ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
 
     def _drop(self, reason: str) -> None:

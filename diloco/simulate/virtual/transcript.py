@@ -1,4 +1,4 @@
-"""What happened, as lines that people read: time, who, what."""
+"""Transcript of a simulation, as lines that people read: time, peer, event."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ QUIET = (m.Heartbeat, m.Ready, m.Accept)
 
 
 def line(now_s: float, name: str, what: str) -> str:
+    """One line of a transcript."""
     return f"{now_s:7.2f}  {name:4} {what}"
 
 
 def said(what: str, to: str) -> str:
+    """A sent message as it appears in a line."""
     return f"-> {to}: {what}"
 
 
@@ -24,6 +26,7 @@ def said_also_to(line: str, to: str) -> str:
 
 
 def body(message: m.Body) -> str:
+    """A message's content in a few words."""
     match message:
         case m.Begin(version, attempt, contributors, receivers, spans):
             who = " ".join(counted.peer for counted in contributors)
@@ -61,7 +64,7 @@ def closed(commit: Commit) -> str:
 
 
 def counted(commit: Commit) -> str:
-    """Who counts, and where not."""
+    """Contributors of a commit, and the parts where one is omitted."""
     names = " ".join(entry.peer for entry in commit.counted) or "nobody"
     omitted = ", ".join(f"not {entry.peer} in {_range(entry.start, entry.stop)}" for entry in commit.omitted)
     return f"{names} ({omitted})" if omitted else names

@@ -1,4 +1,4 @@
-"""What the simulator raises when something is wrong."""
+"""Error that the simulator raises when something is wrong."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ RETRY_S = 0.5
 
 @dataclass
 class Outcome:
-    """How one simulation ended."""
+    """End of one simulation."""
 
     plan: Plan
     events: int
@@ -237,11 +237,13 @@ class World:
         return lineage
 
     def next_piece(self) -> int:
+        """Number of the next piece of progress; no two are the same."""
         return next(self._pieces)
 
     # ------------------------------------------------------------ telling
 
     def count(self, fault: str) -> None:
+        """Count a fault that happened."""
         self.faults[fault] += 1
 
     def tell(self, name: str, what: str) -> None:
@@ -249,13 +251,13 @@ class World:
             self.lines.append(transcript.line(self.now, name, what))
 
     def _tell_once(self, name: str, what: str) -> None:
-        """What is said again and again is told the first time."""
+        """Writes a line that repeats only the first time."""
         if what not in self._lately[name]:
             self._lately[name].append(what)
             self.tell(name, what)
 
     def _tell_sent(self, host: Host, envelope: m.Envelope, to: Member) -> None:
-        """What is said to several in one breath is one line, and what is only repeated is none."""
+        """Writes one line for a message that goes to several peers at once, and none for one that is only repeated."""
         what = transcript.body(envelope.body)
         moment = (self.now, host.name, what)
         if moment == self._saying:

@@ -1,0 +1,95 @@
+"""`diloco config` and `diloco data`: contracts and sites as they are read, and token shards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath
+from diloco.cli.stopping import raise_when_stopped
+
+config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=True)
+data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+
+
+@config_app.command("show", epilog="Example:  diloco config show demo --site peers/local.toml")
+def config_show(
+    contract: ContractArgument, site: SitePath = None, overrides: Overrides = None, as_json: AsJson = False
+) -> None:
+    """Print every effective value and where it comes from."""
+    from diloco.config.load import load_contract, load_site, split_overrides
+
+    site_overrides, contract_overrides = split_overrides(overrides or [])
+    loaded, local = load_contract(contract, contract_overrides), load_site(site, site_overrides)
+    rows = [*loaded.rows(), *local.rows()]
+    if as_json:
+        values = {name: {"value": value, "from": origin} for name, value, origin in rows}
+        print(json.dumps({"digest": loaded.value.digest, "values": values}, indent=2))
+        return
+    width = max(len(name) for name, _, _ in rows)
+    shown = [(name, json.dumps(value), origin) for name, value, origin in rows]
+    middle = min(max(len(value) for _, value, _ in shown), 40)
+    for name, value, origin in shown:
+        print(f"{name:{width}}  {value:{middle}}  {origin}")
+    print(f"contract digest {loaded.value.digest}")
+
+
+@config_app.command("presets")
+def config_presets() -> None:
+    """List the model presets."""
+    from diloco.config.presets import PRESETS
+
+    for name, sizes in PRESETS.items():
+        print(f"{name:16} {', '.join(f'{key} {value}' for key, value in sizes.items())}")
+
+
+@config_app.command("suggest", epilog="Example:  diloco config suggest --params 150M --peers 4")
+def config_suggest(
+    params: Annotated[str, typer.Option(help="Parameters of the model, embeddings included: 150M, 1.3B.")],
+    peers: Annotated[int, typer.Option(min=1, help="Peers that train it together.")],
+    steps: Annotated[int, typer.Option(min=1, help="H, inner steps between two syncs.")] = 30,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Print learning rates and batch for a model size and a number of peers, by the published scaling laws."""
+    from diloco.plan.suggest import parse_parameters, suggest, to_toml
+
+    suggestion = suggest(parse_parameters(params), peers, steps, sequence_length)
+    print(json.dumps(asdict(suggestion), indent=2) if as_json else to_toml(suggestion), end="\n" if as_json else "")
+
+
+@data_app.command("pack", epilog="Example:  diloco data pack corpus/*.txt --output train.bin")
+def data_pack(
+    paths: Annotated[list[Path], typer.Argument(help="Text or JSONL files, or folders of them.")],
+    output: Annotated[Path, typer.Option(help="The shard to write (.bin).")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a local Hugging Face tokenizer folder.")] = "bytes",
+    text_field: Annotated[str, typer.Option(help="Field of a JSONL record that holds the text.")] = "text",
+    as_json: AsJson = False,
+) -> None:
+    """Turn text into a memory-mapped token shard (data.source = "shards")."""
+    from diloco.data.pack import pack
+    from diloco.data.tokenizers import open_tokenizer
+
+    raise_when_stopped()  # a shard half written is deleted
+    result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, None if as_json else _print_progress)
+    if as_json:
+        print(
+            json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
+        )
+    else:
+        print(f"{output}: {result.tokens:,} tokens from {_files(result.files)}, {result.bytes:,} bytes")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
+
+
+def _print_progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done:,} of {total:,} bytes")
+        sys.stderr.write("\n" if done >= total else "")

@@ -1,0 +1,107 @@
+"""`diloco peer` and `diloco witness`: take part in a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from diloco.cli.lines import PeerLines, saying
+from diloco.cli.options import JOIN_HELP, Insecure, Overrides, SitePath
+from diloco.cli.stopping import stop_asked
+
+if TYPE_CHECKING:
+    from diloco.observe.events import Stamped
+
+commands = typer.Typer()
+
+
+@commands.command(
+    epilog="Found a run:  diloco peer demo   |   join it:  diloco peer --join 127.0.0.1:4000/5f2c9a7e11aa"
+)
+def peer(
+    contract: Annotated[
+        Path | None, typer.Argument(help="Found a run with this contract, a file or a shipped name.")
+    ] = None,
+    join: Annotated[str | None, typer.Option(help=JOIN_HELP)] = None,
+    site: SitePath = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
+    ] = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    name: Annotated[
+        str | None, typer.Option(help="This peer's name; the host's and a random suffix by default.")
+    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where events and checkpoints go.")] = None,
+    profile: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
+    ] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+) -> None:
+    """Take part in a run: found it with a CONTRACT, join it with --join, or go on with --resume.
+
+    The founder prints the line that others run to join. The first Ctrl-C (or SIGTERM) leaves in good order: the work
+    done is counted if a version closes soon, or handed back. The second ends at once.
+    """
+    from diloco.config.load import split_overrides
+    from diloco.run.options import PeerOptions, checked
+
+    profiled = [f"device.profile_steps={profile}"] if profile else []
+    site_overrides, contract_overrides = split_overrides([*profiled, *(overrides or [])])
+    options = PeerOptions(contract, join, site, resume, contract_overrides, site_overrides, insecure, name, directory)
+    checked(options)  # before torch is imported, which takes seconds
+
+    from diloco.run.launch import run_peer, start_ranks
+
+    code = start_ranks(options, sys.argv[1:])
+    if code is not None:
+        raise typer.Exit(code)
+    with saying() as say:
+        ending = run_peer(options, stop_asked(), _listener(say, json_lines))
+        if ending is not None and not json_lines:
+            loss = f", held-out loss {ending.val_loss:.4f}" if ending.val_loss is not None else ""
+            lost = f", {ending.discarded_tokens:,} tokens discarded" if ending.discarded_tokens else ""
+            say(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens{loss}{lost}")
+            if ending.spread is not None:
+                say(f"averaged in pairs; those that met last were at most {100 * ending.spread:.2g} % apart")
+            say(f"state {ending.state_digest[:16]}  chain {ending.chain_digest[:16] or 'none'}")
+
+
+@commands.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
+def witness(
+    join: Annotated[str, typer.Option(help=JOIN_HELP)],
+    site: SitePath = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+    name: Annotated[str | None, typer.Option(help="This witness's name in the run.")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where events go.")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+) -> None:
+    """Vote in a run without training: with a witness, one of two peers goes on when the other is gone.
+
+    Takes a few kilobytes per round, no accelerator and no copy of the model. Put it where both peers can reach it.
+    """
+    from diloco.run.options import PeerOptions, checked
+
+    options = PeerOptions(None, join, site, None, (), overrides or [], insecure, name, directory)
+    checked(options)
+
+    from diloco.run.witness import run_witness
+
+    with saying() as say:
+        ending = run_witness(options, stop_asked(), _listener(say, json_lines))
+        if not json_lines:
+            say(f"{ending.reason} at version {ending.version}, {ending.tokens:,} tokens")
+
+
+def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped], None]:
+    from diloco.observe.events import to_json
+
+    lines = PeerLines(say)
+    return lambda stamped: say(json.dumps(to_json(stamped))) if json_lines else lines(to_json(stamped))

@@ -1,0 +1,83 @@
+"""`diloco virtual`: the protocol in virtual time, faults drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.base.errors import UsageError
+from diloco.cli.options import AsJson
+from diloco.cli.plan import write_json
+from diloco.cli.stopping import raise_when_stopped
+
+commands = typer.Typer()
+
+PLANTED_SEEDS = 1000
+"""Seeds that a planted bug may stay hidden in."""
+
+
+@commands.command(
+    epilog="Examples:  diloco virtual --seed 7   |   diloco virtual --seeds 0:100000 --json virtual.json   |   "
+    "diloco virtual --policy async --speeds 0.1:1 --seeds 0:3000"
+)
+def virtual(
+    file: Annotated[Path | None, typer.Argument(help="With --json: write it to this file.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Run one seed and tell what happened.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Run the seeds A:B (B excluded) on all cores.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Run what this text says (tests/transcripts).")] = None,
+    policy: Annotated[str, typer.Option(help="Only sync, only quorum or only async.")] = "",
+    without_majority: Annotated[str, typer.Option(help="Only wait or only continue.")] = "",
+    speeds: Annotated[
+        str, typer.Option(help="Of the peers, drawn from LOW:HIGH; 0.1:1 for async, else all the same.")
+    ] = "",
+    planted: Annotated[bool, typer.Option("--planted", help="How many seeds it takes to notice each bug.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the protocol itself through thousands of seeds of faults, in virtual time and without processes.
+
+    Exits with 1 when an invariant breaks. The failure is shrunk to a short plan and told as a transcript.
+    """
+    from diloco.simulate.virtual import search
+
+    raise_when_stopped()  # what was found until then is told
+    choice = search.Choice(policy, without_majority, speeds=speeds)
+    choice.check()
+    if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
+        raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")
+    if planted:
+        table = list(search.catch_planted(PLANTED_SEEDS))
+        lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
+        _print_or_write(lines, [asdict(caught) for caught in table], as_json, file)
+        raise typer.Exit(0 if all(caught.seeds for caught in table) else 1)
+    if seeds is not None:
+        first, last = search.seed_range(seeds)
+        report = search.search(first, last, choice, _print_tally)
+        _print_or_write(search.report_lines(report), report, as_json, file)
+        raise typer.Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
+    outcome = search.tell(search.read_plan(plan) if plan else choice.draw(seed or 0))
+    if outcome.violation:
+        print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
+        outcome = search.explain(outcome.plan)
+    _print_or_write(search.outcome_lines(outcome), search.outcome_json(outcome), as_json, file)
+    raise typer.Exit(1 if outcome.violation else 0)
+
+
+def _print_tally(done: int, total: int, violations: int) -> None:
+    text = f"{done:,} of {total:,} seeds, {violations} violations"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text} " + ("\n" if done >= total else ""))
+    elif done >= total or done % 1000 == 0:
+        sys.stderr.write(f"{text}\n")
+
+
+def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
+    """Text for people, JSON for programs, or both: JSON in the file. Raises UsageError, when the text is told."""
+    print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
+    if as_json and file is not None:
+        write_json(file, tree)

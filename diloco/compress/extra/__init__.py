@@ -1,0 +1,1 @@
+"""Codecs that others beat in the table of `scripts/bench-codecs`: loaded only where a contract names one."""

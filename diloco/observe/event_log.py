@@ -1,0 +1,171 @@
+"""One peer's event log: a file of JSON lines.
+
+Every peer appends to its own `events.jsonl`, one event per line:
+
+    {"t": seconds since this process's Events began (monotonic), "time": unix seconds, "peer": name, "kind": ..., ...}
+
+`diloco.observe.events` has the kinds and their fields.
+
+Nothing about correctness rests on these files. They may end in half a line after a `kill -9`, and a full disk ends
+the writing, not the training. `time` orders the files of one machine for a report; no decision ever reads it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco.base.errors import ResourceError
+from diloco.observe.events import Event, Stamped, from_json, to_json
+
+log = logging.getLogger(__name__)
+
+EventLine = dict[str, Any]
+"""A line of an event file as plain JSON."""
+TAIL_BYTES = 2**16
+
+
+class Events:
+    """One peer's event log: a file (or none) and listeners in this process."""
+
+    def __init__(self, path: Path | None, peer: str, listeners: Sequence[Callable[[Stamped], None]] = ()) -> None:
+        """Continues an existing file. Raises ResourceError where it cannot be opened.
+
+        `listeners` get every event in order, one at a time; they must not emit.
+        """
+        self._peer = peer
+        self._listeners = tuple(listeners)
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._path = path
+        self._descriptor = None if path is None else _open_to_append(path)
+
+    def emit(self, event: Event) -> None:
+        """Write one event, and give it to the listeners. From any thread."""
+        with self._lock:
+            stamped = Stamped(round(time.monotonic() - self._began, 6), round(time.time(), 6), self._peer, event)
+            self._write(json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n")
+            for listener in self._listeners:
+                listener(stamped)
+
+    def close(self) -> None:
+        """Close the file. Later events reach the listeners only."""
+        with self._lock:
+            self._close()
+
+    def _write(self, line: bytes) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            written = os.write(self._descriptor, line)  # one call per line: no buffer to lose, no line torn by a crash
+            cause = "" if written == len(line) else "the disk took half a line"
+        except OSError as error:
+            cause = str(error)
+        if cause:
+            log.warning("no more events to %s: %s; training goes on", self._path, cause)
+            self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def read_events(path: Path, thinned: type[Event] | None = None) -> Iterator[Stamped]:
+    """All whole events of a file, in order, each as it is asked for; none for a file that is not there.
+
+    Where many of kind `thinned` follow each other, only the first and the last, which costs neither time nor memory.
+    """
+    return (event for line in read_lines(path, thinned.kind if thinned else "") if (event := from_json(line)))
+
+
+def read_lines(path: Path, thinned: str = "") -> Iterator[EventLine]:
+    """The same as plain JSON, of any kind."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        lines = _thinned(file, f'"kind":"{thinned}"'.encode()) if thinned else file
+        yield from (event for line in lines if (event := _parse(line)) is not None)
+
+
+def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
+    """Without those that have the mark, and stand between two others that have it."""
+    last, many = b"", False
+    for line in lines:
+        if mark in line:
+            if not many:
+                yield line
+            last, many = (line, True) if many else (b"", True)
+            continue
+        if last:
+            yield last
+        last, many = b"", False
+        yield line
+    if last:
+        yield last
+
+
+def _open_to_append(path: Path) -> int:
+    """Raises ResourceError, also where somebody else has it open: a peer's folder has one writer."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        _claim(descriptor)
+        if path.is_file():  # after a kill -9: a line begun would swallow the next one
+            os.ftruncate(descriptor, _whole_bytes(descriptor))
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            cause = f"another process, or another run in this one, writes to {path.parent}"
+            raise ResourceError(cause, "wait until that peer has ended, or choose another --dir") from error
+        raise _unwritable(path, error) from error
+    return descriptor
+
+
+def _unwritable(path: Path, error: OSError) -> ResourceError:
+    fix = "free the disk or choose another storage.directory"
+    return ResourceError(f"cannot write events to {path}: {error.strerror}", fix)
+
+
+def _claim(descriptor: int) -> None:
+    """Until the descriptor is closed, or the process has ended, however that happens. Raises OSError where another one
+    has it. Not where the file system has no locks.
+
+    `lockf` would end where this process reads the file elsewhere and closes it. Linux keeps `flock` on NFS, too, among
+    all machines: there it is a lock of all bytes, for which the file must be open for writing."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise
+
+
+def _whole_bytes(descriptor: int) -> int:
+    """Where the last whole line ends."""
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    while end > 0:
+        start = max(end - TAIL_BYTES, 0)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _parse(line: bytes) -> EventLine | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None

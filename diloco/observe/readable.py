@@ -1,0 +1,80 @@
+"""Numbers and texts as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NOTHING = "–"
+"""Where a number would stand and there is none."""
+
+
+def readable_bytes(count: float | None) -> str:
+    """Decimal units with three digits: 1.93 MB."""
+    return NOTHING if count is None else _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def readable_count(count: float | None) -> str:
+    """Three digits and a letter: 10.2k."""
+    return NOTHING if count is None else _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
+
+
+def readable_duration(seconds: float | None) -> str:
+    """0.31 s, 44.0 s, 12:03 (minutes), 3:12:03 (hours)."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def readable_times(factor: float | None) -> str:
+    """212×, 3.9×."""
+    return NOTHING if factor is None else f"{_three_digits(factor)}×"
+
+
+def readable_loss(loss: float | None) -> str:
+    """2.312 (nats per token)."""
+    return NOTHING if loss is None else f"{loss:.3f}"
+
+
+def readable_percent(share: float | None) -> str:
+    """A signed difference: +1.2 %, −0.4 %."""
+    return NOTHING if share is None else f"{100 * share:+.1f} %".replace("-", "−")
+
+
+def readable_share(share: float | None) -> str:
+    """A part of a whole, with two digits: 12 %, 0.43 %."""
+    return NOTHING if share is None else f"{100 * share:.2g} %"
+
+
+def readable_flops(flops_per_s: float | None) -> str:
+    """1.93 TFLOP/s."""
+    if flops_per_s is None:
+        return NOTHING
+    return _scaled(flops_per_s, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"))
+
+
+def readable_text(text: object, width: int = 32) -> str:
+    """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
+    plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])
+    return plain if len(plain) <= width and len(str(text)) <= width else plain[: width - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """The same, in full: only what moves a terminal's cursor, or turns the direction of text, is spelled out."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def _scaled(count: float, units: Sequence[str]) -> str:
+    scale = 0
+    while abs(count) >= 999.5 and scale < len(units) - 1:
+        count, scale = count / 1000, scale + 1
+    number = f"{count:.0f}" if scale == 0 else _three_digits(count)
+    return f"{number} {units[scale]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"

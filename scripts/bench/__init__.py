@@ -1,0 +1,1 @@
+"""Benchmarks and attacks: programs that measure the package or try to break it. Entries of ten lines start them."""
