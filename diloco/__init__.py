@@ -14,7 +14,8 @@ TYPE_CHECKING = False  # typing's own would take longer to import than all the r
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
-    from diloco.run.library import Run, found, join
+    from diloco.run.door import found, join
+    from diloco.run.run import Run
 
 __version__ = "0.1.0"
 __all__ = ["Contract", "Run", "found", "join"]
@@ -27,7 +28,7 @@ def __getattr__(name: str) -> object:
 
         return Contract
     if name in __all__:
-        from diloco.run import library
+        from diloco.run import door
 
-        return getattr(library, name)
+        return getattr(door, name)
     raise AttributeError(f"module 'diloco' has no attribute {name!r}")

@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 import diloco
-from diloco.config.contract import Contract
 
 CONTRACT = {
     "run": {"name": "own-loop", "total_tokens": 64_000},
@@ -29,7 +28,7 @@ def main(address: str | None) -> float:
     model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    run = diloco.join(address, model) if address else diloco.found(Contract.model_validate(CONTRACT), model)
+    run = diloco.join(address, model) if address else diloco.found(CONTRACT, model)
     if not address:
         print(f"join with:  python examples/own_loop.py {run.address}", flush=True)
     with run:

@@ -16,15 +16,19 @@ import torch
 
 from diloco.config.contract import Contract
 from diloco.config.site import Site
+from diloco.gossip.life import GossipLife
 from diloco.gossip.peer import GossipPeer
-from diloco.island.slices import Slice
+from diloco.island import Island
 from diloco.observe.event_log import EventLine, Events
 from diloco.observe.events import to_json
-from diloco.outer.fragments import Weights
+from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
+from diloco.run.chronicle import Chronicle
+from diloco.run.own_loop import OwnLoop
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.runtime import Runtime
+from tests.fronts import drive
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
 
@@ -103,17 +107,22 @@ class Gossiper:
         self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0, world.send_bps)
         gate: Any = LocalGate(self.runtime, welcome)
         events = Events(None, name, [lambda stamped: self.seen.append(to_json(stamped))])
-        self.peer = GossipPeer(name, world.contract, SITE, Weights.of(self.model), gate, events, checkpoint)
-        if checkpoint is not None:
-            checkpoint.groups["local"].read(Slice.whole("weight", self.model.weight))
+        island = Island(0, 1, torch.device("cpu"))
+        loop = OwnLoop(self.model, island, {})
+        rank = PeerRank(world.contract, SITE, island, loop.weights, loop)
+        self.chronicle = Chronicle(rank, events.emit, None)
+        self.peer = GossipPeer(name, rank, gate, events, self.chronicle, checkpoint)
+        self.life = GossipLife(self.peer, lambda: False)
+        self.chronicle.peer = self.peer
         self.dead = False
-        self.peer.open()
+        drive(self.peer.open())
 
     def step(self) -> bool:
         """An inner step, and what follows it. Whether the weights have moved by a swap."""
         with torch.no_grad():
             self.model.weight.add_((self.target - self.model.weight) * 0.1)
-        self.peer.trained(TOKENS, 0.001, 1.0)
+        self.chronicle.trained(TOKENS, 1.0)
+        self.peer.trained(TOKENS, 0.001)
         return self.peer.between_steps()
 
     def events(self, kind: str) -> list[EventLine]:
@@ -165,7 +174,7 @@ class World:
             self.add(f"p{index}")
         until(lambda: self.all_know(count - 1), "all know each other", 20.0)
         for peer in self.peers:
-            peer.peer.enter(lambda: True)
+            drive(peer.peer.enter())
 
     def ask(self, question: Callable[[], Any]) -> Any:
         async def answer() -> Any:
@@ -174,7 +183,7 @@ class World:
         return asyncio.run_coroutine_threadsafe(answer(), self.loop).result(DEADLINE_S)
 
     def hello(self, through: Gossiper) -> Welcome:
-        return through.peer.exchange._ask(through.peer.exchange.on_hello)
+        return through.peer.exchange._ask(through.peer.exchange.on_hello).result(DEADLINE_S)
 
     def add(self, name: str, checkpoint: Checkpoint | None = None) -> Gossiper:
         alive = [peer for peer in self.peers if not peer.dead]

@@ -11,15 +11,21 @@ from typing import Any
 
 import torch
 
+from diloco.base.decisions import Train
+from diloco.base.life import Life
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.config.contract import Contract
 from diloco.config.site import Site
+from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import to_json
-from diloco.outer.fragments import Weights
+from diloco.peer.life import AgreedLife
 from diloco.peer.peer import Peer
+from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
+from diloco.run.own_loop import OwnLoop
 from diloco.transport.memory_link import MemoryNetwork
+from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 
 ELEMENTS = 5000
@@ -103,41 +109,71 @@ class LocalPeer:
         address = f"{name}:1"
         gate = LocalGate(world, address, welcome)
         directory = world.directory / name if world.directory else None
+        island = Island(0, 1, torch.device("cpu"))
+        loop = OwnLoop(self.model, island, {})
+        rank = PeerRank(world.contract, world.site, island, loop.weights, loop)
         self.told: list[dict[str, Any]] = []
         events = Events(None, name, [lambda stamped: self.told.append(to_json(stamped))])
-        self.peer = Peer(name, world.contract, world.site, Weights.of(self.model), gate, events, directory=directory)  # type: ignore[arg-type]
+        self.peer = Peer(name, rank, gate, events, self, directory=directory)  # type: ignore[arg-type]
+        self.leaving = False
+        self.life = AgreedLife(self.peer, lambda: self.leaving)
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}
         self.copies = 0
         copy = self.peer.copy_state
 
-        def counting(sources: list[str]) -> None:
+        def counting(sources: list[str]) -> Life[None]:
             self.copies += 1
-            copy(sources)
+            yield from copy(sources)
 
-        self.peer.copy_state = counting  # type: ignore[method-assign]
-        self.peer.open()
+        self.peer.copy_state = counting  # type: ignore[method-assign, assignment]
+        drive(self.peer.open())
 
-    def on_closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]) -> None:
+    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: dict[str, float]) -> None:
         self.commits.append(commit)
         self.states[commit.version] = self.peer.line.state.digest
 
-    def inner_steps(self) -> None:
+    def copied(self, commit: Commit | None, before: Commit | None) -> None:
+        """Nobody leases data."""
+
+    def numbers(self) -> dict[str, Any]:
+        return {}
+
+    def inner_step(self) -> None:
         ramp = torch.linspace(1, 2, ELEMENTS, dtype=torch.float32, device="cpu")[:, None]
         target = ramp * (1 + int(self.name[1:], 36) % 3)
         with torch.no_grad():
             self.model.weight.add_((target - self.model.weight) * 0.1)
-        self.peer.journal.trained(10, 0)
+        self.life.trained(10, 0, 0.001, None)
 
     def enter(self) -> None:
-        assert self.peer.enter(lambda: True, self.on_closed)
+        assert drive(self.life.enter())
 
     def round(self, leaving: bool = False) -> Any:
-        return self.peer.round(self.inner_steps, self.on_closed, lambda: True, lambda: leaving)
+        """One round; `leaving`: the last of this peer, after its inner steps."""
+
+        def inner_step() -> None:
+            self.inner_step()
+            self.leaving = leaving
+
+        return drive(self.life.round(), inner_step)
+
+    def offer(self) -> Life[Any]:
+        """The first half of a round, until somebody would wait for what comes of it. Returns the rest."""
+        rest = self.life.round()
+        for wanted in rest:
+            if isinstance(wanted, Train):
+                self.inner_step()
+            elif wanted.future is self.life._outcome:
+                break
+        return rest
+
+    def catch_up(self) -> None:
+        drive(self.peer.catch_up())
 
     def leave(self) -> None:
-        self.peer.leave("left", self.on_closed)
+        drive(self.peer.leave("left"))
 
     @property
     def version(self) -> int:
@@ -198,7 +234,7 @@ class LocalWorld:
 
         def level() -> bool:
             for peer in peers:
-                peer.peer.catch_up(peer.on_closed)
+                peer.catch_up()
             return len({peer.version for peer in peers}) == 1
 
         until(level, "all stand at one version")

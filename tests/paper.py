@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,17 @@ from torch import nn
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Opening
-from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Omitted, Skip
+from diloco.base.types import Closed, Commit, Counted, Member, Omitted
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Weights
-from diloco.outer.resync import adopt_state
 from diloco.peer.terms import open_line
 from diloco.protocol.leases import advance, found
-from diloco.round import measure, step_outer
 from diloco.storage.checkpoint import save
 from diloco.storage.line_state import save_line
+from tests.lines import adopt_state, measured, step_outer
 
 VOCAB = 64
 TOKENS, BLOCKS = 32, 2
@@ -63,18 +62,12 @@ class PaperPeer:
 
     def offer(self) -> None:
         """Measure and record, as a round does before anything is sent."""
-        self.line.sent = self.line.sent or measure(self.line, {})
-
-        class Nowhere:
-            def offer(self, contribution: Contribution, leaving: bool) -> None: ...
-
-            def outcome(self, patience: Callable[[], bool]) -> Skip:
-                return Skip("on paper", exposed=True)
-
-        self.journal.outgoing(Nowhere(), lambda whole: whole).offer(self.line.sent.contribution, False)
+        sent = self.line.sent or measured(self.line)
+        if self.journal.records(sent.contribution):
+            self.journal.record(sent.contribution, sent.contribution)
 
     def apply(self, closed: Closed) -> None:
-        mine = step_outer(self.line, closed, {})
+        mine = step_outer(self.line, closed)
         self.journal.committed(closed.commit, mine)
 
     def save(self) -> Path:

@@ -20,11 +20,9 @@ from diloco.accounts.ledger import LEDGER, Record, encode, left_off, read_ledger
 from diloco.accounts.replay import replay
 from diloco.base.errors import DilocoError, StateError, UsageError
 from diloco.base.types import Blocks, Commit, Omitted
-from diloco.outer.eager import withdraw
 from diloco.outer.line import Diverged
-from diloco.round import step_outer
 from diloco.storage.checkpoint import _digest, _encode, load
-from diloco.storage.line_state import restore_line
+from tests.lines import restored, step_outer, take_back
 from tests.paper import TOKENS, PaperRun
 from tests.peers import run_cli
 
@@ -171,7 +169,7 @@ def test_progress_that_is_counted_and_kept_is_i2(run: PaperRun) -> None:
     """b takes a contribution that others hold for withdrawn: it is in the version, and in b's weights."""
     peers = run.offer()
     closed = run.close(peers[0], peers)
-    withdraw(run.peers["b"].line)
+    take_back(run.peers["b"].line)
     run.apply(closed, peers)
     (finding,) = audit([run.root]).violations
     assert (finding.rule, finding.peer, finding.version) == ("I2", "b", 6)
@@ -181,7 +179,7 @@ def test_progress_that_is_counted_and_kept_is_i2(run: PaperRun) -> None:
 def test_progress_that_is_counted_and_kept_over_a_copied_state_is_i2(run: PaperRun) -> None:
     a, b, c = run.offer()
     run.apply(run.close(a, [a, b, c]), [a, c])
-    withdraw(b.line)
+    take_back(b.line)
     run.round([a, c])
     run.copy(a, b)
     (finding,) = audit([run.root]).violations
@@ -339,7 +337,7 @@ def test_counted_by_a_version_that_was_passed_over(run: PaperRun, later: int) ->
     for _ in range(later):
         run.round([a, c])
         with pytest.raises(Diverged):
-            step_outer(b.line, replace(closed, commit=replace(closed.commit, state_digest="another")), {})
+            step_outer(b.line, replace(closed, commit=replace(closed.commit, state_digest="another")))
     run.copy(a, b)
     run.round()
     result = audit([run.root])
@@ -476,7 +474,7 @@ def test_a_malformed_commit_in_a_checkpoint_is_told(run: PaperRun, tmp_path: Pat
     forge_meta(saved, lambda meta: meta.update(commit=text))
     checkpoint = load(saved)
     with pytest.raises(StateError, match=r"v00000005: its commit ") as raised:
-        restore_line(run.start("b", "lineage-1").line, checkpoint)
+        restored(run.start("b", "lineage-1").line, checkpoint)
     assert raised.value.fix == "use a checkpoint that `diloco peer` wrote"
     (finding,) = audit([run.root]).violations
     assert (finding.rule, finding.peer) == ("I5", "b")

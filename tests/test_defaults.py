@@ -136,7 +136,8 @@ def test_the_outer_step_has_the_same_bits(values: Tensor, changed: Callable[[], 
         made = []
         for ahead in (True, False):
             stepping = Stepping(state, fragment, [codec], optimizer, ahead=ahead)
-            after = stepping.finish(parts)
+            stepping.average(parts)
+            after = stepping.outer(parts)
             made += [raw(buffer) for buffer in after.buffers().values()]
         return [*made, raw(unpack(parts, fragment, [codec])), raw(aligned(values[0], values[1], fragment, 2.0))]
 

@@ -11,15 +11,14 @@ from torch import Tensor
 from diloco.base.types import Counted, Omitted
 from diloco.compress import open_codec
 from diloco.config.contract import CodecSection, OuterSection
-from diloco.outer.eager import withdraw
+from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.line import Line, Sent, keep_local, weights_at_anchor
 from diloco.outer.optimizers import open_outer
-from diloco.outer.resync import adopt_state, drop_progress
 from diloco.outer.state import OuterState
 from diloco.outer.weighing import Weighing
-from diloco.round import measure, step_outer
 from tests.gossips import World
+from tests.lines import adopt_state, drop_progress, measured, step_outer, take_back
 from tests.local import LocalPeer, LocalWorld
 from tests.test_schedule import close, commit_of
 
@@ -28,7 +27,9 @@ SHAPES = [("a", (3000,)), ("b", (50, 60))]
 FP32 = {"name": "fp32", "zstd": False}
 
 
-def line_of(name: str, dtype: torch.dtype, outer: OuterSection | None = None, **settings: object) -> Line:
+def line_of(
+    name: str, dtype: torch.dtype, outer: OuterSection | None = None, merge: str = "carry", **settings: object
+) -> Line:
     """`a` is of this dtype and `b` of fp32; the anchor is nothing that `a` can hold."""
     layout, optimizer = Layout.of(SHAPES, part_elements=1024), open_outer(outer or OuterSection(lr=0.4))
     fragment = layout.fragments[0]
@@ -44,6 +45,7 @@ def line_of(name: str, dtype: torch.dtype, outer: OuterSection | None = None, **
         Weighing(),
         state,
         commit_of(0, counted=tuple(Counted(each, 0, 1, 0, 0) for each in "xy")),
+        merge=open_merge(merge, 0.5),
         **settings,  # type: ignore[arg-type]
     )
 
@@ -81,10 +83,10 @@ def train(line: Line, count: float) -> None:
 def close_without(line: Line, other: Line, count: float) -> None:
     """A version that counts only the other, which has trained."""
     train(other, count)
-    other.sent = measure(other, {})
+    other.sent = measured(other)
     closed = close([other], [other.sent])
-    step_outer(other, closed, {})
-    step_outer(line, closed, {})
+    step_outer(other, closed)
+    step_outer(line, closed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
@@ -97,10 +99,10 @@ def test_outer_steps_smaller_than_what_weights_can_hold_add_up(dtype: torch.dtyp
     def train(peer: LocalPeer) -> None:
         with torch.no_grad():
             peer.model.weight.add_(1.0 if peer.version == 0 else step if peer.name == "p0" else 0.0)
-        peer.peer.journal.trained(10, 0)
+        peer.life.trained(10, 0, 0.001, None)
 
     for peer in world.peers:
-        peer.inner_steps = lambda peer=peer: train(peer)  # type: ignore[method-assign, misc]
+        peer.inner_step = lambda peer=peer: train(peer)  # type: ignore[method-assign, misc]
     try:
         world.rounds(world.peers, 9)
         assert len(world.settle(world.peers)) == 1
@@ -121,7 +123,7 @@ def test_gossip_keeps_what_weights_cannot_hold() -> None:
         for count in range(1, 9):
             with torch.no_grad():
                 peer.model.weight.add_(step)
-            peer.peer.trained(10, 0.001, 1.0)
+            peer.peer.trained(10, 0.001)
             peer.peer.between_steps()
             assert peer.version == count
             assert torch.equal(peer.anchor, start + count * step / 4)
@@ -136,7 +138,7 @@ def test_weights_without_progress_have_no_pseudo_gradient(dtype: torch.dtype, ov
     line, other = line_of("x", dtype), line_of("y", dtype)
 
     def nothing() -> None:
-        sent = measure(line, {}, overlaps=overlaps)
+        sent = measured(line, overlaps=overlaps)
         assert not gradient(line, sent).any()
         assert torch.equal(local_of(line), held(line))
         assert not torch.equal(held(line), line.state.fragments[0].anchor)
@@ -145,8 +147,8 @@ def test_weights_without_progress_have_no_pseudo_gradient(dtype: torch.dtype, ov
     close_without(line, other, 3.0)
     nothing()
     train(line, 5.0)
-    line.sent = measure(line, {}, overlaps=overlaps)
-    step_outer(line, close([line], [line.sent]), {})
+    line.sent = measured(line, overlaps=overlaps)
+    step_outer(line, close([line], [line.sent]))
     nothing()
     train(line, 5.0)
     with weights_at_anchor(line):
@@ -164,13 +166,13 @@ def test_progress_is_the_same_on_a_new_anchor(dtype: torch.dtype, merge: str) ->
     lines = [line_of(name, dtype, merge=merge) for name in "xy"]
     for count, line in enumerate(lines, 1):
         train(line, 4.0 * count)
-        line.sent = measure(line, {})
+        line.sent = measured(line)
     closed = close(lines, [line.sent for line in lines if line.sent])
     for line in lines:
         train(line, 16.0)
-        step_outer(line, closed, {})
+        step_outer(line, closed)
         assert torch.equal(local_of(line)[:3000], (held(line) + ulps(line, 16.0))[:3000])
-        progress = gradient(line, measure(line, {}))
+        progress = gradient(line, measured(line))
         assert torch.equal(progress[:3000], -ulps(line, 16.0)[:3000])
         torch.testing.assert_close(progress, -ulps(line, 16.0), rtol=0, atol=1e-6)
 
@@ -182,14 +184,14 @@ def test_what_is_not_counted_stays_progress(dtype: torch.dtype, omitted: bool) -
     line, other = line_of("x", dtype), line_of("y", dtype)
     train(line, 8.0)
     train(other, 2.5)
-    line.sent, other.sent = measure(line, {}), measure(other, {})
+    line.sent, other.sent = measured(line), measured(other)
     both = close([line, other], [line.sent, other.sent])
     alone = close([other], [other.sent])
     if omitted:
         only = replace(both.commit, omitted=(Omitted("x", 0, 1),))
         alone = replace(both, commit=only)
-    step_outer(line, alone, {})
-    progress, part = gradient(line, measure(line, {})), slice(0, 1024) if omitted else slice(0, 2000)
+    step_outer(line, alone)
+    progress, part = gradient(line, measured(line)), slice(0, 1024) if omitted else slice(0, 2000)
     assert torch.equal(progress[part], -ulps(line, 8.0)[part])
     assert bool(progress[1024:].any()) is not omitted
 
@@ -199,9 +201,9 @@ def test_what_eager_foresaw_is_taken_back_without_a_trace(dtype: torch.dtype) ->
     line = line_of("x", dtype, merge="eager")
     train(line, 8.0)
     trained = local_of(line)
-    line.sent = measure(line, {})
+    line.sent = measured(line)
     assert not torch.equal(local_of(line), trained)
-    withdraw(line)
+    take_back(line)
     assert torch.equal(local_of(line)[:3000], trained[:3000])
     torch.testing.assert_close(local_of(line), trained)
 
@@ -211,7 +213,7 @@ def test_what_was_sent_stays_sent_on_a_copied_state(dtype: torch.dtype) -> None:
     line, other = line_of("x", dtype), line_of("y", dtype)
     wrong = replace(other.state.fragments[0], anchor=other.state.fragments[0].anchor + ulps(line, 3.3))
     train(line, 8.0)
-    line.sent = measure(line, {})
+    line.sent = measured(line)
     keep_local(line)
     adopt_state(line, other.state.replace(0, wrong, 0), line.commit)
     assert line.sent is not None

@@ -20,6 +20,7 @@ from diloco.protocol import coordinating
 from diloco.protocol.messages import FetchMean, Offered, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
+from tests.fronts import drive
 from tests.local import SITE, LocalPeer, LocalWorld
 from tests.peers import DEADLINE_S, until
 
@@ -56,23 +57,15 @@ def test_peers_hold_the_same_bits_after_every_version(world: LocalWorld) -> None
     assert world.peers[0].commits[-1].tokens == 5 * 3 * 10
 
 
-def test_versions_that_close_while_nobody_waits_for_them_are_applied_in_order(
-    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_that_close_while_nobody_waits_for_them_are_applied_in_order(world: LocalWorld) -> None:
     """Somebody pressed Ctrl-C while the exchange went on, and the loop goes on all the same."""
     *others, mine = world.peers
-    outcome, exchange = mine.peer.exchange.outcome, mine.peer.exchange
-
-    def interrupted(patience: Callable[[], bool]) -> Any:
-        monkeypatch.setattr(exchange, "outcome", outcome)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exchange, "outcome", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        mine.round()
-    mine.inner_steps()  # beside what is on its way
+    rest = mine.offer()
+    mine.life.interrupted()
+    mine.inner_step()  # beside what is on its way
     world.rounds(others, 1)
-    until(lambda: exchange.version == 1, "the version has closed here, too", 10.0)
+    until(lambda: mine.peer.exchange.version == 1, "the version has closed here, too", 10.0)
+    drive(rest)
     world.rounds(world.peers, 2)
     assert counted(others[0])[1:] == [["p0", "p1", "p2"]] * 3
     tokens = [entry.tokens for commit in others[0].commits for entry in commit.counted if entry.peer == "p2"]
@@ -121,16 +114,16 @@ def test_outer_steps_in_place_have_the_same_bits(world: LocalWorld) -> None:
 
 def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
     exchange, line = world.peers[0].peer.exchange, world.peers[0].peer.line
-    assert exchange.spare()
+    assert exchange.spare().result(10.0)
     with pytest.raises(LinkRefused):
         world.run(exchange.on_state_offer(""))
     waiting = asyncio.run_coroutine_threadsafe(exchange.on_state_offer(""), world.loop)
     exchange.hold(line.state, line.commit)
     assert waiting.result(DEADLINE_S).digest == line.state.digest
-    assert not exchange.spare()  # somebody is about to copy it
+    assert not exchange.spare().result(10.0)  # somebody is about to copy it
     other = world.peers[1].peer
     assert world.run(other.exchange.on_state_offer(other.line.state.digest)).digest == other.line.state.digest
-    assert other.exchange.spare()  # it was asked by one who has that state
+    assert other.exchange.spare().result(10.0)  # it was asked by one who has that state
 
 
 def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +220,7 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     timing = sleeper.peer.exchange.machine.timing
     sleeper.peer.exchange.machine.timing = replace(timing, heartbeat_s=1e9)
     world.rounds(awake, 6)
-    sleeper.inner_steps()
+    sleeper.inner_step()
     copies = sleeper.copies
     sleeper.peer.exchange.machine.timing = timing
     sleeper.peer.exchange.machine._heartbeat_at = 0.0
@@ -235,7 +228,7 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
 
     def come_back() -> list[str]:
         while not (sleeper.peer.exchange.in_view and sleeper.version >= awake[0].version - 1):
-            sleeper.peer.catch_up(sleeper.on_closed, timeout_s=0.2)
+            sleeper.catch_up()
         while "p2" not in counted(sleeper)[-1]:
             sleeper.round()
         return counted(sleeper)[-1]
@@ -270,7 +263,7 @@ def test_commits_that_take_long_to_come_are_not_asked_for_again(
     world.call(lambda: world.network.thaw(sleeper.address))
     until(lambda: sleeper.peer.exchange.version >= 4, "it has caught up", 20.0)
     assert sorted(asked) == sorted(set(asked))
-    sleeper.peer.catch_up(sleeper.on_closed)
+    sleeper.catch_up()
     agree(world.peers)
 
 
@@ -365,9 +358,10 @@ def test_a_leaver_and_a_dead_peer_of_the_same_version_are_told_apart(world: Loca
 def test_who_leaves_applies_what_closed_before_its_goodbye(world: LocalWorld, counts: bool) -> None:
     """Whether it counts what was sent or not."""
     *staying, leaver = world.peers
-    leaver.inner_steps()
     if counts:
-        assert leaver.peer.begin(leaver.on_closed) is None
+        leaver.offer()
+    else:
+        leaver.inner_step()
     world.rounds(staying, 1)
     until(lambda: leaver.peer.exchange.version == 1, "it hears of the version", 10.0)
     leaver.leave()

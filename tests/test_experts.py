@@ -45,7 +45,7 @@ def site(root: Path, case: str = "") -> Site:
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps each goes on from one rank's checkpoint, and one rank from its."""
+    """All cases, on every rank. After its steps each goes on from one rank's checkpoint, and one rank from its."""
     found = {}
     alone: dict[str, tuple[Run, State, float]] = {}
     for case, (_, model) in CASES.items():
@@ -53,7 +53,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         if key not in alone:
             one = Run(contract(case), site(root), Island(0, 1, CPU))
             one.train(STEPS)
-            alone[key] = one, one.state(root / f"alone-{len(alone)}"), heldout(one)
+            alone[key] = one, one.state(root / f"alone-{len(alone)}"), one.heldout()
         one, expected, expected_heldout = alone[key]
         run = Run(contract(case), site(root, case), island)
         run.train(STEPS)
@@ -61,7 +61,7 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         found[case] = {
             "losses": furthest(run.losses, expected.losses),
             "weights": max((weights[name] - value).abs().max().item() for name, value in expected.weights.items()),
-            "heldout": heldout(run) / expected_heldout - 1,
+            "heldout": run.heldout() / expected_heldout - 1,
             "share": share_of_experts(run),
         }
         one.train(STEPS + 2 - len(one.losses))
@@ -70,27 +70,19 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
             each.take(state)
             each.train(2)
             found[case][name] = furthest(each.losses, one.losses)
-        island.dismiss()
     return found
 
 
 def share_of_experts(run: Run) -> float:
     """How much of all experts this rank holds."""
-    stacks = [value for name, value in run.bench.model.named_parameters() if ".experts." in name]
+    stacks = [value for name, value in run.model.model.named_parameters() if ".experts." in name]
     return sum(value.to_local().numel() for value in stacks) / max(sum(value.numel() for value in stacks), 1)
-
-
-def heldout(run: Run) -> float:
-    """The loss of the local weights on four held-out sequences."""
-    blocks = run.bench.dataset.heldout(4).contiguous()
-    run.bench.island.announce("evaluate", shape=tuple(blocks.shape))
-    return run.bench._evaluate(tuple(blocks.shape), blocks)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("experts")
-    return found_by(lead, [(contract(case), site(root, case)) for case in CASES], root)
+    return found_by(lead, root)
 
 
 @pytest.mark.parametrize("case", CASES)

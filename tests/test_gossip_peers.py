@@ -26,14 +26,14 @@ from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
 from diloco.gossip.swapping import Arriving
 from diloco.gossip.swaps import Stage, Swap
-from diloco.island.slices import whole_slices
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
 from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
-from diloco.storage.checkpoint import load, save
+from diloco.storage.checkpoint import load
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.link import Link, LinkRefused
+from tests.fronts import drive
 from tests.gossips import ELEMENTS, TOKENS, Gossiper, World
 from tests.peers import KEYS, until
 
@@ -73,7 +73,7 @@ def test_a_swap_is_the_papers_on_both_sides(make: Callable[..., World]) -> None:
             fast[:] = [a.local, b.local]
         return a.version == b.version == 1
 
-    b.peer.trained(TOKENS, 0.001, 1.0)
+    b.peer.trained(TOKENS, 0.001)
     a.step()
     world.until(swapped, "both have swapped")
     mean = pair_mean(*fast)
@@ -138,7 +138,7 @@ def finish(peers: list[Gossiper]) -> None:
     """All average, each on a thread of its own, as in real life."""
 
     async def together() -> None:
-        await asyncio.gather(*(asyncio.to_thread(peer.peer.average, lambda: True) for peer in peers))
+        await asyncio.gather(*(asyncio.to_thread(drive, peer.peer.average()) for peer in peers))
 
     asyncio.run(asyncio.wait_for(together(), 40))
 
@@ -154,7 +154,7 @@ def test_a_dozen_peers_each_on_its_own_hear_of_all_and_end_alike() -> None:
         while not peer.peer.finishing:
             peer.step()
             time.sleep(0.005)
-        peer.peer.average(lambda: True)
+        drive(peer.peer.average())
 
     async def together() -> None:
         await asyncio.gather(*(asyncio.to_thread(live, peer) for peer in world.peers))
@@ -182,10 +182,10 @@ def test_a_joiner_begins_where_another_stands_and_everybody_hears_of_it(make: Ca
     assert torch.equal(c.anchor, a.anchor)
     assert torch.equal(*(peer.peer.line.state.fragments[0].slots["momentum"] for peer in (a, c)))
     assert c.version == 0
-    c.peer.enter(lambda: True)
+    drive(c.peer.enter())
     partners = lambda: {event["partner"] for event in c.events("swap")}  # noqa: E731
     world.until(lambda: partners() == {"p0", "p1"}, "p2 has met both", a, b, c)
-    status = json.loads(c.peer.exchange._ask(c.peer.exchange.on_status))
+    status = json.loads(c.peer.exchange._ask(c.peer.exchange.on_status).result(10.0))
     assert [entry["peer"] for entry in status["peers"]] == ["p2", "p0", "p1"]
     assert status["spread"] == c.peer.spread
     assert re.search(r"peer +version +spread", status_text(status))
@@ -212,9 +212,9 @@ def test_who_is_asked_to_leave_copies_no_state_to_its_end() -> None:
         b = world.peers[1].peer
         world.ask(lambda: world.network.freeze("p0:1"))
         asked: list[float] = []
-        b.idle = lambda: bool(asked.append(monotonic_s())) or len(asked) < 3
+        b.asked_to_leave = lambda: bool(asked.append(monotonic_s())) or len(asked) >= 3
         with pytest.raises(StateError, match="asked to leave"):
-            b._copy_state(["p0:1"] * 9)
+            drive(b._copy_state(["p0:1"] * 9))
         assert len(asked) in (3, 4)
     finally:
         world.close()
@@ -226,7 +226,7 @@ def test_a_peer_that_leaves_gives_its_progress_away(make: Callable[..., World]) 
     a.step()
 
     async def together() -> None:
-        leaving = asyncio.create_task(asyncio.to_thread(a.peer.leave, lambda: True))
+        leaving = asyncio.create_task(asyncio.to_thread(drive, a.peer.leave()))
         while not leaving.done():
             b.peer.between_steps()
             await asyncio.sleep(0.01)
@@ -253,7 +253,7 @@ def test_a_peer_that_is_alone_steps_alone(make: Callable[..., World]) -> None:
     (event,) = a.events("swap")
     assert (event["partner"], event["spread"], event["inner_tokens"]) == ("p0", None, 2 * TOKENS)
     a.step()
-    a.peer.average(lambda: True)  # what was trained since is in the end's anchor, too
+    drive(a.peer.average())  # what was trained since is in the end's anchor, too
     assert torch.equal(a.local, a.anchor)
     assert a.version == 2
 
@@ -287,7 +287,7 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
 def test_a_partner_has_the_time_of_two_inner_steps_from_the_first_swap_on(make: Callable[..., World]) -> None:
     """Nobody has swapped yet, so that nobody has told a pace over a whole round."""
     a, b = make(2).peers
-    a.peer.trained(TOKENS, 30.0, 1.0)
+    a.peer.trained(TOKENS, 30.0)
     a.peer.between_steps()
     asked = until(lambda: b.peer.exchange._swaps.current, "b is asked for a swap", 10.0)
     assert asked.deadline_s - monotonic_s() > 50.0  # a reads its weights after its next step only
@@ -350,7 +350,7 @@ def test_weights_that_are_not_finite_are_thrown_away_and_not_sent(make: Callable
     a, b = world.peers
     with torch.no_grad():
         a.model.weight[0] = float("nan")
-    a.peer.trained(TOKENS, 0.001, 1.0)
+    a.peer.trained(TOKENS, 0.001)
     world.until(lambda: a.events("skip"), "a notices")
     assert a.peer.discarded_tokens == TOKENS
     assert torch.equal(a.local, a.anchor)
@@ -539,10 +539,9 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     world.until(lambda: min(a.version, b.version) >= 2, "some swaps", a, b)
     while not a.peer.line.trained.tokens:
         a.step()
-    groups, meta = a.peer.to_save()
-    assert meta["others"] == [b.peer.address]
-    groups["local"] = whole_slices({"weight": a.model.weight})
-    save(tmp_path, version=a.version, groups=groups, meta=meta, keep=1)
+    a.peer.rank.folder = tmp_path
+    drive(a.peer.keeper.last(a.version))
+    assert load(tmp_path).meta["others"] == [b.peer.address]
     local, version, tokens = a.local, a.version, a.peer.tokens
     a.die()
     again = world.add("p0", load(tmp_path))
@@ -550,6 +549,6 @@ def test_a_peer_comes_back_with_all_it_had(make: Callable[..., World], tmp_path:
     assert torch.equal(again.anchor, a.anchor)
     assert (again.version, again.peer.tokens) == (version, tokens)
     assert again.peer.line.trained.tokens == a.peer.line.trained.tokens
-    again.peer.enter(lambda: True)
+    drive(again.peer.enter())
     world.until(lambda: again.version > version, "it swaps again", again, b)
-    assert b.peer.exchange._ask(b.peer.exchange.acquaintances.tokens) >= tokens
+    assert b.peer.exchange._ask(b.peer.exchange.acquaintances.tokens).result(10.0) >= tokens

@@ -85,7 +85,7 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     monkeypatch.setattr(Gate, "open_directory", slow)
     monkeypatch.setattr(Runtime, "_hello", knocked)
     with ThreadPoolExecutor(1) as pool:
-        founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4), Site())
+        founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4))
         try:
             joiner = diloco.join(served.get(timeout=DEADLINE_S), nn.Linear(4, 4))
         finally:
@@ -109,15 +109,16 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
     monkeypatch.setattr(NoDirectory, "lookup", lookup)
     monkeypatch.setattr(threading, "excepthook", raised.append)
     before = set(threading.enumerate())  # those of other tests
-    run = diloco.found(contract(), nn.Linear(4, 4), Site())
+    run = diloco.found(contract(), nn.Linear(4, 4))
     (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
     assert looks.wait(DEADLINE_S)
-    monkeypatch.setattr(type(run._peer.exchange), "alone", True)  # whom it finds it is to tell of
+    monkeypatch.setattr(type(run._leading.peer.exchange), "alone", True)  # whom it finds it is to tell of
+    loop = run._leading.peer.gate.runtime.loop
     run.close()
     ended.set()
     presence.join(10.0)
     assert not presence.is_alive()
-    assert run._gate.runtime.loop.is_closed()
+    assert loop.is_closed()
     assert raised == []
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_is_closed_leaves_no_file_open() -> None:
     """Each left three of its loop's, for as long as the process lived."""
     counts, runs = [], []
     for _ in range(3):
-        runs.append(diloco.found(contract(), nn.Linear(4, 4), Site()))
+        runs.append(diloco.found(contract(), nn.Linear(4, 4)))
         runs[-1].close()
         counts.append(len(os.listdir("/proc/self/fd")))
     assert counts[2] == counts[1]  # the first has opened what gRPC keeps
@@ -157,8 +158,8 @@ def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pyte
 
 def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
     """As for an island that comes back to the members of its last version: ports are used again."""
-    other = diloco.found(contract("other"), nn.Linear(4, 4), Site())
-    founder = diloco.found(contract(), nn.Linear(4, 4), Site())
+    other = diloco.found(contract("other"), nn.Linear(4, 4))
+    founder = diloco.found(contract(), nn.Linear(4, 4))
     gate = Gate(Site())
     try:
         digest = contract().digest[:12]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s
+from diloco.base.decisions import Adopt, Measure
 from diloco.base.errors import ResourceError
 from diloco.base.ranks import Alone
 from diloco.base.types import Contribution
@@ -37,21 +38,20 @@ from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane, LaneEvents
 from diloco.exchange.lanes import FirstRank, RankListener, RemoteLane
-from diloco.inner.workbench import Bench, Workbench
+from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.outer.line import Line, complete
 from diloco.outer.optimizers import open_outer
-from diloco.outer.resync import adopt_state
 from diloco.outer.state import OuterState, StateChunk
 from diloco.outer.stepping import Stepping
-from diloco.peer.terms import lane_terms, open_line
+from diloco.peer.rank import PeerRank
+from diloco.peer.terms import lane_terms
 from diloco.protocol.streams import StateOffer
-from diloco.round import measure
-from diloco.run.follower import Follower
 from diloco.transport.runtime import Runtime
+from tests.fronts import drive
 from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree
 from tests.warm import run_ranks
@@ -119,7 +119,9 @@ def test_steps_of_the_parts_are_a_step_of_the_whole(lanes: int) -> None:
         own = torch.cat([anchor[slice(*whole.place_of(part))] for part in fragment.cuts] or [torch.empty(0)])
         state = OuterState(0, (optimizer.start(own, fragment),))
         held = [mean if part in fragment.cuts else b"" for part, mean in enumerate(means)]
-        after = Stepping(state, fragment, codecs, optimizer).finish(held)
+        stepping = Stepping(state, fragment, codecs, optimizer)
+        stepping.average(held)
+        after = stepping.outer(held)
         stepped.append(after)
         for part, (begin, end) in fragment.cuts.items():
             place = slice(*whole.place_of(part))
@@ -159,11 +161,10 @@ def contract(fragments: int = 1) -> Contract:
 def live(place: int, root: Path) -> None:
     """On both ranks: read, write something else, read again, by every mesh and number of lanes."""
     island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}")
-    expected = whole_of(Workbench(contract(), site(root, {}), Island(0, 1, CPU)).weights.parameters)
+    expected = whole_of(RankModel(contract(), site(root, {}), Island(0, 1, CPU)).weights.parameters)
     found, pool = {}, ThreadPoolExecutor(1)
     for name, mesh in MESHES.items():
-        made = Workbench if island.leads else follower
-        bench = made(contract(), site(root, mesh), island)
+        bench = RankModel(contract(), site(root, mesh), island)
         for lanes in (1, 2):
             layout = Layout.agreed(bench.weights.shapes, contract()).on_lane(island.rank, lanes)
             for fragment in layout.fragments:
@@ -189,10 +190,6 @@ def live(place: int, root: Path) -> None:
     (root / f"done-{place}").write_text(" ".join(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-def follower(contract: Contract, site: Site, island: Island) -> Bench:
-    return Bench(contract, site, island, int(island.share()))
 
 
 def site(root: Path, mesh: dict[str, object], network: dict[str, object] | None = None) -> Site:
@@ -221,21 +218,19 @@ def adopting(place: int, root: Path) -> None:
     """Rank 0 holds all parts. It is given a state of version 1, and then measures what is due."""
     island = Island.at(place, 2, CPU, rendezvous=f"file://{root / 'meeting'}", timeout_s=60.0)
     one_lane = site(root, {"shard": "parameters"}, {"lanes": 1})
-    if place:
-        rank = Follower(contract(2), one_lane, island)
-        rank.serve()
-        state = rank.line.state
-        island.close()
-    else:
-        bench = Workbench(contract(2), one_lane, island)
-        line = open_line("a", contract(2), bench.weights, island=island)
-        moved = [replace(one, anchor=one.anchor + 1.0, steps=1) for one in line.state.fragments]
-        adopt_state(line, OuterState(1, tuple(moved)), None)
-        sent, state = measure(line, {}, overlaps=True), line.state
-        assert line.due.index == 1
-        assert sent.local is not None
-        assert torch.equal(sent.local, state.fragments[1].anchor)
-        bench.close()
+    model = RankModel(contract(2), one_lane, island)
+    rank = PeerRank(contract(2), one_lane, island, model.weights, model)
+    line = rank.line
+    moved = [replace(one, anchor=one.anchor + 1.0, steps=1) for one in line.state.fragments]
+    drive(rank.perform(Adopt(1, (1, 1), False), OuterState(1, tuple(moved)) if island.leads else None))
+    drive(rank.perform(Measure(0.0, 1, True)))
+    state = line.state
+    assert line.due.index == 1
+    assert line.sent is not None
+    assert line.sent.local is not None
+    assert torch.equal(line.sent.local, state.fragments[1].anchor)
+    rank.close()
+    island.close()
     (root / f"at-{place}").write_text(f"{state.version} {[one.steps for one in state.fragments]}")
 
 
@@ -403,13 +398,13 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
 
 
 def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -> None:
-    with two_ranks() as (remote, _, lane, _, loop), ThreadPoolExecutor(1) as pool:
+    with two_ranks() as (remote, _, lane, _, loop):
         parts = Blocked()
         lane.take(Contribution(0, 1, 1, 1, 1, parts))
         exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
         Background.__init__(exchange, loop)
         exchange.lanes = [lane, remote]
-        asked = pool.submit(exchange.whole, Contribution(0, 1, 1, 1, 1, [b"", b""]))
+        asked = exchange.whole(Contribution(0, 1, 1, 1, 1, [b"", b""]))
         exchange.failed(ResourceError("the exchange failed"))
         with pytest.raises(ResourceError, match="the exchange failed"):
             asked.result(DEADLINE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import socket
 import subprocess
@@ -20,12 +19,17 @@ import torch
 
 import diloco
 from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, TicketError, UnreachableError, UsageError
+from diloco.base.life import done
 from diloco.config.contract import Contract
 from diloco.config.site import PeerSection, Site
+from diloco.island import Island
 from diloco.observe.event_log import read_lines
+from diloco.observe.events import VersionClosed
 from diloco.protocol.coordinating import Coordinating
-from diloco.run import library
-from diloco.run.library import AgreedRun
+from diloco.run import run as run_module
+from diloco.run.door import Entrance, Parts, open_run
+from diloco.run.own_loop import OwnLoop
+from diloco.run.run import Run
 from diloco.transport.gate import Gate
 from tests.local import ELEMENTS, LocalGate, LocalWorld
 from tests.peers import until
@@ -97,9 +101,11 @@ def test_a_loop_beside_a_faster_peer_syncs_more_often(monkeypatch: pytest.Monkey
         "inner": {"steps": 32, "sized_by": "speed"},
     }
     with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8)) as run:
-        monkeypatch.setattr(run._peer.exchange, "speeds", lambda: (1e12, 0.0))  # another peer's pace, tokens per second
+        monkeypatch.setattr(
+            peer_of(run).exchange, "speeds", lambda: done((1e12, 0.0))
+        )  # another peer's pace, tokens per second
         closed = [step for step in range(1, 41) if run.step(tokens=16)]
-        assert run._peer.progress.pace > 0
+        assert peer_of(run).progress.pace > 0
     assert closed == [32, 34, 36, 38, 40]  # a whole round before anything is known, then H / 16
 
 
@@ -116,13 +122,18 @@ def test_how_long_a_step_takes_does_not_depend_on_the_tokens_in_it(monkeypatch: 
         "inner": {"steps": 4, "comm_share": 0.5, "most_steps": 100},
         "sync": {"overlap": 1},
     }
-    seconds = itertools.count()
-    monkeypatch.setattr(library, "monotonic_s", lambda: float(next(seconds)))
+    clock = [0.0]
+    monkeypatch.setattr(run_module, "monotonic_s", lambda: clock[0])
+
+    def step(run: Run) -> bool:
+        clock[0] += 1.0
+        return bool(run.step(tokens=1_000_000))
+
     with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8)) as run:
-        exchange = run._peer.exchange
-        monkeypatch.setattr(exchange, "speeds", lambda: (0.0, 11.0))
-        closed = [step for step in range(1, 28) if run.step(tokens=1_000_000)]
-        assert exchange.overlap_tokens / run._peer.progress.pace == pytest.approx(1.0)
+        exchange = peer_of(run).exchange
+        monkeypatch.setattr(exchange, "speeds", lambda: done((0.0, 11.0)))
+        closed = [count for count in range(1, 28) if step(run)]
+        assert exchange.overlap_tokens / peer_of(run).progress.pace == pytest.approx(1.0)
     assert closed == [5, 15, 25]
 
 
@@ -142,7 +153,7 @@ def test_two_loops_gossip_and_end_alike() -> None:
             while not run.done:
                 with torch.no_grad():
                     model.weight.add_((target - model.weight) * 0.2)
-                assert run.step(tokens=10) is None
+                run.step(tokens=10)
                 time.sleep(0.002)
             assert len(run.peers) == 2
 
@@ -172,7 +183,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(UnreachableError, match="nobody answers"):
         diloco.join("127.0.0.1:1", model)
     tree = {"run": {"name": "shapes", "total_tokens": 1000}, "model": {"kind": "external"}}
-    founder = diloco.found(Contract.model_validate(tree), model, Site())
+    founder = diloco.found(Contract.model_validate(tree), model)
     try:
         with pytest.raises(TicketError, match="the address given names 000000"):
             diloco.join(f"127.0.0.1:1,{founder.address.partition('/')[0]}/000000", model)
@@ -185,20 +196,20 @@ def test_mistakes_are_named() -> None:
 def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gates: list[Gate] = []
 
-    def gate(site: Site) -> Gate:
-        gates.append(Gate(site))
+    def gate(site: Site, lanes: int) -> Gate:
+        gates.append(Gate(site, lanes))
         return gates[-1]
 
-    monkeypatch.setattr("diloco.run.library.Gate", gate)
+    monkeypatch.setattr("diloco.run.door.Gate", gate)
     model = torch.nn.Linear(4, 4)
     tree = {"run": {"name": "freed", "total_tokens": 1000}, "model": {"kind": "external"}}
     nobody = {"codec": {"groups": ({"match": ("nothing*",), "name": "bf16"},)}}
     with pytest.raises(ConfigError, match="is empty"):
-        diloco.found(Contract.model_validate({**tree, **nobody}), model, Site())
+        diloco.found({**tree, **nobody}, model)
     (tmp_path / "file").touch()
     no_folder = Site.model_validate({"storage": {"directory": str(tmp_path / "file")}})
     with pytest.raises(ResourceError):
-        diloco.found(Contract.model_validate(tree), model, no_folder)
+        diloco.found(Contract.model_validate(tree), model, site=no_folder)
     assert [gate.runtime.loop.is_running() for gate in gates] == [False, False]
     assert all(gate.directory._process.poll() is not None for gate in gates)
 
@@ -227,6 +238,15 @@ def test_tokens_are_counted_whatever_holds_them(policy: str) -> None:
 # ---------------------------------------------------------------- among others
 
 
+def life_of(run: Run) -> Any:
+    assert run._leading is not None
+    return run._leading.life
+
+
+def peer_of(run: Run) -> Any:
+    return life_of(run).peer
+
+
 class Own:
     """A loop with H = 4 and an overlap of 2 around a model of its own, among three peers, on a network in memory.
 
@@ -238,8 +258,11 @@ class Own:
         self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
         gate: Any = LocalGate(world, "own:1", world.ask(world.peers[0].peer.exchange.on_hello))
         site = world.site.model_copy(update={"peer": PeerSection(name="p9")})
-        self.run = AgreedRun(world.contract, site, self.model, gate)
-        self.peer = self.run._peer
+        island = Island(0, 1, torch.device("cpu"))
+        loop = OwnLoop(self.model, island, {})
+        entrance = Entrance(world.contract, gate, "p9", None)
+        self.run = open_run(lambda: entrance, site, island, lambda contract: Parts(loop.weights, loop))
+        self.peer = peer_of(self.run)
         self.others_round()
         self.enter()
 
@@ -303,8 +326,8 @@ def test_a_round_is_finished_before_later_versions_are_looked_at(own: Own) -> No
         own.others_round()
         own.others_round()
     until(lambda: own.peer.exchange.version == begun_at + 2, "it hears of both", 10.0)
-    outcome = own.steps(2)
-    assert outcome[0].commit.version == begun_at + 1
+    versions = [event.version for event in own.steps(2) if isinstance(event, VersionClosed)]
+    assert versions[0] == begun_at + 1
     own.enter()
     assert own.peer.journal.totals.committed == own.counted() == 40
     assert own.peer.journal.totals.uncommitted == own.peer.line.trained.tokens == 20
@@ -313,13 +336,14 @@ def test_a_round_is_finished_before_later_versions_are_looked_at(own: Own) -> No
 def test_whoever_leaves_does_not_wait_to_be_let_in_once_more(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last contribution was counted by a version whose view leaves it out; the others then are quiet."""
     own.steps(5)
-    finish = own.peer.finish
+    life = life_of(own.run)
+    exchanged = life.exchanged
 
-    def while_others_round(*rest: Any) -> Any:
+    def while_others_round() -> Any:
         own.others_round()
-        return finish(*rest)
+        return (yield from exchanged())
 
-    monkeypatch.setattr(own.peer, "finish", while_others_round)
+    monkeypatch.setattr(life, "exchanged", while_others_round)
     with nobody_reaches(own.run.name):
         leaving = threading.Thread(target=own.run.leave, daemon=True)
         leaving.start()
@@ -351,9 +375,9 @@ def test_a_ctrl_c_leaves_no_peer_behind(when: str, monkeypatch: pytest.MonkeyPat
     before = set(threading.enumerate())  # those of other tests
     run = diloco.found(Contract.model_validate(tree | {"model": {"kind": "external"}}), torch.nn.Linear(8, 8))
     if enters:
-        monkeypatch.setattr(run, "_patience", lambda limit_s: interrupted)
+        monkeypatch.setattr(peer_of(run), "catch_up", interrupted)
     else:
-        monkeypatch.setattr(run._peer.exchange, "settle", interrupted)
+        monkeypatch.setattr(peer_of(run).exchange, "settled", interrupted)
     with pytest.raises(KeyboardInterrupt), run:
         pass
     assert not any(thread.name == "exchange" for thread in set(threading.enumerate()) - before)
@@ -365,12 +389,12 @@ def test_a_ctrl_c_leaves_no_peer_behind(when: str, monkeypatch: pytest.MonkeyPat
 def test_a_loop_that_goes_on_when_the_run_is_over_and_leaves_twice(tmp_path: Path) -> None:
     tree = {"run": {"name": "over", "total_tokens": 20}, "model": {"kind": "external"}, "inner": {"steps": 1}}
     site = Site.model_validate({"storage": {"directory": str(tmp_path)}})
-    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8), site) as run:
+    with diloco.found(Contract.model_validate(tree), torch.nn.Linear(8, 8), site=site) as run:
         while not run.done:
             run.step(tokens=10)
         assert [run.step(tokens=10) for _ in range(3)] == [()] * 3
         run.leave()
     assert run.version == 2
-    assert run._peer.journal.totals.discarded == 30
+    assert run.steps == 2  # what comes after the end is not trained for anybody
     events = read_lines(tmp_path / "events.jsonl")
     assert [event["version"] for event in events if event["kind"] == "version"] == [1, 2]

@@ -1,12 +1,13 @@
 """What ranks of an island do together is what one process does: every mesh against one rank, on the same rows.
 
-One group of four processes does all cases. Rank 0 leads through the workbench, as a trainer does; the others serve.
+One group of four processes does all cases, each the same calls, as a trainer does.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco.base.clock import monotonic_s
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.inner.workbench import Bench, Workbench
+from diloco.inner.rank_model import RankModel
 from diloco.island import Island
-from diloco.island.bridge import Bridge, Led
 from diloco.island.slices import whole_slices
 from diloco.outer.fragments import Layout, write_fragment
 from diloco.storage.checkpoint import Checkpoint, load
+from diloco.storage.saving import Saver
 from tests.warm import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parallel")]  # one worker makes the fixture, once
@@ -42,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
 CHECKPOINTING = {"zero-1": "full", "zero-3": "selective"}
 COMPILED = {"fsdp+tp", "zero-3"}
 Lead = Callable[[Path, Island], dict[str, dict[str, float]]]
-Cases = Sequence[tuple[Contract, Site]]
 
 
 def contract() -> Contract:
@@ -72,32 +73,49 @@ class Run:
     """Some steps on one mesh, from the same weights and on the same rows as on any other."""
 
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
-        self.bench = Workbench(contract, site, island)
+        self.model, self.island = RankModel(contract, site, island), island
         self.losses: list[float] = []
-        held = self.bench.weights
-        self._weights = Led(held, island) if isinstance(held, Bridge) else held
-        self._layout = Layout.agreed(held.shapes, contract)
+        self._saver = Saver(island)
+        self._layout = Layout.agreed(self.model.weights.shapes, contract).on_lane(island.rank, 1)
 
     def train(self, steps: int) -> None:
         for step in range(len(self.losses), len(self.losses) + steps):
-            self.losses.append(self.bench.step(rows(step), 10_000 + step))
+            block = rows(step) if self.island.leads else None
+            self.losses.append(self.model.step(block, 10_000 + step, monotonic_s()))
 
     def weights(self) -> dict[str, Tensor]:
-        whole = {name: torch.empty(shape) for name, shape in self._weights.shapes}
+        """All of them on rank 0, and zeros on the others."""
+        whole = {name: torch.zeros(shape) for name, shape in self.model.weights.shapes}
         for fragment in self._layout.fragments:
-            write_fragment(whole, fragment, self._weights.read(fragment))
+            flat = self.model.weights.read(fragment)
+            if self.island.leads:
+                write_fragment(whole, fragment, flat)
         return whole
+
+    def heldout(self) -> float:
+        """Loss of the local weights on the held-out sequences."""
+        return self.model.evaluate()
 
     def state(self, folder: Path) -> State:
         """A checkpoint, after two others: what one rank holds has changed, and changed back."""
+        folder = folder if self.island.size > 1 else folder / str(os.getpid())
         for group in ({}, {"own": whole_slices({"0/momentum": torch.zeros(5000)})}):
-            self.bench.save(folder, 1, ({"local": [], **group}, {}), 1).result()
-        written = self.bench.save(folder, len(self.losses), ({"local": []}, {}), 1).result()
-        return State(self.weights(), load(written.path), list(self.losses))
+            self._save(folder, 1, group)
+        self._save(folder, len(self.losses), {})
+        self.island.all(True)  # or the last is not there yet
+        return State(self.weights(), load(folder), list(self.losses))
+
+    def _save(self, folder: Path, version: int, group: dict[str, Any]) -> None:
+        live, (kept, numbers) = self.model.live(local=True), self.model.kept()
+        if self.island.leads:
+            self._saver.save(folder, version, {**kept, **group}, live, numbers, 1).result()
+        else:
+            self._saver.save_part({}, live)
+            self._saver.finish()
 
     def take(self, state: State) -> None:
         """Go on where another stood."""
-        self.bench.restore(state.checkpoint)
+        self.model.restore(lambda: state.checkpoint)
         self.losses = list(state.losses)
 
 
@@ -111,8 +129,8 @@ def furthest(losses: list[float], expected: list[float]) -> float:
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps, one rank goes on from each mesh's checkpoint, and each mesh from one rank's
-    and from that of the mesh before it."""
+    """All cases, on every rank. After its steps, one rank goes on from each mesh's checkpoint, and each mesh from one
+    rank's and from that of the mesh before it."""
     plain = Site.model_validate({"data": {"root": str(root)}, "device": {"kind": "cpu"}})
     alone = Run(contract(), plain, Island(0, 1, CPU))
     alone.train(STEPS)
@@ -132,7 +150,6 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
             each.train(2)
             found[case][name] = furthest(each.losses, alone.losses)
         before = reached
-        island.dismiss()
     return found
 
 
@@ -147,24 +164,22 @@ def on_disk(state: State) -> dict[str, float]:
     return {"apart": apart, "written": sum(own.values()) / tensors, "largest": max(own.values()) / sum(own.values())}
 
 
-def live(place: int, root: Path, meeting: str, lead: Lead, cases: Cases, ranks: int) -> None:
-    """One of the processes: rank 0 leads through the cases, and writes down what it found; the others follow."""
+def live(place: int, root: Path, meeting: str, lead: Lead, ranks: int) -> None:
+    """One of the processes; rank 0 writes down what it found."""
     # What a compiler is given is what may not go together; the code that it makes of it takes a minute more.
     nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[method-assign]
     island = Island.at(place, ranks, CPU, rendezvous=meeting)
+    found = lead(root, island)
     if island.leads:
-        (root / "found.json").write_text(json.dumps(lead(root, island)))
-    else:
-        for agreed, local in cases:
-            Bench.follow(agreed, local, island)
+        (root / "found.json").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def found_by(lead: Lead, cases: Cases, root: Path, ranks: int = RANKS) -> dict[str, dict[str, float]]:
+def found_by(lead: Lead, root: Path, ranks: int = RANKS) -> dict[str, dict[str, float]]:
     """What rank 0 of one group of processes found, by case."""
     (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 400)
-    run_ranks(live, ranks, root, f"file://{root / 'meeting'}", lead, cases, ranks)
+    run_ranks(live, ranks, root, f"file://{root / 'meeting'}", lead, ranks)
     found: dict[str, dict[str, float]] = json.loads((root / "found.json").read_text())
     return found
 
@@ -172,7 +187,7 @@ def found_by(lead: Lead, cases: Cases, root: Path, ranks: int = RANKS) -> dict[s
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("parallel")
-    return found_by(lead, [(contract(), case_site(case, root)) for case in CASES], root)
+    return found_by(lead, root)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ from torch import Tensor
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.island import Island
-from tests.test_experts import EXPERTS, heldout
+from tests.test_experts import EXPERTS
 from tests.test_parallel import CPU, STEPS, Run, State, found_by, furthest
 from tests.test_parallel import contract as small
 
@@ -75,12 +75,12 @@ class One:
         """Weights and held-out loss. Asked again: for as many steps, or for more than `losses` was."""
         if steps not in self.known:
             assert len(self.losses(steps)) == len(self.run.losses), "it is further already"
-            self.known[steps] = self.run.weights(), heldout(self.run)
+            self.known[steps] = self.run.weights(), self.run.heldout()
         return self.known[steps]
 
 
 def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
-    """All cases on rank 0. After its steps one process goes on from each state, and the next mesh, too."""
+    """All cases, on every rank. After its steps one process goes on from each state, and the next mesh, too."""
     found = {}
     alone: dict[str, One] = {}
     before: dict[str, State] = {}
@@ -94,12 +94,11 @@ def lead(root: Path, island: Island) -> dict[str, dict[str, float]]:
         found[case] = {
             "losses": furthest(run.losses, one.losses(steps)),
             "weights": max((reached.weights[name] - value).abs().max().item() for name, value in weights.items()),
-            "held out": heldout(run) / expected_heldout - 1,
+            "held out": run.heldout() / expected_heldout - 1,
             "onto one process": gone_on(Run(contract(case), site(root), Island(0, 1, CPU)), reached, one),
             "from another mesh": gone_on(run, before[key], one) if key in before else 0.0,
         }
         before[key] = reached
-        island.dismiss()
     return found
 
 
@@ -112,7 +111,7 @@ def gone_on(run: Run, state: State, one: One) -> float:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("pipeline")
-    return found_by(lead, [(contract(case), site(root, case)) for case in CASES], root)
+    return found_by(lead, root)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,10 +132,9 @@ def lead_three(root: Path, island: Island) -> dict[str, dict[str, float]]:
     run.train(STEPS)
     expected, found = one.weights(), run.weights()
     far = max((found[name] - value).abs().max().item() for name, value in expected.items())
-    island.dismiss()
     return {case: {"losses": furthest(run.losses, one.losses), "weights": far}}
 
 
 def test_eight_ranks_along_three_dimensions(tmp_path: Path) -> None:
-    found = found_by(lead_three, [(contract(case, THREE), site(tmp_path, case, THREE)) for case in THREE], tmp_path, 8)
+    found = found_by(lead_three, tmp_path, 8)
     assert max(found["pp+fsdp+tp"].values()) < 1e-4, found

@@ -20,6 +20,7 @@ from diloco.observe.events import to_json
 from diloco.storage import checkpoint, saving
 from diloco.storage.checkpoint import load
 from diloco.storage.saving import Contents, Keeper, Saver, Written
+from tests.fronts import drive
 from tests.peers import DEADLINE_S
 
 
@@ -51,14 +52,16 @@ class Training:
         self.weights, self.anchor = torch.zeros(1000), torch.zeros(1000)
         self.version = 0
         self.seen: list[EventLine] = []
-        self.keeper = Keeper(Events(None, "a", [lambda stamped: self.seen.append(to_json(stamped))]), self.begin)
+        emit = Events(None, "a", [lambda stamped: self.seen.append(to_json(stamped))]).emit
+        self.keeper = Keeper(emit, emit, self.begin)
 
     def contents(self) -> Contents:
         return {"outer": whole_slices({"0/anchor": self.anchor})}, {"version": self.version}
 
-    def begin(self, contents: Contents) -> Future[Written]:
+    def begin(self) -> Future[Written]:
+        groups, numbers = self.contents()
         live: Slices = {"local": whole_slices({"w": self.weights})}
-        return self.saver.save(self.directory, self.version, contents[0], live, contents[1], 2)
+        return self.saver.save(self.directory, self.version, groups, live, numbers, 2)
 
     def train(self) -> None:
         self.version += 1
@@ -66,10 +69,10 @@ class Training:
         self.anchor = self.anchor + 1
 
     def due(self) -> None:
-        self.keeper.due(self.version, self.contents)
+        self.keeper.due(self.version)
 
     def last(self) -> Path:
-        return self.keeper.last(self.version, self.contents)
+        return drive(self.keeper.last(self.version))
 
     def events(self, kind: str) -> list[EventLine]:
         return [event for event in self.seen if event["kind"] == kind]
@@ -86,7 +89,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_began(tmp_path: Path, disk: D
     training.due()
     training.train()
     disk.free.set()
-    training.saver.wait()
+    training.saver.finish()
     weights, anchor = held_by(tmp_path)
     assert (weights == 1).all()
     assert (anchor == 1).all()
@@ -113,8 +116,8 @@ def test_one_at_a_time_and_the_last_is_waited_for(tmp_path: Path, disk: Disk) ->
     assert last["bytes"] == sum(file.stat().st_size for file in path.iterdir())
     training.train()
     training.due()
-    training.saver.wait()
-    training.keeper.tell()
+    training.saver.finish()
+    training.keeper.look()
     assert training.events("checkpoint")[-1]["version"] == 4
 
 
@@ -136,8 +139,8 @@ def test_a_disk_that_refuses_is_a_warning_and_at_the_end_an_error(
     (tmp_path / "file").touch()
     training = Training(tmp_path / "file")
     training.due()
-    training.saver.wait()
-    training.keeper.tell()
+    training.saver.finish()
+    training.keeper.look()
     (warning,) = training.events("warning")
     assert warning["text"].startswith("no checkpoint: cannot write checkpoint")
     assert "\n" not in caplog.messages[0]  # a terminal is shown it as a backslash and an n

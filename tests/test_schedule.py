@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,20 @@ from diloco.compress import PayloadError, open_codec
 from diloco.config.contract import CodecSection, Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
-from diloco.outer.eager import weights_to_keep, withdraw
+from diloco.outer.eager import open_merge
 from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Diverged, Line, Sent, keep_local
+from diloco.outer.line import Diverged, Line, Sent, keep_local, weights_to_keep
 from diloco.outer.merge import mix
 from diloco.outer.optimizers import open_outer
-from diloco.outer.resync import adopt_state, drop_progress
 from diloco.outer.state import OuterState
-from diloco.outer.stepping import Ahead, Stepping
 from diloco.outer.weighing import Weighing
 from diloco.peer.schedule import MIN_SHARE, Cadence, Finish, Stopwatch
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
-from diloco.round import measure, step_outer
 from diloco.storage.checkpoint import load
-from diloco.storage.line_state import restore_line, save_line
+from diloco.storage.line_state import save_line
+from tests.lines import adopt_state, drop_progress, measured, restored, step_outer, take_back
 from tests.paper import VOCAB, PaperRun, contract
 
 SIZE = 6000
@@ -175,12 +172,15 @@ def commit_of(version: int, tokens: int = 0, counted: tuple[Counted, ...] = (), 
     return Commit(version, "", "l", fragment, view, counted, (), "", tokens, Leases(0, {}, (), 0), "")
 
 
-def line_of(name: str, start: Tensor, outer: OuterSection, **settings: object) -> Line:
+def line_of(
+    name: str, start: Tensor, outer: OuterSection, merge: str = "carry", mix_alpha: float = 0.5, **settings: object
+) -> Line:
     layout = Layout.of(SHAPES, part_elements=1024)
     optimizer = open_outer(outer)
     state = OuterState(0, (optimizer.start(start.clone()),))
     codec = open_codec(CodecSection(name="fp32", zstd=False))
-    return Line(name, Weights({"a": start.clone()}), layout, [codec], optimizer, Weighing(), state, **settings)  # type: ignore[arg-type]
+    weights, how = Weights({"a": start.clone()}), open_merge(merge, mix_alpha)
+    return Line(name, weights, layout, [codec], optimizer, Weighing(), state, merge=how, **settings)  # type: ignore[arg-type]
 
 
 def close(lines: list[Line], sent: list[Sent]) -> Closed:
@@ -229,9 +229,9 @@ def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) ->
         if round_number:
             closed = close(lines, [line.sent for line in lines if line.sent])
             for line in lines:
-                step_outer(line, closed, {})
+                step_outer(line, closed)
         for line in lines:
-            line.sent = measure(line, {})
+            line.sent = measured(line)
         for line, replica in zip(lines, replicas, strict=True):
             torch.testing.assert_close(line.parameters["a"], replica, rtol=1e-5, atol=1e-6)
     assert len({line.state.digest for line in lines}) == 1
@@ -261,13 +261,13 @@ def test_a_contribution_that_comes_to_nothing_is_progress_again_under_eager() ->
     line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
     train(line.parameters["a"], TARGETS[0])
     trained = line.parameters["a"].clone()
-    line.sent = measure(line, {})
+    line.sent = measured(line)
     assert not torch.equal(line.parameters["a"], trained)
     line.parameters["a"].add_(1.0)  # more steps while it is on its way
-    withdraw(line)
+    take_back(line)
     torch.testing.assert_close(line.parameters["a"], trained + 1.0)
     assert line.sent is None
-    assert line.own == {}
+    assert line.merge.own == {}
 
 
 @pytest.mark.parametrize("outer", [OuterSection(), OuterSection(optimizer="delayed_nesterov", buffer=2)])
@@ -282,12 +282,12 @@ def test_what_eager_foresees_of_momentum_fades_with_each_version(outer: OuterSec
             train(line.parameters["a"], target)
         share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
         for line in contributors:
-            line.sent = measure(line, {})
+            line.sent = measured(line)
         expected = alone.step(expected, share if x in contributors else torch.zeros(SIZE))
         closed = close(contributors, [line.sent for line in contributors if line.sent])
         for line in (x, y):
-            step_outer(line, closed, {})
-        for name, slot in x.own[0].slots.items():
+            step_outer(line, closed)
+        for name, slot in x.merge.own[0].slots.items():
             torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
 
 
@@ -305,13 +305,13 @@ def test_eager_foresees_nothing_of_what_a_part_leaves_out(outer: OuterSection) -
         share = (x.state.fragments[0].anchor - x.parameters["a"]) / 2
         share[start:stop] = 0
         for line in (x, y):
-            line.sent = measure(line, {})
+            line.sent = measured(line)
         expected = alone.step(expected, share)
         closed = close([x, y], [line.sent for line in (x, y) if line.sent])
         commit = replace(closed.commit, omitted=(Omitted("x", left_out, left_out + 1),))
         for line in (x, y):
-            step_outer(line, Closed(commit, closed.parts), {})
-        for name, slot in x.own[0].slots.items():
+            step_outer(line, Closed(commit, closed.parts))
+        for name, slot in x.merge.own[0].slots.items():
             torch.testing.assert_close(slot, expected.slots[name], rtol=1e-5, atol=1e-6)
 
 
@@ -321,7 +321,7 @@ def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     line.commit = commit_of(0, counted=(Counted("x", 0, 1, 0, 0), Counted("y", 0, 1, 0, 0)))
     train(line.parameters["a"], TARGETS[0])
     gradient = -line.parameters["a"]
-    sent = measure(line, {})
+    sent = measured(line)
     assert sent.target is not None
     assert sent.local is not None
     assert torch.equal(sent.target, gradient + 1.5)
@@ -337,11 +337,11 @@ def test_what_may_be_counted_where_we_cannot_follow_is_no_progress_again(
     line = line_of("x", torch.zeros(SIZE), OuterSection())
     line.commit = commit_of(0)
     train(line.parameters["a"], TARGETS[0])
-    line.sent = measure(line, {})
+    line.sent = measured(line)
     ours = (Counted("x", 0, 1, 0, 0),) if counted else ()
     with pytest.raises(Diverged):
-        step_outer(line, Closed(replace(commit_of(version, counted=ours), state_digest="another"), []), {})
-    withdraw(line)
+        step_outer(line, Closed(replace(commit_of(version, counted=ours), state_digest="another"), []))
+    take_back(line)
     assert (line.sent is not None) is sent
     assert line.stands_at is None  # any state is better
 
@@ -354,10 +354,10 @@ def test_progress_is_as_old_as_its_first_step() -> None:
     for version, tokens, since in ((1, 0, 1), (2, 10, 1), (3, 10, 1)):
         line.trained.tokens = tokens
         train(other.parameters["a"], TARGETS[1])
-        other.sent = measure(other, {})
+        other.sent = measured(other)
         closed = close([other], [other.sent])
         for one in (line, other):
-            step_outer(one, closed, {})
+            step_outer(one, closed)
         assert (line.state.version, line.since) == (version, since)
     drop_progress(line)
     assert line.since == 3
@@ -367,9 +367,9 @@ def test_mix_is_of_the_weights_now_and_not_of_those_sent() -> None:
     line = line_of("x", torch.zeros(SIZE), OuterSection(optimizer="sgd", lr=1.0), merge="mix", mix_alpha=0.25)
     line.commit = commit_of(0)
     line.parameters["a"].fill_(1.0)
-    line.sent = measure(line, {})
+    line.sent = measured(line)
     line.parameters["a"].fill_(3.0)
-    step_outer(line, close([line], [line.sent]), {})
+    step_outer(line, close([line], [line.sent]))
     assert torch.equal(line.state.fragments[0].anchor, torch.ones(SIZE))
     assert torch.equal(line.parameters["a"], torch.full((SIZE,), 0.25 * 3.0 + 0.75 * 1.0))
     assert torch.equal(mix(torch.tensor([2.0]), torch.tensor([4.0]), 0.0), torch.tensor([4.0]))
@@ -386,7 +386,7 @@ def rounds_of(overlaps: bool, merge: str, omitted: int, in_place: bool) -> list[
         for line, target in zip(lines, TARGETS, strict=False):
             line.commit = commit_of(version - 1)
             train(line.parameters["a"], target)
-            line.sent = measure(line, {}, overlaps=overlaps)
+            line.sent = measured(line, overlaps=overlaps)
             assert (line.sent.local is None) != overlaps
         if version == 2:
             keep_local(lines[0])
@@ -396,15 +396,9 @@ def rounds_of(overlaps: bool, merge: str, omitted: int, in_place: bool) -> list[
             commit = replace(closed.commit, omitted=(Omitted("x", omitted, omitted + 1),))
             closed = Closed(commit, closed.parts)
         for line in lines:
-            line.spare = lambda: in_place
-            step_outer(line, ahead(line, closed) if in_place else closed, {})
+            step_outer(line, closed, spare=in_place)
         found += [line.parameters["a"].clone() for line in lines] + [lines[0].state.fragments[0].anchor.clone()]
     return found
-
-
-def ahead(line: Line, closed: Closed) -> Ahead:
-    stepping = Stepping(line.state, line.layout.fragments[0], line.codecs, line.optimizer, ahead=False)
-    return Ahead(closed.commit, closed.parts, partial(stepping.finish, closed.parts))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -420,14 +414,13 @@ def test_the_outer_state_is_overwritten_only_where_nobody_needs_it() -> None:
     line = line_of("x", torch.zeros(SIZE), OuterSection())
     asked: list[bool] = []
     for spare, version_counts_us in ((True, True), (False, True), (True, False)):
-        line.spare = lambda spare=spare: spare
         line.commit = commit_of(line.state.version)
         train(line.parameters["a"], TARGETS[0])
-        line.sent = measure(line, {}, overlaps=False)
+        line.sent = measured(line, overlaps=False)
         closed = close([line] if version_counts_us else [line_of("y", torch.zeros(SIZE), OuterSection())], [line.sent])
         commit = replace(closed.commit, state_digest=line.state.digest, version=line.state.version + 1)
-        after = line.optimizer.step(line.state.fragments[0], torch.zeros(SIZE))
-        step_outer(line, Ahead(commit, closed.parts, lambda in_place, after=after: asked.append(in_place) or after), {})
+        asked.append(line.applying(commit, version_counts_us, spare).in_place)
+        step_outer(line, replace(closed, commit=commit), spare)
     assert asked == [True, False, False]
 
 
@@ -436,9 +429,9 @@ def test_weights_beyond_half_of_fp32_are_refused() -> None:
     for value in (torch.inf, torch.nan, -2.0e38):
         line.parameters["a"][7] = value
         with pytest.raises(PayloadError, match="not finite"):
-            measure(line, {}, overlaps=False)
+            measured(line, overlaps=False)
     line.parameters["a"][7] = -1.6e38
-    assert measure(line, {}, overlaps=False).contribution.parts
+    assert measured(line, overlaps=False).contribution.parts
 
 
 # ---------------------------------------------------------------- error feedback
@@ -557,12 +550,12 @@ def test_what_an_earlier_life_sent_is_not_in_the_residual_of_the_next(tmp_path: 
     run.round()
     run.round()
     again = open_line("a", run.contract, Weights.of(build_model(contract().model, VOCAB, run.contract.run.seed)))
-    restore_line(again, load(a.save()))
+    restored(again, load(a.save()))
     saved = again.residuals[0].clone()
     assert torch.equal(saved, a.line.residuals[0])
     closed = [run.round(omitted=[Omitted("a", 0, 1)]), run.round(count=[b])]
     for one in closed:
-        step_outer(again, one, {})
+        step_outer(again, one)
     assert again.state.digest == a.line.state.digest
     start, stop = again.layout.fragments[0].part_bounds(0)
     assert torch.equal(again.residuals[0][start:stop], saved[start:stop])  # it was left out of this part

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ from diloco.transport.grpc_link import GrpcLink, serve
 from diloco.transport.link import LinkRefused
 from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
+from tests.fronts import drive
 from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS
 from tests.test_link import Listener, commit
@@ -576,9 +578,9 @@ def test_nobody_waits_for_a_state_that_is_not_wanted_any_more(world: LocalWorld)
     """Ctrl-C while a large state is copied."""
     leaving, source = world.peers[:2]
     world.call(lambda: world.network.freeze(source.address))
-    leaving.peer.idle = lambda: False
+    leaving.peer.asked_to_leave = lambda: True
     with pytest.raises(StateError, match="asked to leave"):
-        leaving.peer.copy_state([source.address])
+        drive(leaving.peer.copy_state([source.address]))
     world.call(lambda: world.network.thaw(source.address))
 
 
@@ -601,7 +603,7 @@ def test_what_a_version_counts_is_not_sent_again_by_who_could_not_apply_it(
     victim, failing = world.peers[2], iter([True] * failures)
     copy = victim.peer.exchange.copy_state
 
-    def fails_at_first(*rest: Any) -> tuple[OuterState, StateOffer]:
+    def fails_at_first(*rest: Any) -> Future[tuple[OuterState, StateOffer]]:
         if next(failing, False):
             raise StateError("nobody gives it", "")
         return copy(*rest)

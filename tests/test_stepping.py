@@ -52,7 +52,8 @@ def test_the_bits_are_those_of_one_step(optimizer: OuterOptimizer) -> None:
         stepping.take(part, earlier[part])  # of owners that are gone: half of these parts come again
     for part in parts[10:-5]:
         stepping.take(part, final[part])
-    after = stepping.finish(final)
+    stepping.average(final)
+    after = stepping.outer(final)
     expected = optimizer.step(before.fragments[0], unpack(final, fragment, CODECS))
     assert after.steps == expected.steps
     assert list(after.buffers()) == list(expected.buffers())
@@ -71,7 +72,8 @@ def test_not_ahead_the_bits_are_the_same_and_memory_too_if_it_may_be(optimizer: 
     for part in range(5):
         stepping.take(part, final[part])
     assert all(torch.equal(buffer, kept[name]) for name, buffer in before.fragments[0].buffers().items())
-    after = stepping.finish(final, in_place)
+    stepping.average(final)
+    after = stepping.outer(final, in_place)
     assert after.steps == expected.steps
     for name, buffer in before.fragments[0].buffers().items():
         assert torch.equal(after.buffers()[name], expected.buffers()[name])
@@ -85,13 +87,15 @@ def test_in_place_nothing_is_overwritten_when_one_part_is_no_mean() -> None:
     kept = {name: buffer.clone() for name, buffer in before.fragments[0].buffers().items()}
     stepping = Stepping(before, LAYOUT.fragments[0], CODECS, OPTIMIZERS[1], ahead=False)
     with pytest.raises(PayloadError):
-        stepping.finish([*final[:-1], b"no mean"], in_place=True)
+        stepping.average([*final[:-1], b"no mean"])
     assert all(torch.equal(buffer, kept[name]) for name, buffer in before.fragments[0].buffers().items())
 
 
 def test_a_share_of_a_step() -> None:
     optimizer, before, final = OPTIMIZERS[1], state(OPTIMIZERS[1]), means(2)
-    after = Stepping(before, LAYOUT.fragments[0], CODECS, optimizer, share=0.25).finish(final)
+    stepping = Stepping(before, LAYOUT.fragments[0], CODECS, optimizer, share=0.25)
+    stepping.average(final)
+    after = stepping.outer(final)
     mean = unpack(final, LAYOUT.fragments[0], CODECS)
     assert torch.equal(after.anchor, optimizer.step(before.fragments[0], mean, share=0.25).anchor)
     assert not torch.equal(after.anchor, optimizer.step(before.fragments[0], mean).anchor)
@@ -104,4 +108,4 @@ def test_what_is_no_mean_is_refused_and_can_come_again() -> None:
         stepping.take(0, b"no mean")
     stepping.take(0, final[0])
     with pytest.raises(PayloadError):
-        stepping.finish([final[0], b"no mean", *final[2:]])
+        stepping.average([final[0], b"no mean", *final[2:]])

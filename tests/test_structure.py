@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grimp
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = ROOT / "diloco" / "wire" / "v1"
@@ -39,7 +38,6 @@ FILES_TOO_LONG = {
     "diloco/gossip/swapping.py",
     "diloco/observe/history.py",
     "diloco/observe/report.py",
-    "diloco/peer/peer.py",
     "diloco/protocol/messages.py",
     "diloco/simulate/virtual/host.py",
     "diloco/simulate/virtual/invariants.py",
@@ -49,7 +47,7 @@ FILES_TOO_LONG = {
 }
 FOLDERS_TOO_FULL = {"diloco/simulate/virtual"}
 NAMES_WITH_TWO_MEANINGS = """
-    Alone Choice Counted Cut Entry Fault Fork Gate Hardware Job Layout Life Mark Measured Network Outcome Plan Ranks Row
+    Alone Choice Cut Entry Fault Fork Gate Hardware Job Layout Life Mark Measured Network Outcome Plan Ranks Row
     Run Stage Tally Trained"""
 
 FACTORIES = """
@@ -59,7 +57,7 @@ FACTORIES = """
 `from_numpy` have them from another tensor."""
 # A model, its training and the simulator own their process. diloco.gossip.swapping: its one factory is to follow.
 DEFAULTS_ALLOWED = """
-        diloco.models diloco.inner.loop diloco.inner.workbench diloco.simulate diloco.data
+        diloco.models diloco.inner.loop diloco.inner.rank_model diloco.simulate diloco.data
         diloco.protocol.leases diloco.config.presets"""
 
 # The public API. A change here is an entry in CHANGELOG.md.
@@ -313,6 +311,24 @@ def test_nothing_is_left_for_later() -> None:
         for number, line in enumerate(module.path.read_text().splitlines(), start=1):
             if any(word in line for word in ("TODO", "FIXME", "XXX", "raise NotImplementedError")):
                 problems.append(f"{module.at(number)}: {line.strip()}")
+    complain(problems)
+
+
+def test_only_fronts_block() -> None:
+    """The life of a peer yields what it waits for (`diloco.base.life`), so that another clock can drive it."""
+    driven = ("diloco.run", "diloco.peer", "diloco.gossip", "diloco.round")
+    problems = []
+    for module in modules():
+        if not within_any(module.name, " ".join(driven)) or module.name == "diloco.run.blocking":
+            continue
+        awaited = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Await)}
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or id(node) in awaited:
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            public = ast.unparse(node.func) in ("self.wait", "run.wait")  # `Run.wait`, which pushes the life on
+            if name in ("result", "wait", "sleep") and not public:
+                problems.append(f"{module.at(node.lineno)}: {ast.unparse(node.func)} blocks: yield a Wait")
     complain(problems)
 
 

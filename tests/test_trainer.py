@@ -13,12 +13,15 @@ import torch
 
 from diloco.base.clock import monotonic_s
 from diloco.base.types import Member
+from diloco.data.reader import BlockReader
 from diloco.exchange.statesync import IDLE_S
 from diloco.island import Island
-from diloco.observe.event_log import Events
 from diloco.observe.events import to_json
+from diloco.peer.life import Ending
+from diloco.run.door import Entrance
 from diloco.run.trainer import Trainer
 from diloco.storage.checkpoint import Checkpoint, load
+from tests.fronts import drive
 from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
 from tests.peers import DEADLINE_S, until
 
@@ -33,27 +36,27 @@ class LocalTrainer(LocalPeer):
         self.name, self.world, self.told = name, world, []
         self.address = f"{name}:1"
         gate = LocalGate(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
-        island, events = (
-            Island(0, 1, torch.device("cpu")),
-            Events(None, name, [lambda stamped: self.told.append(to_json(stamped))]),
-        )
-        folder = world.folder / name
-        here = (name, world.contract, world.site, island, gate, events, folder, lambda: False, checkpoint)
-        self.trainer = Trainer(*here)  # type: ignore[arg-type]
-        self.peer = self.trainer.peer
-        self.on_closed = self.trainer._on_closed  # type: ignore[method-assign]
+        island = Island(0, 1, torch.device("cpu"))
+        listeners = [lambda stamped: self.told.append(to_json(stamped))]
+        entrance = Entrance(world.contract, gate, name, world.folder / name, checkpoint, listeners)  # type: ignore[arg-type]
+        self.trainer = Trainer(lambda: entrance, world.site, island)
+        run = self.run = self.trainer.run
+        assert run._leading is not None
+        self.life, self.peer = run._leading.life, run._leading.peer  # type: ignore[assignment]
+        self.model = self.trainer.model  # type: ignore[assignment]
         self.positions: list[int] = []
         """By inner step, where in the run it is."""
-        step = self.trainer.bench.step
+        step = self.trainer.model.step
 
-        def noted(block: torch.Tensor, position: int) -> float:
+        def noted(block: torch.Tensor | None, position: int, began_s: float) -> float:
             self.positions.append(position)
-            return step(block, position)
+            return step(block, position, began_s)
 
-        self.trainer.bench.step = noted  # type: ignore[method-assign]
+        self.trainer.model.step = noted  # type: ignore[method-assign]
         self.blocks: list[int] = []
         """What was read, in order: of the first epoch."""
-        dataset = self.trainer.bench.dataset
+        dataset = self.trainer.model.dataset
+        assert dataset is not None
         read = dataset.read
 
         def seen(blocks: Sequence[int]) -> torch.Tensor:
@@ -61,33 +64,65 @@ class LocalTrainer(LocalPeer):
             return read(blocks)
 
         dataset.read = seen  # type: ignore[method-assign]
-        self.peer.open()
+
+    @property
+    def reader(self) -> BlockReader:
+        leased = self.trainer._reader
+        assert leased is not None
+        return leased._reader
+
+    def inner_step(self) -> None:
+        """One, as `Trainer.live` and `Run.step` do it."""
+        self.run._seen, self.run._since = self.life.ready(1), 0
+        tokens, leading = self.run.contract.tokens_per_step, self.run._leading
+        loss, fresh = self.trainer.inner_step()
+        assert leading is not None
+        leading.chronicle.trained(tokens, loss)
+        self.life.trained(tokens, fresh, 0.001, loss)
 
     def round(self, leaving: bool = False) -> Any:
-        return self.trainer._round()
+        def first() -> Any:
+            if not self.peer.ending.finishing or (yield from self.life.enter()):
+                return (yield from self.life.round())
+            return ()
+
+        return drive(first(), self.inner_step)
+
+    def position(self) -> int:
+        """Tokens of the run after the next step."""
+        self.run._seen, self.run._since = self.life.ready(1), 0
+        return self.run.position(self.run.contract.tokens_per_step)
+
+    def end(self) -> Ending:
+        self.run.leave()
+        assert self.run.ending is not None
+        return self.run.ending
+
+    def save(self) -> Checkpoint:
+        return load(drive(self.peer.keeper.last(self.version)).parent)
 
     def copy_state(self) -> None:
         """The latest of the others: that which somebody copied before is no longer kept for those who read it."""
         for peer in self.world.peers:
             snapshots = peer.peer.exchange._snapshots
             self.world.call(partial(snapshots.forget, peer.version, monotonic_s() + 2 * IDLE_S))
-        self.peer.copy_state(self.peer.exchange.sources())
+        drive(self.peer.copy_state(self.peer.exchange.sources().result(DEADLINE_S)))
 
     def before_it_offers(self, what: Callable[[], object]) -> None:
         """In the next round, after the first inner steps."""
-        ready = self.peer._ready
+        catch_up = self.peer.catch_up
 
-        def once(on_closed: Any) -> None:
-            self.peer._ready = ready  # type: ignore[method-assign]
+        def once() -> Any:
+            self.peer.catch_up = catch_up  # type: ignore[method-assign]
             what()
-            ready(on_closed)
+            yield from catch_up()
 
-        self.peer._ready = once  # type: ignore[method-assign]
+        self.peer.catch_up = once  # type: ignore[method-assign]
 
     @property
     def reads_what_it_is_credited_for(self) -> bool:
         """Whether the blocks read are those that its next contribution tells of."""
-        return self.trainer.reader.used == self.peer.line.trained.blocks
+        return self.reader.used == self.peer.line.trained.blocks
 
 
 class Trainers(LocalWorld):
@@ -215,7 +250,7 @@ def test_whoever_copies_the_last_state_ends_where_that_stands(world: Trainers) -
     copier.before_it_offers(copy)
     copier.round()
     assert copier.peer.done
-    ending = copier.trainer._end()
+    ending = copier.end()
     assert (ending.version, ending.tokens, ending.state_digest) == (1, 32, others[0].digest)
     assert copier.reads_what_it_is_credited_for
 
@@ -225,7 +260,7 @@ def test_whoever_leaves_keeps_the_version_that_closed_last(world: Trainers) -> N
     world.rounds(world.peers)
     world.rounds(others)
     until(lambda: leaver.peer.exchange.version == 2, "it hears of the version", 10.0)
-    ending = leaver.trainer._end()
+    ending = leaver.end()
     commit = others[0].peer.line.commit
     assert commit is not None
     assert (ending.version, ending.state_digest) == (2, others[0].digest)
@@ -239,29 +274,28 @@ def test_whoever_founds_the_run_again_reads_on_where_it_was(world: Trainers, tmp
     """What it had not contributed yet is progress of its new life, and is credited to it."""
     before = world.peers[0]
     before.round()
-    before.trainer._take_over()
-    before.trainer._inner_steps(1)
-    checkpoint = load(before.trainer.save().parent)
+    before.inner_step()
+    checkpoint = before.save()
     (tmp_path / "again").mkdir()
     again = Trainers(tmp_path / "again", 1, checkpoint, membership={})
     (after,) = again.peers
-    assert after.trainer.reader.next_positions(1) == [3]
+    assert after.reader.next_positions(1) == [3]
     assert after.reads_what_it_is_credited_for
     after.round()
     line = after.peer.line
     assert line.commit is not None
     assert (line.commit.counted[0].tokens, line.commit.counted[0].blocks) == (24, 3)
     assert after.positions == [16 + 16, 16 + 24]
-    assert after.trainer.reader.next_positions(1) == [5]
+    assert after.reader.next_positions(1) == [5]
     again.close()
 
 
 def test_what_a_restart_discards_does_not_move_the_learning_rate(world: Trainers) -> None:
     *others, gone = world.peers
     world.rounds(world.peers)
-    gone.trainer._inner_steps(1)
-    checkpoint = load(gone.trainer.save().parent)
-    gone.peer.close()
+    gone.inner_step()
+    checkpoint = gone.save()
+    gone.run.close()
     world.call(partial(world.network.detach, gone.address))
     world.peers.remove(gone)
     world.resumed = checkpoint
@@ -285,13 +319,16 @@ def test_a_witness_is_no_trainer(world: Trainers) -> None:
     world.rounds(world.peers)
     world.settle(world.peers)
     first, second, _ = world.peers
-    line, position = first.peer.line, first.trainer._position()
+    line, position = first.peer.line, first.position()
     assert line.commit is not None
     witnessed = replace(line.commit, view=(Member("w", 1, "w:1", witness=True), *line.commit.view))
     line.commit = witnessed
-    assert first.trainer._position() == position
+    assert first.position() == position
     before = replace(witnessed, version=witnessed.version - 1)
     for peer in (first, second):
         peer.told.clear()
-        peer.trainer._on_closed(witnessed, before, None, {})
+        peer.peer.line.commit = witnessed
+        event = peer.peer.chronicle.closed(witnessed, before, None, {})
+        assert event is not None
+        peer.peer.tell(event)
     assert ["eval" in [event["kind"] for event in peer.told] for peer in (first, second)] == [True, False]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger
 from diloco.accounts.recording import RECORDED, Recorder
-from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
+from diloco.base.types import Commit, Contribution, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
-from diloco.outer.line import Exchanger, Line
-
-Whole = Callable[[Contribution], Contribution]
+from diloco.outer.line import Line
 
 
 class Journal:
@@ -38,6 +35,7 @@ class Journal:
         self.discarded_tokens = 0
         self._ledger = ledger
         self.recorder: Recorder | None = None
+        self._recorded: Contribution | None = None
         if directory is not None:
             self._ledger = open_ledger(directory, warn)
             if storage.record:
@@ -50,11 +48,16 @@ class Journal:
         uncommitted = self.line.trained.tokens
         return Totals(self.trained_tokens, self.committed_tokens, self.discarded_tokens, uncommitted)
 
-    def outgoing(self, exchange: Exchanger, whole: Whole) -> Exchanger:
-        """The exchange, or one that keeps every contribution before it offers it.
+    def records(self, contribution: Contribution) -> bool:
+        """Whether `record` wants this contribution; one that is offered again is there already."""
+        return self.recorder is not None and contribution is not self._recorded
 
-        `whole`: makes a contribution whole of which other ranks hold parts."""
-        return Recorded(exchange, self.recorder, self.line, whole) if self.recorder is not None else exchange
+    def record(self, contribution: Contribution, whole: Contribution) -> None:
+        """Keep a contribution before it is offered. `whole`: with the parts that other ranks hold."""
+        if self.recorder is not None:
+            base = self.line.commit.digest if self.line.commit else ""
+            self.recorder.keep(whole, self.line.layout.fragments[whole.fragment], base)
+            self._recorded = contribution
 
     def opened(self, contract: Contract) -> None:
         """The life begins here."""
@@ -101,26 +104,3 @@ class Journal:
     def _position(self) -> Position:
         commit, state = self.line.commit, self.line.state
         return Position(state.version, commit.digest if commit else "", state.digest)
-
-
-@dataclass
-class Recorded:
-    """An exchange before which every contribution is on the disk."""
-
-    exchange: Exchanger
-    recorder: Recorder
-    line: Line
-    whole: Whole
-    kept: Contribution | None = None
-
-    def offer(self, contribution: Contribution, leaving: bool) -> None:
-        """As the exchange's; a contribution that is offered again is there already."""
-        if contribution is not self.kept:
-            base = self.line.commit.digest if self.line.commit else ""
-            self.recorder.keep(self.whole(contribution), self.line.layout.fragments[contribution.fragment], base)
-            self.kept = contribution
-        self.exchange.offer(contribution, leaving)
-
-    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
-        """The exchange's."""
-        return self.exchange.outcome(patience)

@@ -15,9 +15,6 @@ class Ranks(Protocol):
     def rank(self) -> int:
         """Number of this process within its island; rank 0 leads."""
 
-    def announce(self, task: str, **details: object) -> None:
-        """From the first: have the others do this, too. `details` are JSON values."""
-
     def share(self, text: str = "") -> str:
         """The first's text, on every rank."""
 
@@ -35,9 +32,6 @@ class Alone(Ranks):
     """There is one."""
 
     rank = 0
-
-    def announce(self, task: str, **details: object) -> None:
-        """Nobody to tell."""
 
     def share(self, text: str = "") -> str:
         return text

@@ -268,7 +268,7 @@ class Progress:
     """Since it started, waiting and all."""
     pace: float = 0.0
     """Tokens per second of the inner steps of its last round, alone; 0 before. Steps are counted with the contract's
-    tokens, whatever a caller's own loop (`diloco.run.library`) puts into one: it says how long one takes."""
+    tokens, whatever a caller's own loop (`diloco.run.run`) puts into one: it says how long one takes."""
     loss: float = 0.0
     """Training loss, mean over the last round (nats per token); 0 before the first."""
     wire_bytes_sent: int = 0

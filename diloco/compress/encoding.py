@@ -10,6 +10,7 @@ from typing import overload
 
 from torch import Tensor
 
+from diloco.base.clock import monotonic_s
 from diloco.compress import Codec
 
 Piece = tuple[int, Codec, Callable[[], Tensor]]
@@ -59,6 +60,8 @@ class Encoded(Sequence[bytes]):
         self._lock = Lock()
         self._made: dict[int, Future[bytes]] = {}
         """Encoded parts that are not empty."""
+        self.made_s = self.encoded_s = 0.0
+        """Spent so far on making values, and on encoding them."""
 
     def add(self, part: int, codec: Codec, values: Callable[[], Tensor]) -> None:
         """One more piece, for which `make_one` is to be called once more. None after anybody asked for a part."""
@@ -74,7 +77,13 @@ class Encoded(Sequence[bytes]):
             part = self._asked[0] if self._asked else next(iter(self._waiting))
             codec, values = self._waiting.pop(part)
         try:
-            self._made[part].set_result(codec.encode(values()))
+            began_s = monotonic_s()
+            made = values()
+            made_s = monotonic_s()
+            encoded = codec.encode(made)
+            self.made_s += made_s - began_s
+            self.encoded_s += monotonic_s() - made_s
+            self._made[part].set_result(encoded)
         except BaseException as error:
             self._made[part].set_exception(error)
 

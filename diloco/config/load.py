@@ -79,6 +79,14 @@ def contract_from_json(text: str | bytes, where: str = "the contract received") 
         raise ConfigError(f"{where} is not valid: {_first_problem(error)[1]}", fix) from error
 
 
+def contract_of(settings: Mapping[str, Any]) -> Contract:
+    """The contract of these sections, by name, each a mapping. Raises ConfigError."""
+    where = "the contract given"
+    tree = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in settings.items()}
+    origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
+    return _validated(Contract, tree, origin, where).value
+
+
 def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) -> Loaded[S]:
     where = str(path) if path is not None else COMMAND_LINE
     tree = _read_toml(Path(path), schema) if path is not None else {}
@@ -88,6 +96,10 @@ def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) ->
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section][key] = value
             origin[f"{section}.{key}"] = "--set"
+    return _validated(schema, tree, origin, where)
+
+
+def _validated(schema: type[S], tree: dict[str, Any], origin: dict[str, str], where: str) -> Loaded[S]:
     if schema is Contract:
         _check_contract_version(tree, where)
     _check_keys(tree, schema, origin, where)

@@ -5,55 +5,56 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import wait
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, TypeVar
-
-from diloco.base.clock import monotonic_s
-from diloco.base.errors import StateError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_ASK_TRIES = 60
-"""Seconds for which the loop may be busy, at most."""
-
 
 class Background:
-    """Tasks on a loop of another thread. What fails there is raised here, at the next question."""
+    """Tasks on a loop of another thread. What fails there fails every future that it has given out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._promises: set[Future[Any]] = set()
+        """Futures that somebody may wait for."""
         self._failure: BaseException | None = None
 
-    def _ask(self, question: Callable[[], T]) -> T:
-        """The answer of the loop's thread. Tries are counted, and not seconds: this process may have been stopped."""
+    def _ask(self, question: Callable[[], T]) -> Future[T]:
+        """The answer of the loop's thread."""
+        future = self._promised()
+        self._call(lambda: _work(future, question))
+        return future
 
-        async def answer() -> T:
-            return question()
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """What a task on the loop comes to. Cancelling it cancels the task. What it raises fails nothing else."""
+        future = self._promised()
 
-        future = asyncio.run_coroutine_threadsafe(answer(), self._loop)
-        for _ in range(MAX_ASK_TRIES):
-            try:
-                return future.result(1.0)
-            except TimeoutError:
-                self._raise_failure()
-        raise AssertionError(f"the exchange's loop did not answer {MAX_ASK_TRIES} times")
+        def begin() -> None:
+            task = self._loop.create_task(work)
+            self._tasks.add(task)
+            future.add_done_callback(lambda ended: self._cancel(task) if ended.cancelled() else None)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: _work(future, task.result))
 
-    def _wanted(self, copying: Coroutine[Any, Any, T], timeout_s: float, waiting: Callable[[], bool]) -> T:
-        """What `copying` gives. Raises what it raises, StateError once nobody is `waiting` any more, which is asked a
-        few times a second, and TimeoutError after `timeout_s`."""
-        future = asyncio.run_coroutine_threadsafe(copying, self._loop)
-        deadline_s = monotonic_s() + timeout_s
-        while not future.done():
-            if monotonic_s() > deadline_s:
-                future.cancel()
-                raise TimeoutError
-            if not waiting():
-                future.cancel()
-                raise StateError("asked to leave while the state was copied", "join again")
-            wait([future], 0.2)
-        return future.result()
+        self._call(begin)
+        return future
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    def _promised(self) -> Future[Any]:
+        """A future that fails with this. Whoever waits for it need not ask whether somebody still works on it."""
+        future: Future[Any] = Future()
+        self._promises.add(future)
+        future.add_done_callback(self._promises.discard)
+        if self._failure is not None:
+            _fail(future, self._failure)
+        return future
 
     def _call(self, function: Callable[..., object], *arguments: Any) -> None:
         def guarded() -> None:
@@ -64,7 +65,8 @@ class Background:
 
         self._loop.call_soon_threadsafe(guarded)
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises what has failed, if something has."""
         if self._failure is not None:
             raise self._failure
 
@@ -85,8 +87,32 @@ class Background:
         """The training side is to end for it."""
         logger.error("the exchange failed", exc_info=error)
         self._failure = self._failure or error
+        for future in list(self._promises):
+            _fail(future, self._failure)
+
+    def _end_tasks(self) -> None:
+        """From another thread, which waits until they have ended."""
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
 
     async def _stop(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def settle(future: Future[T], value: T) -> None:
+    """Give a future its result, unless it was cancelled, or has failed, meanwhile."""
+    with suppress(InvalidStateError):
+        future.set_result(value)
+
+
+def _work(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        settle(future, work())
+    except BaseException as error:
+        _fail(future, error)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):
+        future.set_exception(error)

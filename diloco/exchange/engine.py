@@ -1,8 +1,8 @@
 """The exchange: drives the protocol's state machine with real bytes, a real link and the local clock.
 
 It runs on a thread and event loop of its own, so that neither network nor averaging holds up the inner steps. The
-training side talks to it through a handful of blocking calls (`run`, `closed`, `hold`, `leave`); everything else
-happens in reaction to other peers.
+training side tells it things (`offer`, `hold`, `report`) and asks it others, to which the answers are futures; nothing
+here blocks it. Everything else happens in reaction to other peers.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -22,8 +20,9 @@ from typing import Any
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
+from diloco.base.life import done
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
-from diloco.exchange.background import Background
+from diloco.exchange.background import Background, settle
 from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
@@ -107,16 +106,16 @@ class Exchange(Background):
         self._copying = asyncio.Lock()
         self._asked: set[tuple[str, Member]] = set()
         """What is being fetched, and of whom."""
-        self._outcome: Future[Skip | None] = Future()
-        """Of the latest offer, for the training side. None: versions closed."""
         self._waiting: Future[Skip | None] | None = None
-        """The same, as long as the offer stands."""
+        """What comes of the latest offer, as long as it stands. None: versions closed."""
         self._means: deque[str] = deque(maxlen=terms.rules.means_kept)
         """Digests of the latest that are here, whole."""
         self._backlog = Backlog(terms.rules.backlog_versions, state_bytes(terms.lane.layout, terms.lane.optimizer))
         self._closed: deque[Closed] = deque()
         """Versions that the training side has not taken yet; whoever takes them applies them, in order."""
-        self._closed_changed = threading.Condition()
+        self._closes: Future[None] | None = None
+        """Done when there are some."""
+        self._closed_changed = threading.Lock()
         self._state: OuterState | None = None
         self._state_commit: Commit | None = None
         self._numbers: dict[str, int] = {}
@@ -162,56 +161,49 @@ class Exchange(Background):
         """Whether this peer is a member of the run now."""
         return self.machine.in_view
 
-    def offer(self, contribution: Contribution, leaving: bool) -> None:
-        """Contribute to the version being made. `outcome` tells what comes of it; meanwhile training may go on."""
-        self._outcome = Future()
-        self._call(self._offer, contribution, leaving, self._outcome)
+    def offer(self, contribution: Contribution, leaving: bool) -> Future[Skip | None]:
+        """Contribute to the version being made; meanwhile training may go on.
 
-    def whole(self, contribution: Contribution) -> Contribution:
-        """With the parts that other ranks of ours encode. Waits for them. Raises what made the exchange fail."""
-        lanes = len(self.lanes)
-        if lanes == 1:
-            return contribution
-        own = list(contribution.parts)
-        asked = asyncio.run_coroutine_threadsafe(self._contributed(), self._loop)
-        while not asked.done():
-            self._raise_failure()
-            wait_for([asked], 0.2)
-        others = asked.result()
+        The answer: why the round is skipped, or None once versions closed, which `closed` has then, if it has not told
+        of them before. This peer's contribution may or may not be counted in them.
+        """
+        outcome: Future[Skip | None] = self._promised()
+        self._call(self._offer, contribution, leaving, outcome)
+        return outcome
+
+    def withdraw(self) -> None:
+        """Wait for no version any more: the offer will come to a skip, unless one is about to close."""
+        self._call(self._feed, m.Withdrawn())
+
+    def whole(self, contribution: Contribution) -> Future[Contribution]:
+        """With the parts that other ranks of ours encode."""
+        return self._start_task(self._whole(contribution)) if len(self.lanes) > 1 else done(contribution)
+
+    async def _whole(self, contribution: Contribution) -> Contribution:
+        others, lanes = await self._contributed(), len(self.lanes)
+        own = await asyncio.to_thread(list, contribution.parts)
         parts = [others[part % lanes - 1][part] if part % lanes else own[part] for part in range(len(own))]
         return replace(contribution, parts=parts)
 
     async def _contributed(self) -> list[Sequence[bytes]]:
         return [await lane.contributed() for lane in self._others()]
 
-    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip:
-        """Wait until the version that was offered for closes.
-
-        Returns the versions that closed, in order (ours may or may not be counted in them; none, if `closed` told of
-        them meanwhile), or why the round is skipped. Asks `patience` a few times a second; when that is False the
-        contribution is withdrawn.
-        """
-        withdrawn = False
-        while True:
-            try:
-                skip = self._outcome.result(timeout=0.2)
-            except TimeoutError:
-                self._raise_failure()
-                if not withdrawn and not patience():
-                    withdrawn = True
-                    self._call(self._feed, m.Withdrawn())
-            else:
-                return self.closed() if skip is None else skip
-
-    def closed(self, timeout_s: float = 0.0) -> Sequence[Closed]:
-        """Versions that closed since the last call; waits up to `timeout_s` for the first."""
-        self._raise_failure()
+    def closed(self) -> Sequence[Closed]:
+        """Versions that closed since the last call, in order. Raises what has made the exchange fail."""
+        self.raise_failure()
         with self._closed_changed:
-            if not self._closed and timeout_s:
-                self._closed_changed.wait(timeout_s)
             taken = tuple(self._closed)
             self._closed.clear()
             return taken
+
+    def closes(self) -> Future[None]:
+        """Done when `closed` has something to tell."""
+        with self._closed_changed:
+            if self._closed:
+                return done(None)
+            if self._closes is None or self._closes.done():
+                self._closes = self._promised()
+            return self._closes
 
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
@@ -219,7 +211,7 @@ class Exchange(Background):
         self.lane.hold(state)
         self._call(self._hold, state, commit, event, copied, self.lane.held)
 
-    def spare(self) -> bool:
+    def spare(self) -> Future[bool]:
         """Whether nobody copies the state that we stand at. Then nobody is offered it any more, and it may be
         overwritten: who asks waits until `hold` tells of the next."""
         return self._ask(self._spare)
@@ -229,23 +221,13 @@ class Exchange(Background):
         self.machine.progress = progress
 
     def copy_state(
-        self,
-        sources: Sequence[str],
-        local: OuterState,
-        commit: Commit | None,
-        timeout_s: float,
-        progress: Callable[[int, int], None],
-        waiting: Callable[[], bool] = lambda: True,
-    ) -> tuple[OuterState, StateOffer]:
+        self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
+    ) -> Future[tuple[OuterState, StateOffer]]:
         """The state that the members at these addresses hold; `local` itself, which is `commit`'s, if it is that.
 
-        `waiting` is asked a few times a second whether anybody still wants it. Raises StateError, and TimeoutError
-        after `timeout_s`.
+        Cancelled, it is given up. Raises StateError where nobody gives it.
         """
-        result = self._wanted(self._copy(sources, local, commit, progress), timeout_s, waiting)
-        self.behind = False
-        self._resync_from = []
-        return result
+        return self._start_task(self._copy(sources, local, commit, progress))
 
     async def _copy(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
@@ -270,13 +252,14 @@ class Exchange(Background):
                 raise
             for lane in others:
                 lane.end_copy(offer.version, offer.steps)
+            self.behind, self._resync_from = False, []
             return state, offer
 
-    def alive(self) -> list[Member]:
+    def alive(self) -> Future[list[Member]]:
         """Members of the view that are not suspected."""
         return self._ask(self.machine.alive)
 
-    def sources(self) -> list[str]:
+    def sources(self) -> Future[list[str]]:
         """Addresses of those who can give us the state: of the view, or before we have one, of whom we heard."""
         return self._ask(self._sources)
 
@@ -287,36 +270,33 @@ class Exchange(Background):
         addresses = [entry.member.address for entry in heard if not entry.left and not entry.member.witness]
         return others or [*self._resync_from, *addresses]
 
-    def awaited(self) -> bool:
+    def awaited(self) -> Future[bool]:
         """Whether most others have done their inner steps and wait for those that have not."""
         return self._ask(self.machine.awaited)
 
-    def speeds(self) -> tuple[float, float]:
+    def speeds(self) -> Future[tuple[float, float]]:
         """The pace of the fastest other live trainer, tokens per second, 0 while nobody tells one; and the seconds
         that the last exchange took, 0 before the first."""
         return self._ask(lambda: (self.machine.fastest(), self.machine.sync_s))
 
-    def said_goodbye(self) -> set[str]:
+    def said_goodbye(self) -> Future[set[str]]:
         """Peers that left in good order."""
         return self._ask(lambda: {entry.member.peer for entry in self.machine.roster if entry.left})
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait until the others have the latest version too, so that it does not die with us."""
-        deadline_s = monotonic_s() + timeout_s
-        while monotonic_s() < deadline_s and not self._ask(self.machine.settled):
-            time.sleep(0.05)
+    def settled(self) -> Future[bool]:
+        """Whether the others have the latest version too, so that it does not die with us."""
+        return self._ask(self.machine.settled)
 
-    def leave(self, timeout_s: float) -> None:
-        """Say goodbye and give the vote away; to those who do not answer in time we have died."""
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result(timeout_s)
+    def leave(self) -> Future[None]:
+        """Say goodbye and give the vote away. Done when all have answered; who does not is told by silence."""
+        return self._start_task(self._leave())
 
     def stop(self) -> None:
         """End the tasks. The link and the server are the caller's."""
         for lane in self._others():
             lane.end()
         self.lane.stop()
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        self._end_tasks()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def meet(self, members: Sequence[Member]) -> None:
@@ -365,7 +345,7 @@ class Exchange(Background):
 
     def _offer(self, contribution: Contribution, leaving: bool, future: Future[Skip | None]) -> None:
         if self._closed:
-            future.set_result(None)
+            settle(future, None)
             return
         self.lane.take(contribution)
         self._waiting = future
@@ -403,7 +383,6 @@ class Exchange(Background):
             later = self._backlog.after(version)
             self._closed = deque(later)
             self.behind = bool(later) and later[0].commit.version != version + 1
-            self._closed_changed.notify_all()
 
     def _feed(self, event: m.Event) -> None:
         self._perform_all(self.machine.handle(event, monotonic_s()))
@@ -583,7 +562,9 @@ class Exchange(Background):
             self._backlog.add(Closed(commit, closed.parts), self._snapshots.oldest_version())
         with self._closed_changed:
             self._closed.append(closed)
-            self._closed_changed.notify_all()
+            closes, self._closes = self._closes, None
+        if closes is not None:
+            settle(closes, None)
         self._answer(None)
         self._spawn(self._tell_moved())
 
@@ -602,7 +583,7 @@ class Exchange(Background):
     def _answer(self, outcome: Skip | None) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            waiting.set_result(outcome)
+            settle(waiting, outcome)
 
     async def _fetch_mean(self, commit: Commit, sources: Sequence[Member]) -> None:
         for source in sources:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -28,8 +28,8 @@ from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.work import BadContribution, Work
 from diloco.outer.average import max_part_bytes
 from diloco.outer.fragments import Layout
-from diloco.outer.state import ELEMENT_BYTES, OuterOptimizer, OuterState, StateChunk
-from diloco.outer.stepping import Ahead, Stepping
+from diloco.outer.state import ELEMENT_BYTES, FragmentState, OuterOptimizer, OuterState, StateChunk
+from diloco.outer.stepping import Stepping
 from diloco.outer.weighing import Weighing
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
@@ -71,6 +71,33 @@ class LaneTerms:
     def max_part_bytes(self) -> int:
         """Largest part that others send, in bytes."""
         return max_part_bytes(self.layout, self.codecs)
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead(Closed):
+    """A version that the lane averages and steps on a thread of its own, from the state that its commit names.
+
+    It is a `diloco.base.life.Stepped`.
+    """
+
+    stepping: Stepping
+    stepper: Executor
+    averaging: Future[None]
+    stepped: Future[FragmentState] | None
+    """None: in place, once it is asked for."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Spent by step of the line."""
+        return self.stepping.seconds
+
+    def averaged(self) -> Future[None]:
+        """Raises PayloadError when the mean is no mean."""
+        return self.averaging
+
+    def outer(self, in_place: bool) -> Future[FragmentState]:
+        """The fragment's next state."""
+        return self.stepped or self.stepper.submit(self.stepping.outer, self.parts, in_place)
 
 
 class LaneEvents(Protocol):
@@ -165,11 +192,11 @@ class Lane(Background):
                 if self._filled == filled:
                     raise TimeoutError(f"{what} did not come from rank 0 within {NEWS_S:g} s")
                 filled = self._filled
-        self._raise_failure()
+        self.raise_failure()
 
     def stop(self) -> None:
         """End the tasks. The link is the caller's."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        self._end_tasks()
         for pool in (self._folder, self._stepper):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -290,11 +317,9 @@ class Lane(Background):
         self._stepping = None
         if stepping is None:
             return closed
-        finish = partial(stepping.finish, closed.parts)
-        if not self.terms.ahead:
-            return Ahead(commit, closed.parts, lambda in_place: self._stepper.submit(finish, in_place).result())
-        stepped = self._stepper.submit(finish)
-        return Ahead(commit, closed.parts, lambda _: stepped.result())
+        averaging = self._stepper.submit(stepping.average, closed.parts)
+        stepped = self._stepper.submit(stepping.outer, closed.parts) if self.terms.ahead else None
+        return Ahead(commit, closed.parts, stepping, self._stepper, averaging, stepped)
 
     def _steps_from(self, number: int, fragment: int, share: float) -> bool:
         """Whether what was begun is this very step."""

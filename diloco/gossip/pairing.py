@@ -33,6 +33,18 @@ from diloco.outer.state import FragmentState, tiles
 
 
 @dataclass(frozen=True)
+class CountedWeights:
+    """Our weights as a swap counts them, and the progress that they hold."""
+
+    local: Tensor
+    """As the parameters' dtype holds them; flat fp32, as `exact` is."""
+    exact: Tensor
+    """The same on the exact anchor: what others get. `local` itself where parameters hold fp32."""
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Pairing:
     """A pure function from a peer's state and the mean of two local weights to its next state."""
 

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -187,7 +186,6 @@ class Swapping(Background):
         self._on_reason, self._on_met = on_reason, on_met
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._news: deque[News] = deque()
-        self._has_news = threading.Event()
         self._arriving: Arriving | None = None
         self._answer: Outgoing | None = None
         """To the last swap that we followed: who asks again gets it again."""
@@ -223,7 +221,7 @@ class Swapping(Background):
 
     def stop(self) -> None:
         """End the tasks. The link and the server are the caller's."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        self._end_tasks()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def hold(self, state: OuterState) -> None:
@@ -263,16 +261,11 @@ class Swapping(Background):
 
     def news(self) -> list[News]:
         """What happened since the last call."""
-        self._raise_failure()
-        self._has_news.clear()
+        self.raise_failure()
         found = []
         while self._news:
             found.append(self._news.popleft())
         return found
-
-    def wait(self, timeout_s: float) -> None:
-        """Until there are news."""
-        self._has_news.wait(timeout_s)
 
     def give(self, swap: Swap, weights: Tensor) -> None:
         """Our local weights, flat fp32, not to be written any more: to begin a swap that we lead, or to end another."""
@@ -291,19 +284,12 @@ class Swapping(Background):
         self._call(self._fail, swap, reason)
 
     def copy_state(
-        self,
-        source: str,
-        local: OuterState,
-        timeout_s: float,
-        progress: Callable[[int, int], None],
-        waiting: Callable[[], bool],
-    ) -> OuterState:
-        """The state of the member at this address. Raises StateError, also once nobody is `waiting` for it, and
-        TimeoutError after `timeout_s`."""
+        self, source: str, local: OuterState, progress: Callable[[int, int], None]
+    ) -> Future[tuple[OuterState, StateOffer]]:
+        """The state of the member at this address. Cancelled, it is given up. Raises StateError."""
         terms = self.terms
         task = download(self.link, [source], local, terms.layout, terms.optimizer, terms.timing.stall_s, progress)
-        state, _ = self._wanted(task, timeout_s, waiting)
-        return state
+        return self._start_task(task)
 
     # ------------------------------------------------------------ the loop's thread from here on
 
@@ -335,7 +321,6 @@ class Swapping(Background):
 
     def _publish(self, news: News) -> None:
         self._news.append(news)
-        self._has_news.set()
 
     def _note(self, reason: str, routine: bool = False) -> None:
         if reason != self.reason:
@@ -347,7 +332,6 @@ class Swapping(Background):
         self._refresh()
         if new:
             self._on_met(new)
-            self._has_news.set()
 
     def _lose(self, peer: str) -> None:
         """It does not answer, or nothing sensible."""
@@ -408,7 +392,6 @@ class Swapping(Background):
             self._publish(Agreed(swap))
         else:
             self._swaps.end(swap)
-            self._has_news.set()
 
     # ------------------------------------------------------------ sending
 

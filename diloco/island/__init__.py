@@ -7,10 +7,9 @@ initialised.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
+from diloco.base.decisions import Decision, Fail
 from diloco.base.errors import ResourceError, UsageError
 
 COLLECTIVE_S = 600.0
@@ -28,8 +28,6 @@ MEETING_TIMEOUT = timedelta(minutes=10)
 """For all ranks to have started, at least."""
 ASIDE_TIMEOUT = timedelta(hours=6)
 """How long ranks wait for each other on another thread (`Island.aside`): there it is for a disk."""
-
-END = "end"
 
 
 class Island:
@@ -51,6 +49,8 @@ class Island:
         """Longest that a rank waits for another."""
         self._group: Any = None
         """Whom it speaks over; None: torch's default group."""
+        self._borrowed = False
+        """Whether torch.distributed is somebody else's, to begin and to end."""
 
     @staticmethod
     def here(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
@@ -96,6 +96,20 @@ class Island:
             dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
         return Island(rank, size, device, ranks_per_node, timeout_s)
 
+    @staticmethod
+    def beside(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
+        """The island of the ranks that the caller's torch.distributed joins, over connections of its own; or of one.
+
+        All ranks call it together.
+        """
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return Island(0, 1, device)
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+        island = Island(dist.get_rank(), dist.get_world_size(), device, per_node, timeout_s)
+        island._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        island._borrowed = True
+        return island
+
     def aside(self) -> Island:
         """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
         other = Island(self.rank, self.size, self.device, self.ranks_per_node, self.timeout_s)
@@ -113,22 +127,17 @@ class Island:
         """Whether this rank talks to the world."""
         return self.rank == 0
 
-    def announce(self, task: str, **details: Any) -> None:
-        """Rank 0 tells the others what to do with it now; on them it does nothing. `details` are JSON values."""
-        if self.leads:
-            self.share(json.dumps([task, details]))
+    def decide(self, decision: Decision) -> None:
+        """On rank 0: tell the others what is to be done together now."""
+        if self.size > 1:
+            self.share(decision.to_json())
 
-    def dismiss(self) -> None:
-        """Rank 0 lets the others leave `serve`."""
-        self.announce(END)
-
-    def serve(self, tasks: Mapping[str, Callable[..., object]]) -> None:
-        """On the other ranks: do what rank 0 announces, until the end. Raises ResourceError when rank 0 is gone."""
-        while True:
-            task, details = json.loads(self.share())
-            if task == END:
-                return
-            tasks[task](**details)
+    def decision(self) -> Decision:
+        """On the other ranks: what rank 0 decides next. Raises ResourceError when rank 0 is gone, or has failed."""
+        decision = Decision.from_json(self.share())
+        if isinstance(decision, Fail):
+            raise ResourceError(f"rank 0 of this island failed: {decision.why}", "its output says why")
+        return decision
 
     def share(self, text: str = "") -> str:
         """Rank 0's text, on every rank. Raises ResourceError on the others when rank 0 is gone."""
@@ -164,7 +173,7 @@ class Island:
     def total(self, sums: Tensor) -> Tensor:
         """The sum of host tensors over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=self._group)
         return sums
 
     def gather(self, text: str) -> list[str]:
@@ -192,7 +201,7 @@ class Island:
         if self.size == 1:
             return value
         total = torch.tensor([value], dtype=torch.float32, device="cpu")
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group)
         return total.item() / self.size
 
     @contextmanager
@@ -209,7 +218,7 @@ class Island:
 
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
-        if self.size > 1 and dist.is_initialized():
+        if self.size > 1 and dist.is_initialized() and not self._borrowed:
             dist.barrier()
             dist.destroy_process_group()
 

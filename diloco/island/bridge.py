@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from diloco.base.decisions import GatherWeights, TakeWeights
 from diloco.base.memory import floats
 from diloco.island import Island
 from diloco.outer.fragments import Entry, Fragment, NamedShapes, Spot, Weights
@@ -221,11 +222,11 @@ class Led(Weights):
         return self._bridge.shapes
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
-        self._island.announce("read", fragment=fragment.index)
+        self._island.decide(GatherWeights(fragment.index))
         return self._bridge.read(fragment, into)
 
     def write(self, fragment: Fragment, flat: Tensor) -> None:
-        self._island.announce("write", fragment=fragment.index)
+        self._island.decide(TakeWeights(fragment.index))
         self._bridge.write(fragment, flat)
 
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
 from diloco.island.slices import Slice
+
+
+def sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds a share of it (FSDP2, tensor parallelism)."""
+    return isinstance(tensor, DTensor)
+
+
+def device_of_share(tensor: Tensor) -> torch.device:
+    """Where this rank's share lies."""
+    return tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel, or itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def held(name: str, tensor: Tensor) -> Slice:

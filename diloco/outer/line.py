@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s
+from diloco.base.decisions import Apply, Measure
 from diloco.base.ranks import Alone, Ranks
-from diloco.base.types import Closed, Commit, Contribution, Counted, Skip
+from diloco.base.types import Commit, Contribution, Counted
 from diloco.compress import Codec
 from diloco.compress.encoding import Encode, encode_now
+from diloco.outer.feedback import left_over
 from diloco.outer.fragments import Fragment, Layout, Weights
+from diloco.outer.merge import Carry
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
 from diloco.outer.weighing import Weighing
 
@@ -60,14 +62,6 @@ class Sent:
     """When it was measured."""
 
 
-class Exchanger(Protocol):
-    """The part of the exchange that a round needs."""
-
-    def offer(self, contribution: Contribution, leaving: bool) -> None: ...
-
-    def outcome(self, patience: Callable[[], bool]) -> Sequence[Closed] | Skip: ...
-
-
 @dataclass
 class Line:
     """What a round works on: one peer's weights, the outer state, and what is between them.
@@ -75,8 +69,8 @@ class Line:
     Invariant: local weights = anchor + progress that is not committed yet; `trained` counts that progress. For this the
     anchor is taken as the parameters' dtype holds it (`Weights.rounded`).
 
-    Where the ranks of an island divide the outer state, each has a line of the parts that it holds. What the functions
-    of this file do to the first's they have the others do to theirs (`Ranks.announce`).
+    Where the ranks of an island divide the outer state, each has a line of the parts that it holds, and does to it what
+    rank 0 decides (`diloco.base.decisions`). Only rank 0's knows commit, tokens and staleness.
     """
 
     peer: str
@@ -94,9 +88,8 @@ class Line:
     sent: Sent | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
     ranks: Ranks = field(default_factory=Alone)
-    merge: str = "carry"
-    mix_alpha: float = 0.5
-    """`SyncSection.merge` and `mix_alpha`."""
+    merge: Carry = field(default_factory=Carry)
+    """`SyncSection.merge`: what becomes of the local weights when a version closes."""
     feedback: float | None = None
     """Decay of the residual; None: no error feedback (`CodecSection.error_feedback`)."""
     residual_after_rejoin: float = 0.0
@@ -108,10 +101,6 @@ class Line:
     """Late pseudo-gradients are turned towards the outer momentum (`diloco.outer.align`)."""
     since: int = field(init=False)
     """The version at which the progress that is not committed yet began."""
-    own: dict[int, FragmentState] = field(default_factory=dict)
-    """By fragment, for `eager`: the outer steps that our contributions alone would have made."""
-    spare: Callable[[], bool] = lambda: False
-    """Whether nobody else needs the outer state any more, so that the next outer step may overwrite it."""
 
     def __post_init__(self) -> None:
         self.since = self.state.version
@@ -143,35 +132,115 @@ class Line:
         """Versions that closed since our progress began, over the trainers."""
         return (self.state.version - self.since) / self.trainers
 
+    def measuring(self, overlaps: bool) -> Measure:
+        """How a contribution is to be measured now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
+        return Measure(self.staleness, self.trainers, overlaps)
+
+    def applying(self, commit: Commit, counted: bool, spare: bool) -> Apply:
+        """How a version is to be applied now. Rank 0. `spare`: nobody else reads the state before it."""
+        omitted = any(entry.peer == self.peer for entry in commit.omitted)
+        in_place = spare and counted and not (omitted or self.merge.needs_gradient)
+        return Apply(commit.to_bytes().decode(), counted, in_place)
+
 
 def keep_local(line: Line) -> None:
     """Inner steps follow while a contribution is on its way: what they change is progress of the next one."""
     if line.sent is not None and line.sent.local is None:
-        line.ranks.announce("keep_local")
-        kept_local(line)
-
-
-def kept_local(line: Line) -> None:
-    """`keep_local` on one rank."""
-    if line.sent is not None:
         contribution = line.sent.contribution
         len(contribution.parts[:])  # waits: it may be made of these very weights
         line.sent = replace(line.sent, local=line.weights.read(line.layout.fragments[contribution.fragment]))
 
 
+def withdraw(line: Line) -> None:
+    """What was sent comes to nothing, and nobody holds it: it is progress again."""
+    sent, line.sent = line.sent, None
+    if sent is not None:
+        line.merge.withdrawn(line, sent)
+
+
+def keep_residual(line: Line, sent: Sent, fragment: Fragment, commit: Commit | None = None) -> None:
+    """What the codec dropped of what was sent is the residual; of the parts that `commit` counts, or of all."""
+    if sent.target is not None:
+        counts = [commit is None or commit.counts(line.peer, part) for part in range(fragment.parts)]
+        before = line.residuals.get(fragment.index)
+        left = left_over(sent.target, sent.contribution.parts, fragment, line.codecs, counts.__getitem__, before)
+        line.residuals[fragment.index] = left
+
+
+def fade_residual(line: Line, commit: Commit, fragment: Fragment) -> None:
+    """A version counts nothing that this life sent: an entry of its name is that of an earlier life.
+
+    What that life sent had in it what the codec had dropped before, so that of the residual as much stays as after a
+    copy of the state.
+    """
+    residual = line.residuals.get(fragment.index)
+    if residual is None or entry_in(line, commit) is None:
+        return
+    left = residual.clone()  # a checkpoint may hold the other
+    for part, (start, stop) in fragment.cuts.items():
+        if commit.counts(line.peer, part):
+            left[start:stop] *= line.residual_after_rejoin
+    line.residuals[fragment.index] = left
+
+
+def entry_in(line: Line, commit: Commit) -> Counted | None:
+    """The contribution of this peer's name that a version counts."""
+    return next((counted for counted in commit.counted if counted.peer == line.peer), None)
+
+
 @contextmanager
 def weights_at_anchor(line: Line) -> Iterator[None]:
-    """Meanwhile the model holds the anchor."""
-    line.ranks.announce("stand_at_anchor")
+    """Meanwhile the model holds the anchor. All ranks enter and leave together."""
     local = [line.weights.read(fragment) for fragment in line.layout.fragments]
     try:
         for fragment in line.layout.fragments:
             line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
         yield
     finally:
-        line.ranks.announce("stand_back")
         for fragment, weights in zip(line.layout.fragments, local, strict=True):
             line.weights.write(fragment, weights)
+
+
+@contextmanager
+def weights_to_keep(line: Line) -> Iterator[None]:
+    """Meanwhile the model holds anchor plus all progress that is not committed: without what `eager` foresees.
+
+    A checkpoint holds these, for a contribution that is on its way is progress after a restart. All ranks together.
+    """
+    sent = line.sent
+    if sent is None or sent.foreseen is None:
+        yield
+        return
+    fragment = line.layout.fragments[sent.contribution.fragment]
+    local = line.weights.read(fragment)
+    line.merge.withdrawn(line, sent)
+    try:
+        yield
+    finally:
+        line.weights.write(fragment, local)
+
+
+def expect(line: Line, commit: Commit) -> Counted | None:
+    """Before a version is applied: this life's entry in it, if it counts one. Rank 0.
+
+    Raises Diverged when the version was made on another state than this.
+    """
+    mine = entry_in(line, commit) if line.sent is not None else None  # else it is that of an earlier life of this peer
+    if commit.state_digest == line.state.digest:
+        return mine
+    line.diverged = True
+    uncounted = mine is None and commit.version == line.state.version + 1
+    if not uncounted and line.sent is not None:  # counted by this version, or perhaps by one that we have not seen
+        line.sent = replace(line.sent, passed=line.sent.passed or commit)
+    raise Diverged(commit.version, uncounted)
+
+
+def book(line: Line, commit: Commit, mine: Counted | None) -> None:
+    """After a version was applied that counts `mine`. Rank 0."""
+    if mine is not None:
+        line.trained.subtract(mine)
+    if mine is not None or not line.trained.tokens:
+        line.since = commit.version
 
 
 def complete(line: Line, state: FragmentState) -> None:
@@ -192,5 +261,7 @@ def complete(line: Line, state: FragmentState) -> None:
 class Diverged(Exception):
     """Our state is not the one that a version was made on: it must be copied anew."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, uncounted: bool) -> None:
+        """`uncounted`: for certain no version counts what was sent."""
         super().__init__(f"version {version} was made on another state than ours")
+        self.uncounted = uncounted

@@ -6,11 +6,89 @@ holds it (`Weights.rounded`).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from diloco.base.types import Commit
 from diloco.outer.fragments import Fragment, Weights
 from diloco.outer.state import FragmentState, OuterOptimizer, tiles
+
+if TYPE_CHECKING:
+    from diloco.outer.line import Line, Sent
+
+
+class Carry:
+    """`carry`: a version that counts a contribution leaves the anchor, and what was trained since it was measured.
+
+    The base of the other strategies, which look at more than the weights at hand.
+    """
+
+    needs_gradient = False
+    """Whether the pseudo-gradient is needed whole when it is sent, and the old anchor when its version closes."""
+
+    def sent(self, line: Line, sent: Sent, fragment: Fragment, gradient: Tensor | None, share: float) -> Sent:
+        """A contribution was made: of `gradient`, flat fp32, which will weigh `share` of the mean. Returns it."""
+        return sent
+
+    def withdrawn(self, line: Line, sent: Sent) -> None:
+        """It comes to nothing."""
+
+    def land(self, line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
+        """The local weights onto the new anchor. A part that omits this peer, or a version, leaves it progress.
+
+        `old`, `new`: anchors before and after, flat fp32. `counted`: the version counts what was sent.
+        """
+        sent = line.sent
+        unsent = line.weights.rounded(fragment, old) if sent is None else sent.unsent
+        base = sent.local if counted and sent is not None else unsent
+        omitted = left_out(line.peer, commit, fragment) if counted else []
+        if not omitted and not (counted and self._mixes):
+            carry_fragment(line.weights, fragment, base, new)
+            return
+        onto = line.weights.rounded(fragment, new)
+
+        def merged(local: Tensor, at: slice) -> Tensor:
+            after = self._landed(local, base, onto, at) if counted else carry_piece(local, base, onto, at).clone()
+            for start, stop in omitted:
+                here = slice(max(start - at.start, 0), max(stop - at.start, 0))
+                after[here] = carry(local[here], unsent[at][here], onto[at][here])
+            return after
+
+        line.weights.change(fragment, merged)
+
+    _mixes = False
+
+    def _landed(self, local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
+        return carry_piece(local, base, anchor, at).clone()
+
+    def counted(self, line: Line, sent: Sent, commit: Commit, fragment: Fragment, steps: int) -> None:
+        """A version counts what was sent. `steps`: outer steps of the fragment before it."""
+
+    def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
+        """A version counts nothing of this life."""
+
+    def copied(self) -> None:
+        """The state was copied from others: nothing of before holds."""
+
+
+class Mix(Carry):
+    """`mix` with local weights."""
+
+    _mixes = True
+
+    def __init__(self, alpha: float) -> None:
+        """`alpha`: share of the local weights (`SyncSection.mix_alpha`)."""
+        self.alpha = alpha
+
+    def _landed(self, local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
+        return mix(local, anchor[at], self.alpha)
+
+
+def left_out(peer: str, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
+    """Bounds of the parts whose mean leaves `peer` out, in the flat fragment."""
+    return [bounds for part, bounds in fragment.cuts.items() if not commit.counts(peer, part)]
 
 
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from diloco.base.types import Commit, Counted
 from diloco.outer.fragments import Fragment
-from diloco.outer.landing import leave_over
-from diloco.outer.line import Trained, complete, keep_local
+from diloco.outer.line import Trained, complete, keep_local, keep_residual
 from diloco.outer.merge import carry, carry_fragment
 from diloco.outer.state import OuterState
 
@@ -19,31 +18,30 @@ if TYPE_CHECKING:
     from diloco.outer.line import Line, Sent
 
 
-def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[Counted | None, int]:
-    """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
+@dataclass(frozen=True)
+class Adoption:
+    """What a copied state means for what was trained and sent: fixed before it is adopted, booked afterwards."""
 
-    A contribution that was sent may be counted in the versions that were skipped, and must not count twice: it is not
-    carried. Returns its entry, if a version that we know counts it; else None, and its tokens, which are discarded.
-    Where none was skipped, as the state is that of the version at which we stand, it stays sent: the next version may
-    still count it, and nothing in its place.
-    """
+    commit: Commit | None
+    """That of the state."""
+    stays: bool
+    """It is of the version at which the line stands: what was sent stays sent, and the next version may count it."""
+    mine: Counted | None
+    """What was sent, as a version counts it that leads there."""
+    given_up: int
+    """Tokens sent that may be counted in versions that were skipped, and must not count twice: they are not carried."""
+
+    @property
+    def discarded(self) -> int:
+        """Tokens of those that no known version counts."""
+        return 0 if self.mine is not None else self.given_up
+
+
+def adoption(line: Line, commit: Commit | None) -> Adoption:
+    """The copied state of `commit` is to be adopted. Rank 0."""
     stays = commit is not None and commit == line.commit
-    if stays:
-        keep_local(line)
     given_up = line.sent.contribution.tokens if line.sent is not None and not stays else 0
-    mine = _counted_on_the_way_to(line, commit)
-    steps = [fragment.steps for fragment in state.fragments]
-    line.ranks.announce("adopt", version=state.version, steps=steps, stays=stays)
-    adopted(line, state, stays)
-    line.diverged = False
-    line.ranks.all(True)
-    if stays:
-        return None, 0
-    line.commit = commit
-    line.trained = Trained(line.trained.tokens - given_up, 0)  # the lease is another one, too
-    if not line.trained.tokens:
-        line.since = state.version
-    return mine, 0 if mine is not None else given_up
+    return Adoption(commit, stays, None if stays else _counted_on_the_way_to(line, commit), given_up)
 
 
 def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
@@ -57,11 +55,25 @@ def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
     return mine if any(mine in version.counted for version in (*told, commit)) else None
 
 
-def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
-    """`adopt_state` on one rank. `stays`: it is of the same version, and what was sent stays sent.
+def book_adoption(line: Line, adoption: Adoption) -> None:
+    """After it was adopted. Rank 0."""
+    line.diverged = False
+    if adoption.stays:
+        return
+    line.commit = adoption.commit
+    line.trained = Trained(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
+    if not line.trained.tokens:
+        line.since = line.state.version
 
-    Else what was sent is the run's or given up, and the residual with it: what the codec dropped of it remains.
+
+def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
+    """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
+
+    `stays`: it is of the same version, and what was sent stays sent. Else what was sent is the run's or given up, and
+    the residual with it: what the codec dropped of it remains.
     """
+    if stays:
+        keep_local(line)
     sent, line.sent = line.sent, None
     for fragment, before, after in zip(line.layout.fragments, line.state.fragments, state.fragments, strict=True):
         base: Tensor | None = line.weights.rounded(fragment, before.anchor)
@@ -70,13 +82,13 @@ def adopted(line: Line, state: OuterState, stays: bool = False) -> None:
                 line.sent = _moved(line, fragment, sent, before.anchor, after.anchor)
             else:
                 base = sent.local
-                leave_over(line, sent, fragment, lambda part: True)
+                keep_residual(line, sent, fragment)
         carry_fragment(line.weights, fragment, base, after.anchor)
         complete(line, after)
     line.state = state
     if stays:
         return
-    line.own.clear()
+    line.merge.copied()
     kept = line.residual_after_rejoin
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
 
@@ -89,17 +101,15 @@ def _moved(line: Line, fragment: Fragment, sent: Sent, old: Tensor, new: Tensor)
     return replace(sent, local=local, unsent=carry(sent.unsent, base, onto))
 
 
-def drop_progress(line: Line) -> int:
-    """Go back to the anchor. Returns the tokens that are discarded by that; their data blocks stay used."""
-    line.ranks.announce("drop")
-    dropped(line)
-    discarded, line.trained.tokens = line.trained.tokens, 0
-    line.since = line.state.version
-    return discarded
-
-
-def dropped(line: Line) -> None:
-    """`drop_progress` on one rank."""
+def drop(line: Line) -> None:
+    """Go back to the anchor."""
     for fragment in line.layout.fragments:
         line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
     line.sent = None
+
+
+def book_drop(line: Line) -> int:
+    """After that. Returns the tokens that are discarded by it; their data blocks stay used. Rank 0."""
+    discarded, line.trained.tokens = line.trained.tokens, 0
+    line.since = line.state.version
+    return discarded

@@ -7,28 +7,27 @@ overwrites the state before it; of a mean that arrives it is only seen that it c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from diloco.base.life import done
 from diloco.base.memory import floats
 from diloco.base.types import Closed
 from diloco.compress import Codec
 from diloco.compress.codec import magnitude
+from diloco.observe.events import timed
 from diloco.outer.average import check_mean, mean_into
 from diloco.outer.fragments import Fragment
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState, part_hash
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
-@dataclass(frozen=True, slots=True)
-class Ahead(Closed):
-    """A version whose average and outer step are made on another thread, from the state that its commit names."""
-
-    after: Callable[[bool], FragmentState]
-    """Waits for the fragment's next state; told whether that may take the place of the one before, whose buffers are
-    then overwritten. Raises PayloadError when the mean is no mean, and has overwritten nothing."""
+    from diloco.outer.line import Line
 
 
 class Stepping:
@@ -64,24 +63,30 @@ class Stepping:
         self._hashes: dict[str, dict[int, str]] = {}
         self._largest: dict[int, float] = {}
         """Of each part's anchor."""
+        self.seconds = {"average": 0.0, "outer": 0.0}
+        """Spent so far on decoding means, and on outer steps."""
 
     def take(self, part: int, mean: bytes) -> None:
         """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
         if self._ahead:
             self._step(part, self._decoded(part, mean))
         else:
-            check_mean(mean, self._codecs[self.fragment.group_of(part)], self.fragment.size_of(part))
+            with timed(self.seconds, "average"):
+                check_mean(mean, self._codecs[self.fragment.group_of(part)], self.fragment.size_of(part))
         self._means[part] = mean
 
-    def finish(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:
-        """The state after these means, of all parts, most of which were taken before. Nothing may be taken afterwards.
-
-        `in_place`: the state before may be overwritten, if nothing was done ahead. Raises PayloadError, with nothing
-        overwritten, when one of them is no mean.
-        """
+    def average(self, means: Sequence[bytes]) -> None:
+        """Take what was not taken before of the means of all parts. Raises PayloadError when one of them is no mean,
+        with nothing overwritten."""
         for part in self.fragment.cuts:
             if self._means.get(part) is not means[part]:
                 self.take(part, means[part])
+
+    def outer(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:
+        """The state after these means, once they were averaged. Nothing may be taken afterwards.
+
+        `in_place`: the state before may be overwritten, if nothing was done ahead.
+        """
         if not self._ahead:
             self._after = self._before if in_place else None
             for part in self.fragment.cuts:
@@ -93,16 +98,43 @@ class Stepping:
         return after
 
     def _decoded(self, part: int, mean: bytes) -> Tensor:
-        values = floats(self.fragment.size_of(part))
-        mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
+        with timed(self.seconds, "average"):
+            values = floats(self.fragment.size_of(part))
+            mean_into(mean, self._codecs[self.fragment.group_of(part)], values)
         return values
 
     def _step(self, part: int, mean: Tensor) -> None:
-        start, stop = self.fragment.part_bounds(part)
-        if self._after is None:
-            self._after = self._before.unfilled()
-        into = self._after.part(start, stop)
-        self._optimizer.step(self._before.part(start, stop), mean, into, self.share)
-        self._largest[part] = magnitude(into.anchor)
-        for name, buffer in into.buffers().items():
-            self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)
+        with timed(self.seconds, "outer"):
+            start, stop = self.fragment.part_bounds(part)
+            if self._after is None:
+                self._after = self._before.unfilled()
+            into = self._after.part(start, stop)
+            self._optimizer.step(self._before.part(start, stop), mean, into, self.share)
+            self._largest[part] = magnitude(into.anchor)
+            for name, buffer in into.buffers().items():
+                self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)
+
+
+class SteppedHere:
+    """A version that is averaged and stepped at once, on the thread that asks (`diloco.base.life.Stepped`)."""
+
+    def __init__(self, line: Line, closed: Closed) -> None:
+        """`line`: that it is applied to next."""
+        self.commit, self._parts = closed.commit, closed.parts
+        share = line.weighing.share(closed.commit.counted, closed.commit.view)
+        fragment = line.layout.fragments[closed.commit.fragment]
+        self._stepping = Stepping(line.state, fragment, line.codecs, line.optimizer, share, ahead=False)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Spent by step of the line."""
+        return self._stepping.seconds
+
+    def averaged(self) -> Future[None]:
+        """Raises PayloadError when the mean is no mean."""
+        self._stepping.average(self._parts)
+        return done(None)
+
+    def outer(self, in_place: bool) -> Future[FragmentState]:
+        """The fragment's next state, in new buffers or in those of the one before."""
+        return done(self._stepping.outer(self._parts, in_place))

@@ -13,6 +13,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import LaneTerms
 from diloco.island import Island
+from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line
 from diloco.outer.optimizers import open_outer
@@ -53,8 +54,7 @@ def open_line(
         Weighing.of(contract),
         OuterState(0, tuple(map(optimizer.start, anchor, layout.fragments))),
         ranks=island or Alone(),
-        merge=contract.sync.merge,
-        mix_alpha=contract.sync.mix_alpha,
+        merge=open_merge(contract.sync.merge, contract.sync.mix_alpha),
         feedback=contract.codec.error_feedback,
         residual_after_rejoin=contract.codec.residual_after_rejoin,
         encode=encode,

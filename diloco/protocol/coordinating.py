@@ -10,7 +10,7 @@ from diloco.protocol import messages as m
 from diloco.protocol.committing import Committing
 from diloco.protocol.reduction import Reduction
 from diloco.protocol.tally import Tally
-from diloco.protocol.view import Decision, Policy, decide, in_turn, respan, spans
+from diloco.protocol.view import GroupDecision, Policy, decide, in_turn, respan, spans
 
 MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"
 """Begins the reason; those who may have it follow."""
@@ -91,15 +91,15 @@ class Coordinating(Committing):
         ending = total is not None and self.commit is not None and self.commit.tokens >= total
         return self.rules.policy.at(self.making, ending)
 
-    def _decision(self, tally: Tally) -> Decision:
+    def _decision(self, tally: Tally) -> GroupDecision:
         if self._reachable_votes() < self.electorate.needed():
-            return Decision(None, self._no_majority())
+            return GroupDecision(None, self._no_majority())
         names = [member.peer for member in self.view if not member.witness]
         living = [member.peer for member in self._trainers_alive()]
         expected = [peer for peer in living if peer not in self._without and not self.roster.barred(peer)]
         if not expected:
             if self._now - self._entered_at < self.timing.stall_s:
-                return Decision(None, "every contribution was refused: asking again soon")
+                return GroupDecision(None, "every contribution was refused: asking again soon")
             expected = living
         waits_from = tally.waits_from(self.sync_s, reserve_s=self.timing.stall_s)
         return decide(self._policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)

@@ -144,7 +144,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class GroupDecision:
     """The contributors of an attempt, or None to wait; and why."""
 
     group: tuple[str, ...] | None
@@ -161,7 +161,7 @@ def decide(
     offered_at: Mapping[str, float],
     state_digests: Mapping[str, str],
     waits_from: Mapping[str, float] = MappingProxyType({}),
-) -> Decision:
+) -> GroupDecision:
     """Contributors of the attempt, as soon as it may begin; else None, with the reason.
 
     `view`: its trainers, in order; `expected`: those of them that live and whose contribution did not fail before.
@@ -173,11 +173,11 @@ def decide(
     agreed = _same_state(offering, state_digests)
     late = [peer for peer in expected if peer not in offering]
     if not agreed:
-        return Decision(None, "nobody has a contribution yet")
+        return GroupDecision(None, "nobody has a contribution yet")
     if not late:
         missing = [peer for peer in view if peer not in agreed]
         without = f"; without {', '.join(missing)}" if missing else ""
-        return Decision(tuple(agreed), f"all {len(agreed)} live members are ready{without}", routine=not missing)
+        return GroupDecision(tuple(agreed), f"all {len(agreed)} live members are ready{without}", routine=not missing)
     times = sorted(offered_at[peer] for peer in agreed)
     if policy.quorum_peers is None:
         return _decide_sync(policy, now, times, agreed, late)
@@ -198,7 +198,7 @@ def in_turn(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...
 
 def _decide_sync(
     policy: Policy, now: float, times: Sequence[float], agreed: Sequence[str], late: Sequence[str]
-) -> Decision:
+) -> GroupDecision:
     """The deadline runs since half of all were ready: who is early for once must not make a version alone.
 
     Such a version has one peer's progress, and its outer step the momentum of a whole one; and what all others train
@@ -208,8 +208,8 @@ def _decide_sync(
     deadline_s = policy.match_deadline_s
     close_s = times[half - 1] + deadline_s if len(times) >= half else times[0] + EARLY_DEADLINES * deadline_s
     if now >= close_s:
-        return Decision(tuple(agreed), f"closing without {', '.join(late)} after {now - times[0]:.0f} s")
-    return Decision(None, f"waiting for {', '.join(late)}", routine=True)
+        return GroupDecision(tuple(agreed), f"closing without {', '.join(late)} after {now - times[0]:.0f} s")
+    return GroupDecision(None, f"waiting for {', '.join(late)}", routine=True)
 
 
 def _decide_quorum(
@@ -220,17 +220,19 @@ def _decide_quorum(
     agreed: Sequence[str],
     late: Sequence[str],
     waits_from: Mapping[str, float],
-) -> Decision:
+) -> GroupDecision:
     if len(agreed) < quorum:
-        return Decision(None, f"{len(agreed)} of a quorum of {quorum} are ready", routine=True)
+        return GroupDecision(None, f"{len(agreed)} of a quorum of {quorum} are ready", routine=True)
     there_s, grace = times[quorum - 1], f"{policy.grace_s:g} s of grace"
     close_s = there_s + policy.grace_s
     if policy.uses_slack:
         first_s = min(waits_from.get(peer, there_s) for peer in agreed)
         close_s, grace = max(close_s, min(first_s, there_s + policy.match_deadline_s)), f"{grace} or more"
     if now >= close_s:
-        return Decision(tuple(agreed), f"a quorum of {quorum} and {grace}; without {', '.join(late)}", routine=True)
-    return Decision(None, f"a quorum is ready; {grace} for {', '.join(late)}", routine=True)
+        return GroupDecision(
+            tuple(agreed), f"a quorum of {quorum} and {grace}; without {', '.join(late)}", routine=True
+        )
+    return GroupDecision(None, f"a quorum is ready; {grace} for {', '.join(late)}", routine=True)
 
 
 def _same_state(peers: Sequence[str], state_digests: Mapping[str, str]) -> list[str]:

@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
-import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from diloco.accounts.ledger import LEDGER, left_off, read_ledger
-from diloco.base.errors import ConfigError, ResourceError, StateError, UsageError
+from diloco.base.errors import ConfigError, UsageError
 from diloco.config.contract import Contract
-from diloco.config.load import contract_from_json
-from diloco.config.remembered import remember
 from diloco.config.site import Site
 from diloco.island import Island, given_ranks
 from diloco.island.elastic import end_with_launcher, of_this_launch, restarted, run_ranks
 from diloco.island.mesh import check, sizes_of
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped
+from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
-from diloco.run.follower import follow
-from diloco.run.gossip_trainer import GossipTrainer
+from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
-from diloco.run.trainer import Ending, Trainer, device_of
-from diloco.storage.checkpoint import Checkpoint, latest, load
+from diloco.run.past import Past, past_of, peer_name, saved_us
+from diloco.run.trainer import Trainer, device_of
+from diloco.storage.checkpoint import Checkpoint, load
 from diloco.transport.gate import Gate, listening
 
 logger = logging.getLogger(__name__)
@@ -37,7 +33,7 @@ RUNS = Path("runs")
 
 
 def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> Ending | None:
-    """Live the life of a peer; None on the ranks of an island that only follow.
+    """Live the life of a peer; None on other ranks of an island than the first.
 
     Raises DilocoError; everything that can be wrong beforehand is found beforehand.
     """
@@ -46,40 +42,52 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     site = listening(site, options.join)
     island = Island.here(device_of(site), site.timeouts.collective_s)
     with island.watched():
-        if island.leads:
-            return _lead(options, stop, listener, site, given, island)
-        follow(contract_from_json(island.share()), site, island)
+        trainer = Trainer(lambda: _enter(options, stop, listener, site, given, island), site, island)
+        ending = trainer.live()
         island.close()
-        return None
+        return ending
 
 
-def _lead(
+def _enter(
     options: PeerOptions,
     stop: Callable[[], bool],
     listener: Callable[[Stamped], None],
     site: Site,
     given: Contract | None,
     island: Island,
-) -> Ending:
-    """The life of rank 0, or of the only one."""
+) -> Entrance:
+    """Found, join or resume, on rank 0."""
     if restarted():
         options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
+    past = None if options.join else _past_of(options, site, given, checkpoint)
+    if checkpoint is None and past is not None:
+        checkpoint = past.checkpoint()
     gate = Gate(site, lanes_of(site, island))
     try:
-        agreed = knock(options.join, gate, listener, stop) if options.join else given
+        if options.join:
+            agreed: Contract | None = knock(options.join, gate, listener, stop)
+        else:
+            agreed = (asked_members(past, gate) if past is not None else None) or given
         contract = _contract(agreed, checkpoint)
         name = peer_name(site, checkpoint)
         if options.name and options.name != name:
             fix = "leave --name out: a peer that comes back keeps its name"
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
         directory = open_directory(options, site, contract, name, checkpoint)
-        island.share(contract.to_json())
-        events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
-        kind = GossipTrainer if contract.membership.policy == "gossip" else Trainer
-        return kind(name, contract, site, island, gate, events, directory, stop, checkpoint).run()
-    finally:
+        listeners = [event_card(directory), listener]
+        return Entrance(contract, gate, name, directory, checkpoint, listeners, stop)
+    except BaseException:
         gate.close()
+        raise
+
+
+def _past_of(options: PeerOptions, site: Site, given: Contract | None, checkpoint: Checkpoint | None) -> Past | None:
+    """The life before, in the folder to resume, or in one that is given a second time with the same contract."""
+    chosen = _chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
+    past = past_of(chosen) if chosen is not None else None
+    expected = checkpoint.contract if checkpoint is not None else given
+    return past if past is not None and expected is not None and past.contract_digest == expected.digest else None
 
 
 def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
@@ -109,71 +117,20 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     """
     tickets = options.join.split(",") if options.join else [""]
     expected = (given.digest,) if given is not None else tuple(ticket.strip().partition("/")[2] for ticket in tickets)
-    found = [past for folder in _folders(options, site, given) if (past := _past(folder)) is not None]
+    found = [past for folder in _folders(options, site, given) if (past := past_of(folder)) is not None]
     ours = [past for past in found if past.contract_digest.startswith(expected) and of_this_launch(past.began_us)]
     if not ours:
         return options
     past = max(ours, key=lambda one: one.written_s)  # a ticket need not say which run it is of
-    members = [f"{address}/{past.contract_digest[:12]}" for address in past.others]
-    join = ",".join([*([options.join] if options.join else []), *members]) or None
-    checkpoint = _checkpoint_of(past)
+    join = ",".join([*([options.join] if options.join else []), *past.tickets]) or None
+    checkpoint = past.checkpoint()
     if checkpoint is not None and not join:
-        left = checkpoint.version > past.version if options.resume else not of_this_launch(_saved_us(checkpoint))
+        left = checkpoint.version > past.version if options.resume else not of_this_launch(saved_us(checkpoint))
         checkpoint = None if left else checkpoint  # of the history that was left for an older one, or for a new run
     resume = past.folder if checkpoint is not None else options.resume  # which holds our name, too
     if not (join or resume):
         return options
     return replace(options, contract=None, contract_overrides=(), resume=resume, join=join)
-
-
-@dataclass(frozen=True)
-class _Past:
-    """What a folder tells of the life before."""
-
-    folder: Path
-    began_us: int
-    written_s: float
-    contract_digest: str
-    version: int
-    others: tuple[str, ...]
-    """Where they listen."""
-
-
-def _past(folder: Path) -> _Past | None:
-    """From the ledger, which is newer than any checkpoint; from a checkpoint where there is none, as under gossip.
-
-    None when nobody lived there. Raises StateError for a damaged checkpoint; a ledger's damage is told by its writer.
-    """
-    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
-    try:
-        left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
-    except (StateError, ValueError):
-        left = None
-    if left is not None:
-        others = tuple(member.address for member in left.others)
-        return _Past(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
-    if saved is None:
-        return None
-    checkpoint = load(saved.parent)
-    name, commit = checkpoint.value("peer", str), checkpoint.commit
-    view = commit.view if commit is not None else ()
-    met = checkpoint.meta.get("others")  # under gossip, where there is no view
-    known = [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
-    others = (*(member.address for member in view if member.peer != name), *known)
-    saved_us = _saved_us(checkpoint)
-    return _Past(folder, saved_us, saved_us / 1e6, checkpoint.contract.digest, checkpoint.version, others)
-
-
-def _saved_us(checkpoint: Checkpoint) -> int:
-    """When, as `new_incarnation` counts."""
-    return int(1e6 * checkpoint.path.stat().st_mtime)
-
-
-def _checkpoint_of(past: _Past) -> Checkpoint | None:
-    """The newest of its run. Raises StateError when none is valid."""
-    saved = latest(past.folder / "checkpoints")
-    checkpoint = load(saved.parent) if saved is not None else None
-    return checkpoint if checkpoint is not None and checkpoint.contract.digest == past.contract_digest else None
 
 
 def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[Path]:
@@ -214,13 +171,6 @@ def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contrac
     return contract
 
 
-def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
-    """A peer that comes back keeps its name."""
-    if checkpoint is not None:
-        return checkpoint.value("peer", str)
-    return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
-
-
 def open_directory(
     options: PeerOptions,
     site: Site,
@@ -231,11 +181,7 @@ def open_directory(
     """Where this peer writes. A checkpoint's peer goes on in its old folder."""
     chosen = _chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
     directory = chosen or RUNS / contract.run.name / name
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        remember(directory, site)
-    except OSError as error:
-        raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --dir") from error
+    make_folder(directory, site)
     return directory
 
 

@@ -23,7 +23,7 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.config.site import Site
 from diloco.data.reader import BlockReader
-from diloco.inner.workbench import Bench, Workbench
+from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.elastic import end_with_launcher, run_once
 from diloco.island.mesh import check, sizes_of
@@ -142,35 +142,37 @@ def _started(job: Job, seconds: float, folder: Path) -> Measured:
 
 def measure(contract: Contract, site: Site, island: Island, seconds: float) -> Measured | None:
     """Inner steps for about so long, three at least; all ranks call it together. None on other ranks than 0."""
-    if not island.leads:
-        Bench.follow(contract, site, island)
-        island.close()
-        return None
-    bench = Workbench(contract, site, island)
-    reader = BlockReader(bench.dataset, contract.run.seed)
-    reader.lease(ALL_BLOCKS)
+    model = RankModel(contract, site, island)
+    reader = BlockReader(model.dataset, contract.run.seed) if model.dataset is not None else None
+    if reader is not None:
+        reader.lease(ALL_BLOCKS)
     for _ in range(WARM_UPS):
-        _step(bench, reader)
-    bench.usage.begin()
+        _step(model, reader)
+    model.usage.begin()
     began_s, steps = monotonic_s(), 0
-    while steps < 3 or monotonic_s() - began_s < seconds:
-        _step(bench, reader)
+    goes_on = True
+    while goes_on:
+        _step(model, reader)
         steps += 1
+        goes_on = bool(int(island.share(str(int(steps < 3 or monotonic_s() - began_s < seconds)))))
     took_s = monotonic_s() - began_s
-    used, facts = bench.used(), bench.facts()
-    bench.close()
+    used, facts = model.used(), model.facts()
+    island.close()
+    if not island.leads:
+        return None
     return Measured(
         island.size, facts["mesh"], contract.inner.sequences_per_step, steps, steps * contract.tokens_per_step / took_s,
         used["flops_per_s"], used["mfu"], used["phases"], [asdict(rank) for rank in used["memory"]],
     )  # fmt: skip
 
 
-def _step(bench: Workbench, reader: BlockReader) -> None:
-    tokens, began_s = bench.contract.tokens_per_step, monotonic_s()
-    with bench.inner.phases.host("data"):
-        block = reader.next(bench.contract.inner.sequences_per_step)
-    bench.step(block, (bench.inner.steps + 1) * tokens)
-    bench.usage.step(tokens, monotonic_s() - began_s)
+def _step(model: RankModel, reader: BlockReader | None) -> None:
+    tokens, began_s, block = model.contract.tokens_per_step, monotonic_s(), None
+    if reader is not None:
+        with model.inner.phases.host("data"):
+            block = reader.next(model.contract.inner.sequences_per_step)
+    model.step(block, (model.inner.steps + 1) * tokens, began_s)
+    model.usage.step(tokens, monotonic_s() - began_s)
 
 
 def limited(site: Site) -> Site:

@@ -13,17 +13,21 @@ from dataclasses import dataclass
 
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.errors import EvictedError, UsageError
+from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Closed, Member, Phase, Progress
 from diloco.config.contract import Contract
 from diloco.exchange.engine import Exchange, Terms
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
+from diloco.peer.peer import left, settled
 from diloco.peer.schedule import Finish
 from diloco.peer.terms import lane_terms, rules_of, timing_of
 from diloco.protocol.messages import Reply
-from diloco.run.launch import event_card, knock, open_directory, peer_name
+from diloco.run.blocking import block
+from diloco.run.launch import event_card, knock, open_directory
 from diloco.run.options import PeerOptions, open_site
+from diloco.run.past import peer_name
 from diloco.transport.gate import Gate, listening
 from diloco.transport.presence import Presence
 from diloco.transport.runtime import reachable
@@ -75,13 +79,17 @@ class Witness:
         """Listen, ask to be taken in, vote; say goodbye at the end."""
         presence = self._enter()
         try:
-            reason = self._vote(stop)
-            self.exchange.settle(self.gate.site.timeouts.suspect_s)
-            self.exchange.leave(self.gate.site.timeouts.rpc_s + 1.0)
+            reason = block(self._live(stop))
         finally:
             self.exchange.stop()
             presence.end()
         return WitnessEnding(self.version, self.tokens, reason)
+
+    def _live(self, stop: Callable[[], bool]) -> Life[str]:
+        reason = yield from self._vote(stop)
+        yield from settled(self.exchange, self.gate.site)
+        yield from left(self.exchange, self.gate.site)
+        return reason
 
     def _enter(self) -> Presence:
         gate, welcome = self.gate, self.gate.welcome
@@ -96,10 +104,11 @@ class Witness:
         self.events.emit(Listening(address, f"{address}/{self.contract.digest[:12]}"))
         return Presence(gate.directory, self.exchange, gate.runtime.answer_of)
 
-    def _vote(self, stop: Callable[[], bool]) -> str:
+    def _vote(self, stop: Callable[[], bool]) -> Life[str]:
         refused_s = monotonic_s()
         while not stop():
-            for closed in self.exchange.closed(timeout_s=0.2):
+            yield Wait(self.exchange.closes(), POLL_S)
+            for closed in self.exchange.closed():
                 self._on_closed(closed)
             if self.ending.done:
                 return "the run is complete"

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from diloco.base.types import Commit
 from diloco.config.contract import Contract
 from diloco.island.slices import Slice
+from diloco.outer.eager import Eager
 from diloco.outer.line import Line, Trained
-from diloco.outer.resync import adopted
+from diloco.outer.resync import adopt
 from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
 from diloco.storage.saving import Contents
@@ -22,7 +22,7 @@ def save_line(line: Line, contract: Contract) -> Contents:
     """What a checkpoint holds of what a line stands at: references, to buffers that are not overwritten meanwhile.
 
     Group `local` is there, empty, when there is progress to keep: whoever saves adds the weights as the ranks hold them
-    (under `weights_to_keep`).
+    (under `diloco.outer.line.weights_to_keep`).
     """
     groups = line_slices(line)
     if line.trained.tokens:
@@ -41,7 +41,8 @@ def save_line(line: Line, contract: Contract) -> Contents:
 
 def line_slices(line: Line) -> dict[str, list[Slice]]:
     """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
-    own = [(f"{index}/{name}", slot) for index, state in line.own.items() for name, slot in state.slots.items()]
+    foreseen = line.merge.own if isinstance(line.merge, Eager) else {}
+    own = [(f"{index}/{name}", slot) for index, state in foreseen.items() for name, slot in state.slots.items()]
     return {
         "outer": _flat_slices(line, line.state.buffers()),
         "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
@@ -58,21 +59,12 @@ def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slic
     return slices
 
 
-def restore_line(line: Line, checkpoint: Checkpoint) -> Commit | None:
-    """Take outer state, commit and uncommitted progress from a checkpoint. Returns the commit. Raises StateError.
+def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
+    """Take outer state, residuals and what `eager` foresees from a checkpoint. All ranks together.
 
-    The parameters are the anchor then; local weights, each rank reads its own (`Bench.restore`).
+    The parameters are the anchor then; local weights, whoever trains reads. Raises StateError on all ranks when one
+    cannot.
     """
-    line.commit = checkpoint.commit
-    line.ranks.announce("restore_line", path=str(checkpoint.path.resolve()), digest=checkpoint.digest)
-    restored_line(line, lambda: checkpoint)
-    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
-    line.since = line.state.version
-    return line.commit
-
-
-def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
-    """What `restore_line` does on one rank. Raises StateError on all ranks when one cannot."""
 
     def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
         checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
@@ -83,9 +75,17 @@ def restored_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
         )
 
     state, residuals, foreseen = read_together(line.ranks, read)
-    adopted(line, state)
+    adopt(line, state)
     line.residuals.update((int(index), flat) for index, flat in residuals.items())
-    for name, flat in foreseen.items():
-        index, _, slot = name.partition("/")
-        own = line.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
-        line.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
+    if isinstance(line.merge, Eager):
+        for name, flat in foreseen.items():
+            index, _, slot = name.partition("/")
+            own = line.merge.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
+            line.merge.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
+
+
+def book_restored(line: Line, checkpoint: Checkpoint) -> None:
+    """After that: the commit, and what was trained and is not committed. Rank 0. Raises StateError."""
+    line.commit = checkpoint.commit
+    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.since = line.state.version

@@ -1,7 +1,7 @@
 """Saving while training goes on: the training thread takes a copy in host memory, and another thread writes it.
 
-Every rank of an island has a `Saver` and writes what `writers_of` gives it. Rank 0's training loop has a `Keeper`,
-which tells what came of it.
+Every rank of an island has a `Saver` and writes what `writers_of` gives it. Rank 0 has a `Keeper`, which tells what
+came of it.
 
     training thread    copies what inner steps will move (`live`), keeps references to what nobody writes to (`kept`)
     writing thread     waits for rank 0's folder; writes, syncs and hashes this rank's files; tells rank 0, which ends
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,10 @@ from torch import Tensor
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
+from diloco.base.life import Life, answered
 from diloco.island import Island
 from diloco.island.slices import Slice, Slices, chosen, offered, writers_of
-from diloco.observe.event_log import Events
-from diloco.observe.events import CheckpointWritten, Remark, Warned
+from diloco.observe.events import CheckpointWritten, Event, Remark, Warned
 from diloco.storage.checkpoint import JsonValue, save, save_part
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Saver:
         """On the other ranks, with rank 0."""
         self._begin(partial(save_part, self._taken(kept, live), self._aside))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def finish(self, timeout_s: float | None = None) -> None:
         """Until nothing is being written any more, whatever comes of it."""
         if self._writing is not None:
             wait_for([self._writing], timeout_s)
@@ -94,7 +95,7 @@ class Saver:
 
     def _taken(self, kept: Slices, live: Slices) -> Slices:
         """What this rank writes, such that nobody writes to it."""
-        self.wait()  # on other ranks than 0 the last one's thread may still have to end; its copies are used again
+        self.finish()  # on other ranks than 0 the last one's thread may still have to end; its copies are used again
         groups = {name: [*kept.get(name, ()), *live.get(name, ())] for name in {**kept, **live}}
         moving = {id(one) for slices in live.values() for one in slices}
         mine = chosen(groups, self._agreed(offered(groups)), self._island.rank)
@@ -140,56 +141,63 @@ class _Begun:
 
 
 class Keeper:
-    """A peer's checkpoints, for its training loop: when there is time for one, and what is told of it."""
+    """A peer's checkpoints, on rank 0: when there is time for one, and what is told of it."""
 
-    def __init__(self, events: Events, begin: Callable[[Contents], Future[Written]]) -> None:
-        """`begin`: takes the rest of a checkpoint's contents, and begins to write it."""
-        self._events, self._begin = events, begin
+    def __init__(
+        self, tell: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
+    ) -> None:
+        """`tell`: an event of the run's; `remark`: one of this process's. `begin`: has all ranks begin one."""
+        self._tell, self._remark, self._begin = tell, remark, begin
         self._begun: _Begun | None = None
 
-    def due(self, version: int, contents: Callable[[], Contents]) -> None:
+    def due(self, version: int) -> None:
         """Begin a checkpoint, unless the last one is still being written: it then passes this version over.
 
         A full disk must not end a run: the next version tries again, and the last checkpoint is still there.
         """
-        self.tell()
+        self.look()
         if self._begun is None:
-            self._start(version, contents)
+            self._start(version)
         else:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
-            self._events.emit(Remark(text))
+            self._remark(Remark(text))
 
     @property
     def busy(self) -> bool:
         """Whether one is being written."""
         return self._begun is not None and not self._begun.written.done()
 
-    def tell(self) -> None:
+    def look(self) -> None:
         """Say what came of the last one, if that is known by now."""
         if self._begun is not None and self._begun.written.done():
-            try:
-                self._told()
-            except ResourceError as error:
+            begun, self._begun = self._begun, None
+            error = begun.written.exception()
+            if error is None:
+                self._written(begun, begun.written.result())
+            elif isinstance(error, ResourceError):
                 logger.warning("%s; %s", error.cause, error.fix)
-                self._events.emit(Warned(f"no checkpoint: {error.cause}"))
+                self._remark(Warned(f"no checkpoint: {error.cause}"))
+            else:
+                raise error
 
-    def last(self, version: int, contents: Callable[[], Contents]) -> Path:
-        """Write one, after the one that is being written, and wait for it. Raises ResourceError."""
+    def last(self, version: int) -> Life[Path]:
+        """Write one, after the one that is being written. Raises ResourceError."""
         if self._begun is not None:
-            wait_for([self._begun.written])
-            self.tell()
-        self._start(version, contents)
-        return self._told()
-
-    def _start(self, version: int, contents: Callable[[], Contents]) -> None:
-        since_s = monotonic_s()
-        written = self._begin(contents())
-        self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
-
-    def _told(self) -> Path:
-        assert self._begun is not None
-        begun, self._begun = self._begun, None
-        written = begun.written.result()
-        total_s = written.at_s - begun.since_s
-        self._events.emit(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
+            with suppress(ResourceError):
+                yield from answered(self._begun.written)
+            self.look()
+        begun = self._start(version)
+        written = yield from answered(begun.written)
+        self._begun = None
+        self._written(begun, written)
         return written.path
+
+    def _start(self, version: int) -> _Begun:
+        since_s = monotonic_s()
+        written = self._begin()
+        self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
+        return self._begun
+
+    def _written(self, begun: _Begun, written: Written) -> None:
+        total_s = written.at_s - begun.since_s
+        self._tell(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))

@@ -36,11 +36,11 @@ from typing import Any
 import torch
 
 import diloco
-from diloco.base.types import Skip
 from diloco.config.contract import Contract, InnerSection, ModelSection
 from diloco.config.site import Site
 from diloco.inner.loop import InnerLoop
 from diloco.models import build_model, count_parameters
+from diloco.observe.events import RoundSkipped
 from diloco.simulate.chaos.fleet import free_port
 from diloco.simulate.chaos.network import Network, Rule
 from scripts.bench.netns import NotPermitted, Star, congestion_controls
@@ -301,7 +301,7 @@ def enter(task: Task, model: torch.nn.Module) -> diloco.Run:
         }
     )
     if task.meet:
-        return diloco.join(task.meet, model, site)
+        return diloco.join(task.meet, model, site=site)
     contract = Contract.model_validate(
         {
             "run": {"name": "bench-overlap", "total_tokens": 10**12},
@@ -312,7 +312,7 @@ def enter(task: Task, model: torch.nn.Module) -> diloco.Run:
             "sync": dict(task.sync or {}),
         }
     )
-    return diloco.found(contract, model, site)
+    return diloco.found(contract, model, site=site)
 
 
 class Trainee:
@@ -344,9 +344,9 @@ class Trainee:
     def _sync(self) -> float:
         """Seconds that it took, if anything was to be done."""
         began_s = time.monotonic()
-        outcome = self._member.step(tokens=INNER.sequences_per_step * SEQUENCE) if self._member else None
-        if isinstance(outcome, Skip):
-            raise RuntimeError(f"a round was skipped: {outcome.reason}")
+        for event in self._member.step(tokens=INNER.sequences_per_step * SEQUENCE) if self._member else ():
+            if isinstance(event, RoundSkipped):
+                raise RuntimeError(f"a round was skipped: {event.reason}")
         return time.monotonic() - began_s
 
 

@@ -36,8 +36,9 @@ from diloco.outer.state import FragmentState, OuterState
 from diloco.peer.schedule import Cadence, Finish
 from diloco.peer.terms import open_line
 from diloco.protocol import leases
-from diloco.round import measure, step_outer
+from diloco.round import measure
 from diloco.simulate.local.processes import die_with_parent
+from diloco.simulate.virtual.training import step_outer
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4
@@ -144,7 +145,7 @@ class Peer:
             self.inner.step(block, self._position())
 
     def apply(self, closed: Closed) -> None:
-        mine = step_outer(self.line, closed, {})
+        mine = step_outer(self.line, closed)
         self._reader.lease(closed.commit.leases.held[self.name], mine.blocks if mine else 0)
 
     def heldout_loss(self) -> float:
@@ -202,7 +203,7 @@ class Run:
         return Cadence.of(self._contract)
 
     def _measured(self, line: Line) -> Sent:
-        sent = measure(line, {})
+        sent = measure(line, line.measuring(overlaps=True), {})
         if sent.contribution.tokens:  # else it is nearly nothing, in hardly any bytes
             self._bits.append(8 * sum(map(len, sent.contribution.parts)) / line.due.elements)
         return sent

@@ -166,9 +166,9 @@ class Diloco(Moving):
             }
         )
         if meet:
-            self.run = diloco.join(meet, self.model, site)
+            self.run = diloco.join(meet, self.model, site=site)
         else:
-            self.run = diloco.found(self._contract(), self.model, site)
+            self.run = diloco.found(self._contract(), self.model, site=site)
         self.meet = self.run.address
 
     def _contract(self) -> Any:
@@ -205,9 +205,9 @@ class Diloco(Moving):
         return sum(len(codec.encode(moved[start:stop])) for start, stop in bounds)
 
     def sync(self) -> None:
-        outcome = self.run.step(tokens=1)
-        if not isinstance(outcome, Sequence):
-            raise RuntimeError(f"the round was skipped: {outcome}")
+        for event in self.run.step(tokens=1):
+            if event.kind == "skip":
+                raise RuntimeError(f"the round was skipped: {event}")
 
     def close(self) -> None:
         self.run.close()

@@ -26,6 +26,7 @@ from diloco.compress import Codec
 from diloco.outer.average import mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, Sent
+from diloco.outer.merge import Mix
 from diloco.outer.outlier import MIN_RMS
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import Ballots
@@ -485,7 +486,7 @@ class Books:
     @property
     def _exact(self) -> bool:
         """Whether weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
-        return not self.host.world.hostile and self.line.merge != "mix"
+        return not self.host.world.hostile and not isinstance(self.line.merge, Mix)
 
     def _check_values(self, after: str) -> None:
         for fragment, total in zip(self.line.layout.fragments, self.sums, strict=True):

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco import round as line_of
+from diloco.base.decisions import Measure
 from diloco.base.types import Closed, Counted, Leases, Member
 from diloco.compress import Codec
 from diloco.exchange.work import Work
-from diloco.outer import average, landing
-from diloco.outer.average import unpack
+from diloco.outer import average, stepping
+from diloco.outer import line as line_of
+from diloco.outer.average import mean_into
 from diloco.outer.feedback import left_over
 from diloco.outer.fragments import Fragment, write_fragment
 from diloco.outer.line import Line, Sent, Trained
@@ -29,9 +30,10 @@ from diloco.protocol.machine import Machine
 from diloco.protocol.reducing import Reducing
 from diloco.protocol.roster import Entry, Roster
 from diloco.protocol.tally import Tally
-from diloco.round import measure, step_outer
+from diloco.round import measure
 from diloco.simulate.virtual import host, training
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Plan
+from diloco.simulate.virtual.training import step_outer
 from diloco.simulate.virtual.world import World
 
 
@@ -87,9 +89,9 @@ def _early_divisor() -> Iterator[None]:
 
 
 def _early_progress() -> Iterator[None]:
-    def measure_and_finish(line: Line, seconds: dict[str, float], *, overlaps: bool) -> Sent:
+    def measure_and_finish(line: Line, how: Measure, seconds: dict[str, float]) -> Sent:
         """A contribution counts as committed once it was sent."""
-        sent = measure(line, seconds, overlaps=overlaps)
+        sent = measure(line, how, seconds)
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor
         write_fragment(line.parameters, fragment, anchor)
@@ -117,22 +119,20 @@ def _private_mean() -> Iterator[None]:
         private[work.me, mean] = values
         return keep(work, part, mean)
 
-    def unpack_private(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
-        flat = unpack(parts, fragment, codecs)
-        for part, payload in enumerate(parts):
-            values = private.get((current[0], payload))
-            if values is not None:
-                start, stop = fragment.part_bounds(part)
-                flat[start:stop] = values
-        return flat
+    def mean_of_its_own(mean: bytes, codec: Codec, out: Tensor) -> None:
+        values = private.get((current[0], mean))
+        if values is None:
+            mean_into(mean, codec, out)
+        else:
+            out.copy_(values)
 
-    def step_as(line: Line, closed: Closed, seconds: dict[str, float]) -> Counted | None:
+    def step_as(line: Line, closed: Closed) -> Counted | None:
         current[0] = line.peer
-        return step_outer(line, closed, seconds)
+        return step_outer(line, closed)
 
     with (
         _replaced(Work, "keep", keep_private),
-        _replaced(line_of, "unpack", unpack_private),
+        _replaced(stepping, "mean_into", mean_of_its_own),
         _replaced(training, "step_outer", step_as),
     ):
         yield
@@ -207,7 +207,7 @@ def _lost_residual() -> Iterator[None]:
     ) -> Tensor:
         return left_over(target, parts, fragment, codecs, counted, before).zero_()
 
-    with _replaced(landing, "left_over", nothing):
+    with _replaced(line_of, "left_over", nothing):
         yield
 
 

@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger, Opening, Position
-from diloco.base.types import Closed, Commit, Member, Skip
+from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.compress import PayloadError
 from diloco.config.site import StorageSection
-from diloco.outer.eager import weights_to_keep, withdraw
+from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Weights
-from diloco.outer.line import Diverged, Line, Sent, Trained, keep_local
-from diloco.outer.resync import adopt_state, drop_progress
+from diloco.outer.line import Diverged, Line, Sent, Trained, book, expect, keep_local, weights_to_keep, withdraw
+from diloco.outer.resync import adopt, adoption, book_adoption, book_drop, drop
 from diloco.outer.state import OuterState
+from diloco.outer.stepping import SteppedHere
 from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
-from diloco.round import measure, step_outer
+from diloco.round import apply, measure
 from diloco.simulate.virtual.copying import Download
 from diloco.simulate.virtual.disk import Snapshot
 from diloco.simulate.virtual.invariants import Books
@@ -37,6 +38,49 @@ if TYPE_CHECKING:
 APPLY_S = 0.02
 """The training thread takes about so long to apply a version, and to see one."""
 POLL_S = 0.2
+
+
+def step_outer(line: Line, closed: Closed, spare: bool = False) -> Counted | None:
+    """Apply a version that closed to a line of one rank, at once. Returns its entry in it, if it counts one.
+
+    `spare`: nobody else reads the state before it, which may be overwritten.
+
+    Raises Diverged when the version was made on another state, and PayloadError when the mean is no mean.
+    """
+    commit = closed.commit
+    if commit.fragment < 0:  # a founding moves no anchor: what was sent stays what it is
+        line.commit = commit
+        return None
+    try:
+        mine = expect(line, commit)
+    except Diverged as error:
+        if error.uncounted:
+            take_back(line)
+        raise
+    for wait in apply(line, SteppedHere(line, closed), line.applying(commit, mine is not None, spare), {}):
+        raise AssertionError(f"it waits: {wait}")
+    book(line, commit, mine)
+    return mine
+
+
+def take_back(line: Line) -> None:
+    """What was sent is progress again, unless a version counts it."""
+    if line.sent is None or line.sent.passed is None:
+        withdraw(line)
+
+
+def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[Counted | None, int]:
+    """Take over a copied state. Returns what `Adoption` says was counted on the way there, and what is discarded."""
+    taken = adoption(line, commit)
+    adopt(line, state, taken.stays)
+    book_adoption(line, taken)
+    return taken.mine, taken.discarded
+
+
+def drop_progress(line: Line) -> int:
+    """Back to the anchor. Returns the tokens that are discarded."""
+    drop(line)
+    return book_drop(line)
 
 
 class Training:
@@ -54,7 +98,7 @@ class Training:
             setup.optimizer,
             setup.weighing,
             setup.start,
-            merge=plan.merge,
+            merge=open_merge(plan.merge, 0.5),
             feedback=plan.feedback if plan.feedback >= 0 else None,
         )
         self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
@@ -203,12 +247,11 @@ class Training:
         line = self.line
         if line.sent is None:
             try:
-                line.sent = measure(line, {}, overlaps=self.overlapping)
+                sent = measure(line, line.measuring(self.overlapping), {})
             except PayloadError:
                 self._drop("not finite")
                 return False
-            if self.host.lie:
-                line.sent = self._falsified(line.sent)
+            line.sent = self._falsified(sent) if self.host.lie else sent
             self.books.measured(line.sent)
         self.host.offer(line.sent.contribution, self.leaving)
         return True
@@ -248,7 +291,7 @@ class Training:
         again, self._offered_again = self._offered_again, 0
         if isinstance(outcome, Skip):
             if not outcome.exposed:
-                withdraw(self.line)
+                take_back(self.line)
             self.host.world.tell(self.host.name, f"skips the round: {outcome.reason}")
             self._next_round()
             return
@@ -299,7 +342,7 @@ class Training:
         if before is not None and closed.commit.version <= before.version and closed.commit.fragment >= 0:
             return  # already in a state that was copied meanwhile
         offered = line.sent is not None  # else an entry of our name is that of an earlier life
-        mine = step_outer(line, closed, {})
+        mine = step_outer(line, closed)
         assert self.journal is not None
         self.journal.committed(closed.commit, mine if offered else None)
         self.books.applied(closed, mine)

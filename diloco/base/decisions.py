@@ -1,0 +1,162 @@
+"""What the ranks of an island do together, as rank 0 decides it: one small frozen class for each.
+
+A meeting is a sequence of decisions that ends with `Train`. Rank 0 broadcasts each, and every rank does it to its own
+part (`diloco.peer.rank`). They travel as JSON between processes of one island.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+class Decision:
+    """Something to do, or, at the end of a meeting, `Train`."""
+
+    kinds: ClassVar[dict[str, type[Decision]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Decision.kinds[cls.__name__] = cls
+
+    def to_json(self) -> str:
+        """JSON text of it."""
+        return json.dumps([type(self).__name__, vars(self)])
+
+    @staticmethod
+    def from_json(text: str) -> Decision:
+        """Parse what `to_json` wrote."""
+        kind, fields = json.loads(text)
+        return Decision.kinds[kind](**{name: _value(value) for name, value in fields.items()})
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Train(Decision):
+    """Go on training, and meet again after so many inner steps. What a caller may ask of a run changes only here."""
+
+    steps: int
+    version: int = 0
+    tokens: int = 0
+    """Committed by all peers; under gossip trained, as far as is known."""
+    uncommitted: int = 0
+    """Trained here since a commit counted this peer last."""
+    trainers: int = 1
+    peers: tuple[str, ...] = ()
+    digest: str = ""
+    entered: bool = False
+    """Whether the peer is in the view."""
+    done: bool = False
+    """Whether the run has all its tokens, and this peer its last version."""
+    leaving: bool = False
+    """Whether the peer was asked to leave: nothing more is to be trained."""
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Meet(Decision):
+    """Open a lane, and connect it to rank 0 at HOST:PORT with this key. `toward`: a member's address."""
+
+    host: str
+    port: int
+    key: str
+    name: str
+    toward: str | None
+
+
+@dataclass(frozen=True)
+class Measure(Decision):
+    """Pseudo-gradient and compress. `overlaps`: inner steps follow while it is on its way."""
+
+    staleness: float
+    trainers: int
+    overlaps: bool
+
+
+@dataclass(frozen=True)
+class KeepLocal(Decision):
+    """Inner steps follow while a contribution is on its way."""
+
+
+@dataclass(frozen=True)
+class Withdraw(Decision):
+    """The contribution comes to nothing: it is progress again."""
+
+
+@dataclass(frozen=True)
+class Apply(Decision):
+    """Average, outer step and merge of a version. `counted`: it counts this peer; `in_place`: into the state before."""
+
+    commit: str
+    counted: bool
+    in_place: bool
+
+
+@dataclass(frozen=True)
+class Adopt(Decision):
+    """Stand at a state that was copied. `steps`: outer steps by fragment; `stays`: what was sent stays sent."""
+
+    version: int
+    steps: tuple[int, ...]
+    stays: bool
+
+
+@dataclass(frozen=True)
+class Drop(Decision):
+    """Back to the anchor."""
+
+
+@dataclass(frozen=True)
+class Restore(Decision):
+    """Go on from the checkpoint in this folder, with this digest."""
+
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Save(Decision):
+    """Begin a checkpoint. `local`: with the local weights."""
+
+    local: bool
+
+
+@dataclass(frozen=True)
+class Tell(Decision):
+    """Tell the subscribers of this event, a line of `events.jsonl`."""
+
+    event: str
+
+
+@dataclass(frozen=True)
+class Evaluate(Decision):
+    """Held-out loss of the anchor, at the end of a life."""
+
+
+@dataclass(frozen=True)
+class GatherWeights(Decision):
+    """Give rank 0 your shares of a fragment's weights."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
+class TakeWeights(Decision):
+    """Take your shares of a fragment's weights from rank 0."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Idle(Decision):
+    """Rank 0 waits for the world and lives."""
+
+
+@dataclass(frozen=True)
+class Fail(Decision):
+    """Rank 0 has failed."""
+
+    why: str

@@ -1,0 +1,267 @@
+"""The inner side of one rank: data, model, inner loop. All ranks of an island make the same calls in the same order.
+
+Rank 0 alone reads data; the rows of a step are told to all, and each trains on its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import StateError
+from diloco.config.contract import Contract
+from diloco.config.site import Site
+from diloco.data import open_dataset
+from diloco.data.dataset import Dataset
+from diloco.inner.loop import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
+from diloco.inner.meter import Usage, device_name, memory_of, peak_flops
+from diloco.inner.tracing import Trace
+from diloco.island import Island
+from diloco.island.bridge import Bridge
+from diloco.island.context import piece_of
+from diloco.island.experts import balance_together
+from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
+from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
+from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
+from diloco.island.slices import Pieces, Slices, whole_slices
+from diloco.models import build_model, count_parameters
+from diloco.models.transformer import Transformer
+from diloco.observe.events import RankMemory
+from diloco.outer.fragments import Weights, named_parameters
+from diloco.plan.model import flops_per_token
+from diloco.storage.checkpoint import Checkpoint, JsonValue, read_together
+from diloco.storage.saving import Contents
+
+
+class RankModel:
+    """A rank's model, or its share of one, and the inner loop on it. It trains what a run agrees on (`Trains`)."""
+
+    def __init__(self, contract: Contract, site: Site, island: Island) -> None:
+        """All ranks make theirs together. Raises ConfigError when they do not fit the model."""
+        self.dataset = open_dataset(contract.data, Path(site.data.root)) if island.leads else None
+        told = island.share(json.dumps(_facts_of(self.dataset)) if self.dataset is not None else "")
+        self.vocab_size, self.blocks_per_epoch, self.fingerprint = json.loads(told)
+        check_device(site, contract, island.device.type)
+        sizes = sizes_of(site.mesh, island.size)
+        check(sizes, site, contract, island.ranks_per_node)
+        self.contract, self.site, self.island = contract, site, island
+        self.mesh = Mesh.of(sizes, island.rank, island.device.type, island.timeout_s)
+        self.divided = island.size > 1 and divides(sizes, site.mesh)
+        self.model, self.ranks, self.weights = self._divided() if self.divided else self._whole()
+        if island.size > 1:
+            balance_together(self.model, self.mesh.of_one_stage() if self.mesh.size("pp") > 1 else None)
+        seed_everything(contract.run.seed)
+        compiled = site.device.compile and not self.divided  # else its blocks are
+        total = contract.run.total_tokens
+        self.inner = InnerLoop(
+            self.model, self._inner_section(), total, island.device, compile=compiled, ranks=self.ranks
+        )
+        self.usage = Usage(
+            flops_per_token(contract, self.vocab_size),
+            peak_flops(site.device, island.device, contract.inner.precision),
+            island.size,
+            self.inner.phases,
+        )
+        self._trace: Trace | None = None
+        self._trace_folder: Path | None = None
+        self._on_traced: Callable[[Path], None] = lambda _: None
+        self._steps = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters of the whole model, shared ones once."""
+        pipeline = self.ranks.pipeline if self.ranks else None
+        return count_parameters(pipeline.whole_model if pipeline else self.model)
+
+    def _build(self) -> nn.Module:
+        contract = self.contract
+        return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
+
+    def _whole(self) -> tuple[nn.Module, Ranks | None, Weights]:
+        """A model that each rank has all of."""
+        island = self.island
+        model = self._build().to(island.device)
+        if isinstance(model, Transformer):
+            checkpoint_blocks(model, self.site.device.checkpointing)
+        own = named_parameters(model)
+        if island.size == 1:
+            return model, None, Weights(own)
+        return model, Copies(model, island.device), Bridge(own, island)
+
+    def _divided(self) -> tuple[nn.Module, Ranks, Weights]:
+        """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
+        island, section = self.island, self.site.mesh
+        whole = named_parameters(self._build()) if island.leads else {}
+        with torch.device("meta"):
+            model = self._build()
+        assert isinstance(model, Transformer)
+        bf16 = self.contract.inner.precision == "bf16"
+        if self.mesh.size("pp") > 1:
+            return self._in_stages(model, whole, bf16=bf16)
+        ranks = divided(model, self.mesh, self.site, bf16=bf16)
+        model.to_empty(device="cpu" if section.offload else island.device)
+        bridge = Bridge(named_parameters(model), island)
+        bridge.begin(whole)
+        return model, ranks, bridge
+
+    def _in_stages(
+        self, model: Transformer, whole: dict[str, Tensor], *, bf16: bool
+    ) -> tuple[nn.Module, Ranks, Weights]:
+        """A model, given on the meta device, of which each rank has some layers, and a share of those."""
+        section, device = self.site.mesh, self.island.device
+        length = self.contract.data.sequence_length
+        stages, layers = cut_into_stages(model, self.mesh, section, self.contract.model, length, bf16=bf16)
+        for stage in stages.stages:
+            divide(stage.part, stage, self.mesh, self.site, bf16=bf16)
+        stages.to_empty(device=device)
+        column = column_of(model, layers, self.mesh, section, device)
+        bridge = Bridge(named_parameters(stages), self.island, column)
+        bridge.begin(whole)
+        return stages, Pipelined(stages, model, self.mesh, section, column), bridge
+
+    def _inner_section(self) -> Any:
+        """Each rank trains its share of the peer's micro-batch, in pieces."""
+        share = self.contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
+        return self.contract.inner.model_copy(update={"batch_size": share // self.site.mesh.micro_batches})
+
+    # ------------------------------------------------------------ inner steps
+
+    def step(self, block: Tensor | None, position: int, began_s: float) -> float:
+        """One inner step of the whole island. Returns the mean loss over the ranks, nats per token.
+
+        `block`: (sequences, L + 1) token ids, on rank 0. `position`: tokens of the run at its end, which sets the
+        learning rate. `began_s`: when reading the block began.
+        """
+        self._trace_if_due()
+        with self.inner.phases.host("data"):
+            block = self._told(block, (self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1))
+        micro_batches = torch.split(block, self.contract.inner.batch_size)
+        ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
+        mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
+        loss = self.inner.step(self._piece(mine), position)
+        with self.inner.phases.host("wait"):  # for the slowest rank
+            loss = self.island.mean(loss)
+        self._traced()
+        self._linger(began_s)
+        return loss
+
+    def _linger(self, began_s: float) -> None:
+        """As slow as `device.step_s` and `device.speed` have it."""
+        device = self.site.device
+        lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
+        if device.step_s or device.speed < 1:
+            time.sleep(max(began_s + lasts_s - monotonic_s(), 0.0))
+
+    def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
+        """Where the ranks write the traces that `device.profile_steps` asks for, and whom to tell of this rank's."""
+        self._trace_folder, self._on_traced = folder.resolve(), on_traced
+
+    def _trace_if_due(self) -> None:
+        device = self.site.device
+        if self._trace_folder is not None and device.profile_steps and self._steps == device.profile_after:
+            path = self._trace_folder / f"rank-{self.island.rank}.json.gz"
+            self._trace = Trace(path, device.profile_steps, self.island.device)
+        self._steps += 1
+
+    def _traced(self) -> None:
+        """An inner step is over, which may be the last of a trace."""
+        if self._trace is not None and self._trace.step():
+            if self._trace.path.is_file():
+                self._on_traced(self._trace.path)
+            self._trace = None
+
+    def _piece(self, rows: Tensor) -> Tensor:
+        """What this rank has of these sequences."""
+        return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
+
+    def _told(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Rank 0's rows of tokens."""
+        block = torch.empty(shape, dtype=torch.int64) if block is None else block.contiguous()
+        return self.island.share_tensor(block)
+
+    # ------------------------------------------------------------ looks at it
+
+    def evaluate(self) -> float:
+        """Held-out loss of the weights as they stand, nats per token; the same on every rank."""
+        heldout = self.dataset.heldout(self.contract.eval.sequences) if self.dataset is not None else None
+        batch_size, device = self.contract.inner.batch_size, self.island.device
+        if not self.divided:  # rank 0 has all that it takes
+            loss = evaluate(self.model, heldout, batch_size, device) if heldout is not None else 0.0
+            return float(self.island.share(repr(loss)))
+        shape = json.loads(self.island.share(json.dumps(heldout.shape) if heldout is not None else ""))
+        blocks = self._told(heldout, tuple(shape))
+        loss = evaluate(self.model, self._piece(blocks), batch_size, device, self.ranks)
+        return self.island.mean(loss) if self.mesh.size("cp") > 1 else loss
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of `Started` that tell of this island."""
+        return {
+            "parameters": self.parameters,
+            "blocks_per_epoch": self.blocks_per_epoch,
+            "ranks": self.island.size,
+            "mesh": {name: size for name, size in self.mesh.sizes.items() if size > 1},
+            "device": device_name(self.island.device),
+            "flops_per_token": self.usage.flops_per_token,
+            "peak_flops_per_rank": self.usage.peak_flops,
+        }
+
+    def told(self) -> dict[str, Any]:
+        """Fields of `VersionClosed` that tell of inner steps."""
+        return {"lr": self.inner.lr, "expert_imbalance": tuple(self.inner.expert_imbalance())}
+
+    def used(self) -> dict[str, Any]:
+        """Fields of `HardwareUsed`, since they were told last."""
+        told = self.island.gather(json.dumps(memory_of(self.island.device)))
+        memory = tuple(RankMemory(*json.loads(one)) for one in told)
+        return {**self.usage.told(), "memory": memory}
+
+    # ------------------------------------------------------------ checkpoints (`Trains`)
+
+    def live(self, *, local: bool) -> Slices:
+        """What this rank holds, and inner steps move: the optimizer's state, and the weights if they are wanted."""
+        live = {"inner": self.inner.state()}
+        return {**live, "local": self.inner.weights()} if local else live
+
+    def kept(self) -> Contents:
+        """What only rank 0 saves: random states, counts."""
+        random = random_states()
+        numbers: dict[str, JsonValue] = {
+            "vocab_size": self.vocab_size,
+            "inner": self.inner.numbers(),
+            "random": {key: value for key, value in random.items() if not isinstance(value, Tensor)},
+        }
+        return {
+            "random": whole_slices({key: value for key, value in random.items() if isinstance(value, Tensor)})
+        }, numbers
+
+    def restore(self, opened: Callable[[], Checkpoint]) -> None:
+        """Take back the inner side of a checkpoint, and the weights that are in it, saved on whatever mesh. The
+        parameters are the anchor. Raises StateError on all ranks when one cannot."""
+        mine = [one.box.name for one in self.inner.weights()]
+        known = {name for names in self.island.gather(json.dumps(mine)) for name in json.loads(names)}
+        read_together(self.island, lambda: self._take(opened(), known))
+
+    def _take(self, checkpoint: Checkpoint, known: Collection[str]) -> None:
+        """`known`: parameters of all ranks."""
+        state, weights = checkpoint.groups.get("inner", Pieces(())), checkpoint.groups.get("local", Pieces(()))
+        mine = {one.box.name: one for one in self.inner.weights()} if weights else {}
+        if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):
+            cause = f"the weights in checkpoint {checkpoint.path} are not those of this model"
+            raise StateError(cause, "resume with the contract that wrote the checkpoint")
+        elsewhere = {entry for entry in self.inner.foreign(state) if entry.rpartition("/")[0] in known}
+        self.inner.load_state(checkpoint.value("inner", dict), state, elsewhere)
+        for one in mine.values():
+            weights.read(one)
+        if self.island.leads:
+            restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
+
+
+def _facts_of(dataset: Dataset) -> list[Any]:
+    return [dataset.vocab_size, dataset.blocks_per_epoch, dataset.fingerprint]

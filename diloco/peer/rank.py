@@ -1,0 +1,268 @@
+"""One rank of a peer: its parts of the outer state, and what it does with them when rank 0 decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from diloco.base import decisions as d
+from diloco.base.life import Life
+from diloco.base.types import Closed, Commit
+from diloco.compress import PayloadError
+from diloco.compress.encoding import Encoder
+from diloco.config.contract import Contract
+from diloco.config.site import Site
+from diloco.exchange.lane import Ahead, Lane
+from diloco.exchange.lanes import FirstRank, LaneService
+from diloco.inner.meter import Usage
+from diloco.island import Island
+from diloco.island.slices import Slices
+from diloco.kernels.build import compiled_codecs
+from diloco.observe.event_log import Events
+from diloco.observe.events import Event, Stamped, from_json, to_json
+from diloco.outer.fragments import Weights
+from diloco.outer.line import keep_local, weights_at_anchor, weights_to_keep, withdraw
+from diloco.outer.resync import adopt, drop
+from diloco.outer.state import OuterState
+from diloco.outer.stepping import SteppedHere
+from diloco.peer.terms import lane_terms, lanes_of, open_line
+from diloco.round import Seconds, apply, measure
+from diloco.storage.checkpoint import Checkpoint, reopen
+from diloco.storage.line_state import line_slices, restore_line
+from diloco.storage.saving import Contents, Saver, Written
+from diloco.transport.address import join_address, split_address
+from diloco.transport.runtime import Runtime, reachable
+from diloco.transport.sockets import SocketCounter
+
+LANE_PORTS = 100
+"""Above that of rank 0 are those of the other ranks; the peer directory's is the next one, usually."""
+
+
+Do = Callable[..., Life[None]]
+"""`PeerRank.do`."""
+
+
+class Trains(Protocol):
+    """Whoever trains: what a run asks of it. On every rank of an island, and all ranks are asked together."""
+
+    usage: Usage
+    """Throughput of the inner steps."""
+
+    def live(self, *, local: bool) -> Slices:
+        """What this rank saves of itself that inner steps move; `local`: with the weights, as group `local`."""
+
+    def kept(self) -> Contents:
+        """What rank 0 saves beside that, which nobody writes to."""
+
+    def restore(self, opened: Callable[[], Checkpoint]) -> None:
+        """Take that back. The parameters are the anchor. Raises StateError on all ranks when one cannot."""
+
+    def evaluate(self) -> float | None:
+        """Held-out loss of the weights as they stand, nats per token; None: nobody can tell."""
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of `Started` that tell of model and hardware."""
+
+    def told(self) -> dict[str, Any]:
+        """Fields of `VersionClosed` that tell of inner steps."""
+
+    def used(self) -> dict[str, Any]:
+        """Fields of `HardwareUsed`, since they were told last."""
+
+
+class PeerRank:
+    """Methods are for the training thread of this rank."""
+
+    def __init__(self, contract: Contract, site: Site, island: Island, weights: Weights, trains: Trains) -> None:
+        """All ranks of an island make theirs together. `weights`: what the ranks hold of the model (`Bridge`)."""
+        self.contract, self.site, self.island, self.trains = contract, site, island, trains
+        compiled_codecs(site.device.compile_codecs)
+        self.encoder = Encoder()
+        gossip = contract.membership.policy == "gossip"
+        self.lanes = 1 if gossip else lanes_of(site, island)
+        self.line = open_line("", contract, weights, self.encoder, island, self.lanes)
+        self.counter = SocketCounter()
+        self.saver = Saver(island)
+        self.folder = Path()
+        """Of its checkpoints."""
+        self.events: Events | None = None
+        """Where rank 0 records what happens."""
+        self.subscribers: list[Callable[[Event], None]] = []
+        self.caused: list[Event] = []
+        """Told since somebody took them."""
+        self.val_loss: float | None = None
+        """Of the last `Evaluate`."""
+        self._lane: Lane | None = None
+        self._first: FirstRank | None = None
+        self._runtime: Runtime | None = None
+
+    # ------------------------------------------------------------ rank 0 decides
+
+    def lead(self, name: str, events: Events, directory: Path | None) -> tuple[Do, Callable[[Event], None]]:
+        """This is rank 0. Where events and checkpoints go. Returns `do` and `tell`."""
+        self.line.peer, self.events = name, events
+        self.folder = (directory or Path()) / "checkpoints"
+        return self.do, self.tell
+
+    def do(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
+        """On rank 0: have every rank do this, this one included. `own`: what only this rank holds of it."""
+        self.island.decide(decision)
+        yield from self.perform(decision, own, seconds)
+
+    def tell(self, event: Event) -> None:
+        """On rank 0: record what happened, and tell the subscribers of every rank."""
+        assert self.events is not None
+        self.events.emit(event)
+        stamped = json.dumps(to_json(Stamped(0.0, 0.0, self.line.peer, event))) if self.island.size > 1 else ""
+        now(self.do(d.Tell(stamped), event))
+
+    def perform(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
+        """Do to this rank's part what rank 0 decides. `own`: what only rank 0 holds of it."""
+        line, seconds = self.line, {} if seconds is None else seconds
+        match decision:
+            case d.Measure():
+                self._measure(decision, seconds)
+            case d.KeepLocal():
+                keep_local(line)
+            case d.Withdraw():
+                withdraw(line)
+            case d.Apply():
+                closed = own if own is not None else self._closed(Commit.from_bytes(decision.commit.encode()))
+                version = closed if isinstance(closed, Ahead) else SteppedHere(line, closed)
+                yield from apply(line, version, decision, seconds)
+                self._hold()
+            case d.Adopt():
+                state = own if own is not None else self._copied(decision.version, decision.steps)
+                adopt(line, state, decision.stays)
+                self._hold()
+            case d.Drop():
+                drop(line)
+            case d.Restore():
+                self._restore(decision, own)
+            case d.Save():
+                self.save_part(local=decision.local)
+            case d.Tell():
+                self._tell(own or _event_of(decision))
+            case d.Evaluate():
+                with weights_at_anchor(line):
+                    self.val_loss = self.trains.evaluate()
+            case d.GatherWeights():
+                line.weights.read(line.layout.fragments[decision.fragment])
+            case d.TakeWeights():
+                fragment = line.layout.fragments[decision.fragment]
+                line.weights.write(fragment, line.state.fragments[decision.fragment].anchor)
+            case d.Meet():
+                self._meet(decision)
+
+    # ------------------------------------------------------------ the line
+
+    def _measure(self, how: d.Measure, seconds: Seconds) -> None:
+        try:
+            sent = measure(self.line, how, seconds)
+        except PayloadError:
+            if self.island.leads:
+                raise
+            return  # rank 0 has found the same, and says what becomes of it
+        if self._lane is not None:
+            self._lane.offer(sent.contribution)
+        self.island.all(True)  # have it, too, before anybody asks for it
+
+    def _closed(self, commit: Commit) -> Closed:
+        nothing = [b""] * self.line.layout.fragments[commit.fragment].parts
+        return self._lane.closed(commit) if self._lane is not None else Closed(commit, nothing)
+
+    def _copied(self, version: int, steps: Sequence[int]) -> OuterState:
+        return self._lane.copied() if self._lane is not None else standing_at(self.line.state, version, steps)
+
+    def _hold(self) -> None:
+        """This rank's lane is to know what it stands at before anybody goes on."""
+        if self._lane is not None and self._first is not None and self._runtime is not None:
+            self._lane.hold(self.line.state)
+            wire = self.counter.sample()
+            sent, received = (wire.sent, wire.received) if wire else (0, 0)
+            self._first.rates(self._runtime.link.send_bps, sent, received)
+        self.island.all(True)
+
+    def _tell(self, event: Event) -> None:
+        self.caused.append(event)
+        for subscriber in self.subscribers:
+            subscriber(event)
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _restore(self, decision: d.Restore, own: Checkpoint | None) -> None:
+        def opened() -> Checkpoint:
+            return own or reopen(Path(decision.path), decision.digest)
+
+        restore_line(self.line, opened)
+        self.trains.restore(opened)
+
+    def save(self, contents: Contents, keep: int) -> Future[Written]:
+        """Rank 0's part of `Save`: `contents`, and what this rank holds. May come to ResourceError."""
+        (groups, about), (kept, numbers) = contents, self.trains.kept()
+        version, local = self.line.state.version, "local" in groups
+        with weights_to_keep(self.line):
+            live = self.trains.live(local=local)
+            return self.saver.save(self.folder, version, {**groups, **kept}, live, {**numbers, **about}, keep)
+
+    def save_part(self, *, local: bool) -> None:
+        """`Save` on another rank."""
+        with weights_to_keep(self.line):
+            self.saver.save_part(line_slices(self.line), self.trains.live(local=local))
+
+    # ------------------------------------------------------------ lanes
+
+    def _meet(self, how: d.Meet) -> None:
+        """Open this rank's lane, and let rank 0 know where others reach it."""
+        self.line.peer = how.name
+        address = ""
+        if self.island.rank < self.lanes:
+            address = self._open_lane((how.host, how.port), bytes.fromhex(how.key), how.toward)
+        self._hold()
+        self.island.gather(address)
+
+    def _open_lane(self, rank_0: tuple[str, int], key: bytes, toward: str | None) -> str:
+        site = self.site
+        runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / self.lanes, site.network.streams)
+        terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
+        lane = self._lane = Lane(terms, runtime.link, runtime.loop)
+        self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
+        host, port = split_address(site.network.listen)
+        own = port + LANE_PORTS + self.island.rank if port else 0
+        served = runtime.serve(LaneService(lane), join_address(host, own))
+        if not site.network.advertise:
+            return reachable(served, toward)
+        return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
+
+    def close(self) -> None:
+        """Free everything. Rank 0's exchange is its own."""
+        self.encoder.close()
+        if self._first is not None:
+            self._first.close()
+        if self._lane is not None:
+            self._lane.stop()
+        if self._runtime is not None:
+            self._runtime.close()
+
+
+def _event_of(decision: d.Tell) -> Event:
+    stamped = from_json(json.loads(decision.event))
+    assert stamped is not None
+    return stamped.event
+
+
+def standing_at(state: OuterState, version: int, steps: Sequence[int]) -> OuterState:
+    """On a rank that holds no parts: the state at another version, after so many outer steps of each fragment. What is
+    due depends on it on every rank."""
+    fragments = (replace(fragment, steps=count) for fragment, count in zip(state.fragments, steps, strict=True))
+    return OuterState(version, tuple(fragments))
+
+
+def now(piece: Life[None]) -> None:
+    """A piece of life that waits for nothing."""
+    for wait in piece:
+        raise AssertionError(f"it waits: {wait}")

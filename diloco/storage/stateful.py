@@ -1,0 +1,175 @@
+"""Objects of other people's in a checkpoint: whatever has `state_dict` and `load_state_dict`. Nothing is pickled.
+
+A torch optimizer is saved by parameter, in slices as the ranks hold them, and read again on any mesh. Of any other
+object, each rank saves its own: dicts, lists, tensors and JSON values, in one JSON text with the tensors beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from diloco.base.errors import StateError, UsageError
+from diloco.island.shares import held, sharded
+from diloco.island.slices import Pieces, Slice
+
+JSON_TYPES = (bool, int, float, str, type(None))
+TENSOR, PAIRS, TUPLE = "tensor", "pairs", "tuple"
+"""Marks of what JSON has no word for: a tensor's number, a dict whose keys are no strings, a tuple."""
+
+
+class Stateful(Protocol):
+    """What can be saved and restored: an optimizer, a scheduler, a scaler, a loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything it takes to go on."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go on from there."""
+
+
+class UserState:
+    """Objects by name, on one rank."""
+
+    def __init__(self, objects: Mapping[str, Stateful], parameters: Mapping[str, Tensor], rank: int) -> None:
+        """`parameters`: what this rank holds of the model, by name. Raises UsageError for what cannot be saved."""
+        self._objects, self._parameters, self._rank = dict(objects), parameters, rank
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        for name, value in self._objects.items():
+            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+                cause = f"state[{name!r}] is a {type(value).__name__}, without state_dict and load_state_dict"
+                raise UsageError(cause, "give objects that have both")
+        self.slices()
+
+    def slices(self) -> list[Slice]:
+        """All of it as this rank holds it: views, which inner steps move. Raises UsageError."""
+        tensors: list[Tensor] = []
+        tree: dict[str, Any] = {}
+        slices: list[Slice] = []
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                tree[name], found = self._of_optimizer(name, value)
+                slices += found
+            else:
+                tree[name] = _flat(value.state_dict(), tensors, f"state[{name!r}]")
+        text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
+        slices += [Slice.whole(f"{self._rank}/{number}", tensor) for number, tensor in enumerate(tensors)]
+        return [*slices, Slice.whole(f"{self._rank}/json", text)]
+
+    def load(self, pieces: Pieces) -> None:
+        """Put everything back. Raises StateError when it is not of these objects."""
+        key = f"{self._rank}/json"
+        if key not in pieces:
+            raise StateError("the checkpoint has no state of this rank", "resume with as many ranks as wrote it")
+        tree = json.loads(bytes(pieces[key].numpy()))
+        if set(tree) != set(self._objects):
+            saved, given = ", ".join(sorted(tree)), ", ".join(sorted(self._objects))
+            cause = f"the checkpoint has the state of {saved}; this loop gives {given}"
+            raise StateError(cause, "give optimizer= and state= as in the life before")
+        for name, value in self._objects.items():
+            try:
+                if isinstance(value, torch.optim.Optimizer):
+                    self._load_optimizer(name, value, tree[name], pieces)
+                else:
+                    value.load_state_dict(_whole(tree[name], lambda number: pieces[f"{self._rank}/{number}"].clone()))
+            except (KeyError, ValueError, RuntimeError, TypeError, IndexError) as error:
+                cause = f"state[{name!r}] does not take what the checkpoint has: {error!r}"
+                raise StateError(cause[:500], "resume with the same optimizer and objects") from error
+
+    def _name_of(self, name: str, parameter: Tensor) -> str:
+        found = self._names.get(id(parameter))
+        if found is None:
+            cause = f"state[{name!r}] optimizes a tensor that is no trainable parameter of the model"
+            raise UsageError(cause, "give the optimizer of this model's parameters")
+        return found
+
+    def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Slice]]:
+        slices, values = [], {}
+        groups = []
+        for group in optimizer.param_groups:
+            members = [self._name_of(name, parameter) for parameter in group["params"]]
+            rest = {key: value for key, value in group.items() if key != "params"}
+            numbers = {key: _number(value) for key, value in rest.items()}  # a rate may be a tensor
+            groups.append({"params": members, "rest": _flat(numbers, [], f"state[{name!r}]")})
+            for member, parameter in zip(members, group["params"], strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        slices.append(held(f"{name}/{member}/{key}", value))
+                    else:
+                        values[f"{member}/{key}"] = value
+        return {"groups": groups, "values": values}, slices
+
+    def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, tree: Any, pieces: Pieces) -> None:
+        if [group["params"] for group in tree["groups"]] != [
+            [self._name_of(name, parameter) for parameter in group["params"]] for group in optimizer.param_groups
+        ]:
+            raise ValueError("other groups of parameters")
+        for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
+            for key, value in _whole(saved["rest"], lambda number: None).items():
+                before = group.get(key)
+                group[key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
+        optimizer.state.clear()
+        for entry in pieces:
+            owner, _, rest = entry.partition("/")
+            member, _, key = rest.rpartition("/")
+            parameter = self._parameters.get(member)
+            if owner != name or parameter is None:
+                continue
+            shape = pieces.shape(entry)
+            if shape == tuple(parameter.shape):
+                value = torch.empty_like(parameter.detach(), dtype=pieces.dtype(entry))
+            else:
+                value = torch.empty(shape, dtype=pieces.dtype(entry), device="cpu")
+            pieces.read(held(entry, value))
+            optimizer.state[parameter][key] = value
+        for entry, value in tree["values"].items():
+            member, _, key = entry.rpartition("/")
+            optimizer.state[self._parameters[member]][key] = value
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """`value` as JSON, its tensors set aside. Raises UsageError."""
+    if isinstance(value, JSON_TYPES):
+        return value
+    if isinstance(value, Tensor) and sharded(value):
+        raise UsageError(f"{where} holds a DTensor", "only of an optimizer can the shares of ranks be saved")
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {TENSOR: len(tensors) - 1}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value) and not {TENSOR, PAIRS, TUPLE} & set(value):
+            return {key: _flat(one, tensors, f"{where}[{key!r}]") for key, one in value.items()}
+        return {
+            PAIRS: [
+                [_flat(key, tensors, where), _flat(one, tensors, f"{where}[{key!r}]")] for key, one in value.items()
+            ]
+        }
+    if isinstance(value, tuple | list):
+        flat = [_flat(one, tensors, f"{where}[{index}]") for index, one in enumerate(value)]
+        return {TUPLE: flat} if isinstance(value, tuple) else flat
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of NumPy's
+        return value.item()
+    cause = f"{where} holds a {type(value).__name__}, which no checkpoint takes"
+    raise UsageError(cause, "tensors, numbers, texts, lists and dicts can be saved; nothing is pickled")
+
+
+def _whole(value: Any, tensor: Callable[[int], Any]) -> Any:
+    if isinstance(value, list):
+        return [_whole(one, tensor) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {TENSOR}:
+        return tensor(value[TENSOR])
+    if set(value) == {TUPLE}:
+        return tuple(_whole(one, tensor) for one in value[TUPLE])
+    if set(value) == {PAIRS}:
+        return {_whole(key, tensor): _whole(one, tensor) for key, one in value[PAIRS]}
+    return {key: _whole(one, tensor) for key, one in value.items()}
