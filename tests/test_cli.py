@@ -18,6 +18,7 @@ import pytest
 from diloco.base.errors import ResourceError
 from diloco.cli import main as cli
 from diloco.cli.lines import PeerLines
+from diloco.observe.events import from_json
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -284,7 +285,9 @@ def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
         {"kind": "skip", "reason": f"{hostile} sent nonsense"},
         {"kind": "reason", "text": hostile, "routine": False},
     ):
-        show(stamp | event)
+        stamped = from_json(stamp | event)
+        assert stamped is not None
+        show(stamped)
     assert len(lines) == 4
     assert all(line.isprintable() and "\\x1b]0;owned\\x07\\u202eevil\\r\\njoin" in line for line in lines)
     assert "zoë" in lines[0]

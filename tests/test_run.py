@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco.observe.events import Ended
 from diloco.simulate.local.simulation import states_agree
 from diloco.storage.checkpoint import load
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
@@ -209,7 +210,7 @@ def test_under_torchrun_an_island_is_one_peer(tmp_path: Path) -> None:
     ],
 )
 def test_peers_agree_where_they_can_be_compared(reason: str, states: list[tuple[int, str]], agree: bool | None) -> None:
-    ends = [{"reason": reason, "version": version, "state_digest": digest} for version, digest in states]
+    ends = [Ended(reason, version, state_digest=digest) for version, digest in states]
     assert states_agree(ends, len(ends)) is agree
 
 
