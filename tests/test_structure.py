@@ -37,7 +37,6 @@ FILES_TOO_LONG = {
     "diloco/exchange/engine.py",
     "diloco/exchange/lane.py",
     "diloco/gossip/swapping.py",
-    "diloco/observe/report.py",
     "diloco/peer/peer.py",
     "diloco/protocol/messages.py",
     "diloco/simulate/virtual/host.py",

@@ -453,7 +453,8 @@ def _cards(run: RunFolder) -> Iterator[Card]:
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
     gossips = any(row.spread is not None for row in run.versions)
     yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
-    yield _spread_card(run) if gossips else _digest_card(run)
+    apart = Card("Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last")
+    yield apart if gossips else _digest_card(run)
     note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
     yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
 
@@ -465,10 +466,6 @@ def _tokens_per_s(versions: Sequence[Version]) -> float | None:
     first, last = versions[0], versions[-1]
     tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
     return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
-
-
-def _spread_card(run: RunFolder) -> Card:
-    return Card("Spread between peers", readable_share(run.summary.get("spread")), "of the weights, when they met last")
 
 
 def _digest_card(run: RunFolder) -> Card:

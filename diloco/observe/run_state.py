@@ -19,6 +19,9 @@ from diloco.observe.readable import readable_text
 
 RUNNING = (events.ViewChanged, events.TrainingProgress, events.VersionClosed, events.SwapApplied)
 """Events that only a peer in the view writes."""
+VersionEvent = events.VersionClosed | events.SwapApplied
+REMARKABLE = (events.VersionClosed, events.SwapApplied, events.RoundSkipped, events.Remark, events.Ended)
+"""Events that replace what was last worth saying about a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class VersionReport:
 
     peer: str
     at_s: float
-    event: events.VersionClosed | events.SwapApplied
+    event: VersionEvent
 
     @property
     def own(self) -> bool:
@@ -87,7 +90,7 @@ class PeerState:
     """Time, tokens and FLOPs are sums since the process started; rates and memory are the latest."""
     checkpoint: events.CheckpointWritten | None = None
     latest: Event | None = None
-    """The version, skip, remark or end that came last."""
+    """Of REMARKABLE."""
     ended: events.Ended | None = None
     """Of the process that started last."""
     life: ProcessLife | None = None
@@ -206,7 +209,6 @@ class RunState:
             case events.VersionClosed() | events.SwapApplied():
                 self._fold_version(stamped, event, peer)
             case events.VersionWitnessed():
-                peer.phase = "training"
                 self._advance(peer, event.version, event.tokens)
             case events.StateCopied():
                 peer.version = event.version
@@ -227,9 +229,7 @@ class RunState:
                 peer.checkpoint = event
             case events.Ended():
                 self._fold_end(stamped, event, peer)
-        if isinstance(
-            event, events.VersionClosed | events.SwapApplied | events.RoundSkipped | events.Remark | events.Ended
-        ):
+        if isinstance(event, REMARKABLE):
             peer.latest = event
         news = self.notices[known:]
         self._forget()
@@ -264,9 +264,7 @@ class RunState:
         peer.version, peer.tokens = version, tokens
         self.tokens = max(self.tokens, tokens)
 
-    def _fold_version(
-        self, stamped: Stamped, event: events.VersionClosed | events.SwapApplied, peer: PeerState
-    ) -> None:
+    def _fold_version(self, stamped: Stamped, event: VersionEvent, peer: PeerState) -> None:
         self._advance(peer, event.version, event.tokens)
         peer.phase = "averaging" if isinstance(event, events.SwapApplied) and event.final else "training"
         peer.loss = peer.loss if event.loss is None else event.loss

@@ -22,7 +22,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import DilocoError, Interrupted, ResourceError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
-from diloco.observe.event_log import read_lines
+from diloco.observe.event_log import read_lines, read_on
 from diloco.observe.events import BaselineStep, Ended, Stamped, from_json
 from diloco.observe.readable import readable_loss
 from diloco.observe.report import write_plot, write_report
@@ -271,13 +271,8 @@ class _Tail:
     def read(self) -> Iterator[Stamped]:
         """Events of whole lines that are new since the last call."""
         for path in self.paths:
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(self._seen.get(path, 0))
-                    data = file.read()
-                whole = data[: data.rfind(b"\n") + 1]
-                self._seen[path] = self._seen.get(path, 0) + len(whole)
-                yield from filter(None, map(from_json, map(json.loads, whole.splitlines())))
+            lines, self._seen[path] = read_on(path, self._seen.get(path, 0))
+            yield from filter(None, map(from_json, lines))
 
 
 # ---------------------------------------------------------------- results
@@ -293,8 +288,10 @@ def states_agree(ends: Sequence[Ended], peers: int) -> bool | None:
     return len(set(states)) == len(versions) if len(states) > len(versions) else None
 
 
-def _costs(ends: Sequence[Ended]) -> dict[str, Any]:
-    """Figures of a run's end; the first peer's, where all have the same."""
+def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
+    """Figures of a run's end; the first peer's, where all have the same. Raises DilocoError where nobody had one."""
+    if not ends:
+        raise DilocoError("no peer reached an end", f"see {directory}/p0/log.txt")
     return {
         "val_loss": ends[0].val_loss,
         "tokens": max(end.tokens or 0 for end in ends),
@@ -305,9 +302,7 @@ def _costs(ends: Sequence[Ended]) -> dict[str, Any]:
 
 def _summary(plan: Plan, state: RunState) -> dict[str, Any]:
     """`summary.json`, before anything is compared."""
-    ends = state.ends
-    if not ends:
-        raise DilocoError("no peer reached an end", f"see {plan.directory}/p0/log.txt")
+    ends, costs = state.ends, _costs(plan.directory, state.ends)
     starts = [peer.started for peer in state.peers.values() if peer.started]
     return {
         "run": plan.contract.run.name,
@@ -317,7 +312,7 @@ def _summary(plan: Plan, state: RunState) -> dict[str, Any]:
         "digest": ends[0].state_digest,
         "digests_agree": None if plan.gossips else states_agree(ends, plan.peers),
         "spread": max((end.spread for end in ends if end.spread is not None), default=None),
-        **_costs(ends),
+        **costs,
         "discarded_tokens": sum(end.discarded_tokens or 0 for end in ends),
         "h": plan.contract.inner.steps,
         "codec": plan.contract.codec.name,
@@ -351,9 +346,7 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
     ends = _train_peers(other, stop, out, live).ends
     if stop() and (len(ends) < peers or any(end.reason != "done" for end in ends)):
         return None
-    if not ends:
-        raise DilocoError("no peer reached an end", f"see {directory}/p0/log.txt")
-    return {**_costs(ends), "versions": ends[0].version}
+    return {**_costs(directory, ends), "versions": ends[0].version}
 
 
 def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
@@ -383,7 +376,7 @@ def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextI
         if stop():
             return None
         raise DilocoError("the DDP baseline did not reach its end", f"see {logs[0]}")
-    return _costs(ends)
+    return _costs(directory, ends)
 
 
 def _watch_ddp(plan: Plan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO) -> None:
