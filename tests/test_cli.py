@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import pytest
 from diloco.base.errors import ResourceError
 from diloco.cli import main as cli
 from diloco.cli.lines import PeerLines
+from diloco.observe.events import Evaluated, Stamped, Started, VersionClosed, from_json
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 
 QUICK = Path(__file__).parent.parent / "configs" / "quick.toml"
@@ -284,10 +286,20 @@ def test_names_of_other_machines_do_nothing_to_the_terminal() -> None:
         {"kind": "skip", "reason": f"{hostile} sent nonsense"},
         {"kind": "reason", "text": hostile, "routine": False},
     ):
-        show(stamp | event)
+        stamped = from_json(stamp | event)
+        assert stamped is not None
+        show(stamped)
     assert len(lines) == 4
     assert all(line.isprintable() and "\\x1b]0;owned\\x07\\u202eevil\\r\\njoin" in line for line in lines)
     assert "zoë" in lines[0]
+
+
+def test_a_loss_that_is_no_number_ends_no_peer() -> None:
+    lines: list[str] = []
+    show = PeerLines(lines.append)
+    for event in (Started(run="x", total_tokens=200), VersionClosed(3, 50, loss=math.nan), Evaluated(50, 3, math.nan)):
+        show(Stamped(0.0, 0.0, "a", event))
+    assert lines[1:] == ["v3   25%  50 tokens  0 tok/s  counted ", "v3  held-out loss –"]
 
 
 def test_a_mistake_is_told_before_torch_is_imported() -> None:

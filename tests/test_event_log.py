@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.base.errors import ResourceError
-from diloco.observe.event_log import TAIL_BYTES, Events, read_events, read_lines
+from diloco.observe.event_log import TAIL_BYTES, Events, read_events, read_lines, read_on
 from diloco.observe.events import Remark, Stamped, Started, TrainingProgress, VersionClosed, Warned
 
 pytestmark = pytest.mark.handmade_events
@@ -121,3 +121,13 @@ def test_of_many_alike_the_ends_are_read(tmp_path: Path) -> None:
     read = read_events(tmp_path / "e", TrainingProgress)
     steps = [getattr(one.event, "version", None) or getattr(one.event, "inner_step", 0) for one in read]
     assert steps == [0, 1, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19]
+
+
+def test_a_growing_file_is_read_on_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "e"
+    assert read_on(path, 0) == ([], 0)
+    path.write_bytes(b'{"kind":"a"}\n\xff\n{"kind":')
+    assert read_on(path, 0) == ([{"kind": "a"}], 15)
+    path.write_bytes(path.read_bytes() + b'"b"}\n')
+    assert read_on(path, 15) == ([{"kind": "b"}], 28)
+    assert read_on(path, 28) == ([], 28)

@@ -1,4 +1,4 @@
-"""A run's history adds up, and the report is one page that opens offline, whole, with whatever there is."""
+"""A run's folder adds up, and the report is one page that opens offline, whole, with whatever there is."""
 
 import json
 import math
@@ -13,10 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 from diloco.base.errors import ResourceError, UsageError
-from diloco.observe import history, report
-from diloco.observe.events import STEPS
-from diloco.observe.history import MAX_FLIGHTS, Mark, PeerTime, Stay, outcomes, read_run
+from diloco.observe import report
+from diloco.observe.event_log import read_events
+from diloco.observe.events import STEPS, TrainingProgress
 from diloco.observe.report import Table, write_plot, write_report
+from diloco.observe.run_folder import MAX_FLIGHTS, PeerTime, outcomes, read_run
+from diloco.observe.run_state import Notice, Stay
 from tests.helpers_events import (
     DYING,
     LATE,
@@ -114,7 +116,7 @@ def test_a_run_that_tells_nothing_of_its_hardware_has_no_such_section(tmp_path: 
     assert "Hardware" not in text_of(page_of(tmp_path))
 
 
-# ---------------------------------------------------------------- history
+# ---------------------------------------------------------------- the folder
 
 
 def test_versions_are_means_over_peers(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_versions_are_means_over_peers(tmp_path: Path) -> None:
     b = version("b", 1, 1.5, loss=3.0, seconds={"inner": 3.0}, tokens_per_s=50.0, state_digest="x")
     write_events(tmp_path / "events.jsonl", [version("a", 0, 0.0), a, b])
     _, row = read_run(tmp_path).versions
-    assert (row.loss, row.tokens_per_s, row.at_s, row.told) == (2.5, 150.0, 1.0, 2)
+    assert (row.loss, row.tokens_per_s, row.at_s, row.reports) == (2.5, 150.0, 1.0, 2)
     assert row.seconds["inner"] == 2.0
     assert row.seconds["merge"] == 0.25
     assert row.digests == {"x"}
@@ -189,7 +191,7 @@ def test_stays_and_marks_tell_who_came_and_went(tmp_path: Path) -> None:
     assert stays[LEAVING] == pytest.approx((0, 16), abs=0.1)
     assert stays[LATE] == pytest.approx((6, 20), abs=0.3)
     assert stays[STEADY] == pytest.approx((0, 20), abs=0.3)
-    assert [(mark.peer, mark.kind) for mark in run.marks] == [
+    assert [(notice.peer, notice.kind) for notice in run.notices] == [
         (LATE, "joined"),
         (LATE, "skipped"),
         (DYING, "died"),
@@ -202,14 +204,14 @@ def test_a_peer_may_come_back(tmp_path: Path) -> None:
     view = {"kind": "view", "peer": "a", "t": 0.0}
     events = [
         view | {"time": 100.0, "version": 0, "joined": ["a", "b"]},
-        view | {"time": 110.0, "version": 1, "left": ["b"], "reason": "silent"},
+        view | {"time": 110.0, "version": 1, "left": [{"peer": "b", "reason": "silent"}]},
         view | {"time": 120.0, "version": 2, "joined": ["b"]},
         version("a", 3, 30.0),
     ]
     write_events(tmp_path / "events.jsonl", events)
     run = read_run(tmp_path)
     assert run.stays == [Stay("a", 0.0, 30.0), Stay("b", 0.0, 10.0), Stay("b", 20.0, 30.0)]
-    assert run.marks == [Mark("b", 10.0, "died", 1, "silent"), Mark("b", 20.0, "joined", 2)]
+    assert run.notices == [Notice("b", 10.0, "died", 1, "silent"), Notice("b", 20.0, "joined", 2)]
 
 
 def test_members_alone_tell_who_came_and_went(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_members_alone_tell_who_came_and_went(tmp_path: Path) -> None:
     write_events(tmp_path / "events.jsonl", events)
     run = read_run(tmp_path)
     assert run.stays == [Stay("a", 0.0, 20.0), Stay("b", 0.0, 10.0), Stay("c", 0.0, 10.0), Stay("d", 10.0, 20.0)]
-    assert [str(mark) for mark in run.marks] == ["d joined", "b died", "c left", "d left"]
+    assert [str(notice) for notice in run.notices] == ["d joined", "b died", "c left", "d left"]
 
 
 def test_a_simulation_inside_is_a_baseline(tmp_path: Path) -> None:
@@ -248,7 +250,7 @@ def test_the_time_between_a_crash_and_the_resume_is_cut_out(tmp_path: Path) -> N
         version("a", 1, 10.0, loss=5.0),
         version("b", 1, 11.0),
         version("a", 2, 20.0, loss=4.0),  # never checkpointed: done again below
-        start | {"peer": "b", "time": 1000.0, "kind": "listening"},
+        start | {"peer": "b", "time": 1000.0, "kind": "listening", "address": "b:1", "ticket": "b:1/0"},
         start | {"peer": "a", "time": 1001.0},
         version("a", 2, 910.0, loss=4.5) | {"t": 9.0},
         version("b", 2, 911.0) | {"t": 11.0},
@@ -505,7 +507,12 @@ def test_a_month_of_signs_of_life_is_read_by_its_ends(tmp_path: Path) -> None:
             file.write(json.dumps(event, separators=(",", ":")) + "\n")
     run = read_run(tmp_path)
     assert [row.at_s for row in run.versions] == [0.0, 2.0]
-    assert [event["kind"] for event in history._events(path)] == ["version", "progress", "progress", "version"]
+    assert [one.event.kind for one in read_events(path, TrainingProgress)] == [
+        "version",
+        "progress",
+        "progress",
+        "version",
+    ]
 
 
 def test_a_month_of_versions_fits_in_memory(tmp_path: Path) -> None:

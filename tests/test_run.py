@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from diloco.observe.events import Ended
+from diloco.observe.run_folder import read_state
 from diloco.simulate.local.simulation import states_agree
 from diloco.storage.checkpoint import load
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
@@ -209,7 +211,7 @@ def test_under_torchrun_an_island_is_one_peer(tmp_path: Path) -> None:
     ],
 )
 def test_peers_agree_where_they_can_be_compared(reason: str, states: list[tuple[int, str]], agree: bool | None) -> None:
-    ends = [{"reason": reason, "version": version, "state_digest": digest} for version, digest in states]
+    ends = [Ended(reason, version, state_digest=digest) for version, digest in states]
     assert states_agree(ends, len(ends)) is agree
 
 
@@ -223,6 +225,12 @@ def test_a_small_simulation(tmp_path: Path) -> None:
     assert (summary["peers"], summary["versions"], summary["tokens"]) == (2, 3, 6_144)
     assert summary["digests_agree"] is True
     assert load(out / "p0" / "checkpoints").version == load(out / "p1" / "checkpoints").version == 3
+    state = read_state(sorted(out.glob("p*/events.jsonl")))
+    assert state == read_state([out / "events.jsonl"])
+    assert (list(state.versions), state.tokens, state.name) == ([1, 2, 3], 6_144, summary["run"])
+    assert {end.state_digest for end in state.ends} == {summary["digest"]}
+    assert all(peer.phase == "done" and peer.used and peer.checkpoint for peer in state.peers.values())
+    assert (state.notices, state.view, len(state.stays())) == ([], {}, 2)
 
 
 @pytest.mark.slow(queued=False)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from diloco.observe.events import Stamped, from_json
 from diloco.observe.screen import STRAGGLER_S, Screen, status_text, summary_table
 from tests.helpers_events import PEERS, peer_events
 
@@ -31,18 +32,24 @@ def version(peer: str, number: int, **fields: Any) -> dict[str, Any]:
     return common | {"members": ["a", "b"], "counted": ["a", "b"]} | measured | fields
 
 
+def stamped(event: dict[str, Any]) -> Stamped:
+    read = from_json({"t": 0.0, "time": 0.0, **event})
+    assert read is not None, event
+    return read
+
+
 def plain(events: list[dict[str, Any]], clock: Clock | None = None) -> list[str]:
     out = io.StringIO()
     with Screen("demo", ["a", "b"], TOTAL, live=False, out=out, clock=clock or Clock()) as screen:
         for event in events:
-            screen.feed(event)
+            screen.feed(stamped(event))
     return out.getvalue().splitlines()
 
 
 def picture(events: list[dict[str, Any]], peers: list[str], width: int = 110) -> str:
     screen = Screen("demo", peers, TOTAL, live=True, out=io.StringIO(), clock=Clock())
     for event in events:
-        screen.feed(event)
+        screen.feed(stamped(event))
     console = Console(file=io.StringIO(), width=width)
     console.print(screen.render())
     return console.file.getvalue()
@@ -59,15 +66,15 @@ def test_a_version_is_one_line_over_all_its_peers() -> None:
 def test_a_version_waits_for_its_peers_but_not_for_ever() -> None:
     clock, out = Clock(), io.StringIO()
     screen = Screen("demo", ["a", "b"], TOTAL, live=False, out=out, clock=clock)
-    screen.feed(version("a", 1))
+    screen.feed(stamped(version("a", 1)))
     screen.tick()
     assert out.getvalue() == ""
     clock.now = STRAGGLER_S + 0.1
     screen.tick()
     assert out.getvalue().count("v1 ") == 1
-    screen.feed(version("b", 1))  # too late to be in the line, and no second one
-    screen.feed(version("a", 2))
-    screen.feed(version("a", 3))  # the next version closes the one before
+    screen.feed(stamped(version("b", 1)))  # too late to be in the line, and no second one
+    screen.feed(stamped(version("a", 2)))
+    screen.feed(stamped(version("a", 3)))  # the next version closes the one before
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["v1", "v2"]
 
 
@@ -139,6 +146,7 @@ def test_hardware_has_columns_where_it_is_told() -> None:
     assert "memory" not in before
     ranks = [{"device_peak_bytes": 0, "host_peak_bytes": 10**9}, {"device_peak_bytes": 3 * 10**9, "host_peak_bytes": 1}]
     told = {"kind": "usage", "peer": "a", "version": 1, "mfu": 0.42, "memory": ranks}
+    told |= {"inner_s": 1.0, "wall_s": 1.0, "inner_tokens": 1, "phases": {}}
     text = picture([version("a", 1), told], ["a", "b"])
     assert re.search(r"tok/s +MFU +memory +sent", text)
     assert re.search(r"5\.00k +42 % +3\.00 GB +1\.90 MB", text)
@@ -150,7 +158,7 @@ def test_the_time_left_follows_the_pace() -> None:
     screen = Screen("demo", ["a"], 409_600, live=True, out=io.StringIO(), clock=clock)
     for number in (1, 2, 3, 4):
         clock.now = 30.0 * number
-        screen.feed(version("a", number))
+        screen.feed(stamped(version("a", number)))
     clock.now += 10.0
     console = Console(file=io.StringIO(), width=110)
     console.print(screen.render())
@@ -159,9 +167,9 @@ def test_the_time_left_follows_the_pace() -> None:
 
 def test_progress_moves_a_row_between_versions() -> None:
     text = picture(
-        [{"kind": "progress", "peer": "a", "phase": "syncing", "tokens": 77, "loss": 3.25, "version": 2}], ["a"]
+        [{"kind": "start", "peer": "a"}, {"kind": "progress", "peer": "a", "tokens": 77, "loss": 3.25}], ["a"]
     )
-    assert "syncing" in text
+    assert "training" in text
     assert "3.250" in text
 
 
@@ -181,7 +189,7 @@ def test_no_color_is_obeyed(no_color: bool, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("NO_COLOR", "1") if no_color else monkeypatch.delenv("NO_COLOR", raising=False)
     clock, out = Clock(), io.StringIO()
     with Screen("demo", ["a", "b"], TOTAL, live=True, out=out, clock=clock) as screen:
-        screen.feed(version("a", 1))
+        screen.feed(stamped(version("a", 1)))
         clock.now = 1.0
         screen.tick()
     colored = re.search(r"\x1b\[[0-9;]*\b[34]\d", out.getvalue())

@@ -36,8 +36,6 @@ FILES_TOO_LONG = {
     "diloco/exchange/engine.py",
     "diloco/exchange/lane.py",
     "diloco/gossip/swapping.py",
-    "diloco/observe/history.py",
-    "diloco/observe/report.py",
     "diloco/protocol/messages.py",
     "diloco/simulate/virtual/host.py",
     "diloco/simulate/virtual/invariants.py",
@@ -47,8 +45,7 @@ FILES_TOO_LONG = {
 }
 FOLDERS_TOO_FULL = {"diloco/simulate/virtual"}
 NAMES_WITH_TWO_MEANINGS = """
-    Alone Choice Cut Entry Fault Fork Gate Hardware Job Layout Life Mark Measured Network Outcome Plan Ranks Row
-    Run Stage Tally Trained"""
+    Alone Choice Cut Entry Fault Fork Gate Job Layout Life Measured Network Plan Ranks Row Stage Tally Trained"""
 
 FACTORIES = """
     arange asarray as_tensor empty empty_strided eye full linspace logspace normal ones rand randint randn randperm

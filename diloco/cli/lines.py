@@ -7,14 +7,13 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
 
-from diloco.observe.readable import printable
-
-if TYPE_CHECKING:
-    from diloco.observe.event_log import EventLine as Event
+from diloco.observe import events
+from diloco.observe.events import Event, Stamped
+from diloco.observe.readable import NOTHING, printable, readable_share
+from diloco.observe.run_state import RunState
 
 MAX_LINES = 10_000
 """Of a peer, kept for whoever does not read them."""
@@ -56,70 +55,57 @@ class PeerLines:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._total_tokens = 0
+        self._state = RunState(kept=1)
 
-    def __call__(self, event: Event) -> None:
-        line = self._line(_printable(event))
-        if line:
-            self._say(line)
+    def __call__(self, stamped: Stamped) -> None:
+        self._state.fold(stamped)
+        if lines := self._lines(stamped.peer, stamped.event):
+            self._say("\n".join(map(printable, lines)))  # names and reasons come from other machines
 
-    def _line(self, event: Event) -> str:
-        kind = event["kind"]
-        if kind == "start":
-            self._total_tokens = event["total_tokens"]
-            size = f"{event['parameters']:,} parameters, from version {event['resumed_version']}"
-            return f"run {event['run']}, peer {event['peer']}: {size}"
-        if kind == "listening":
-            return f"listening on {event['address']}\njoin with:  diloco peer --join {event['ticket']}"
-        lines: dict[str, Callable[[Any], str]] = {
-            "version": self._version,
-            "swap": self._swap,
-            "witnessed": lambda e: f"v{e['version']}  {e['tokens']:,} tokens  counted {', '.join(e['counted'])}",
-            "lineage": lambda e: f"lineage {e['lineage']} goes on; {e['void_tokens']:,} tokens of ours are void",
-            "skip": lambda e: f"round for version {e['version']} skipped: {e['reason']}",
-            "view": lambda e: f"v{e['version']}  view changed: {_changes(e)}",
-            "eval": lambda e: f"v{e['version']}  held-out loss {e['val_loss']:.4f}",
-            "copying": lambda e: f"copying the state: {e['done_bytes']:,} of {e['total_bytes']:,} bytes",
-            "state": lambda e: f"state of version {e['version']} is here",
-            "reason": lambda e: "" if e["routine"] else f"      {e['text']}",
-            "warning": lambda e: f"warning: {e['text']}",
-            "profile": _profile_line,
-        }
-        return lines[kind](event) if kind in lines else ""
+    def _lines(self, peer: str, event: Event) -> Sequence[str]:
+        match event:
+            case events.Started():
+                size = f"{event.parameters or 0:,} parameters, from version {event.resumed_version or 0}"
+                return [f"run {event.run}, peer {peer}: {size}"]
+            case events.Listening():
+                return [f"listening on {event.address}", f"join with:  diloco peer --join {event.ticket}"]
+            case events.VersionClosed():
+                counted = f"counted {', '.join(event.counted)}{'' if event.own else '  (not ours)'}"
+                return [f"{self._at(event)}{event.tokens_per_s or 0:,.0f} tok/s  {counted}"]
+            case events.SwapApplied():
+                how = "averaged with" if event.final else "swapped with"
+                return [f"{self._at(event)}{how} {event.partner}, spread {readable_share(event.spread)}"]
+            case events.VersionWitnessed():
+                return [f"v{event.version}  {event.tokens:,} tokens  counted {', '.join(event.counted)}"]
+            case events.LineageReplaced():
+                return [f"lineage {event.lineage} goes on; {event.void_tokens:,} tokens of ours are void"]
+            case events.RoundSkipped():
+                return [f"round for version {event.version} skipped: {event.reason}"]
+            case events.ViewChanged():
+                changes = [f"{name} joined" for name in event.joined]
+                changes += [f"{departure.peer} {departure.reason}" for departure in event.left]
+                return [f"v{event.version}  view changed: {', '.join(changes)}"]
+            case events.Evaluated():
+                return [f"v{event.version}  held-out loss {_loss(event.val_loss)}"]
+            case events.StateCopying():
+                return [f"copying the state: {event.done_bytes:,} of {event.total_bytes:,} bytes"]
+            case events.StateCopied():
+                return [f"state of version {event.version} is here"]
+            case events.Remark(routine=False):
+                return [f"      {event.text}"]
+            case events.Warned():
+                return [f"warning: {event.text}"]
+            case events.ProfileWritten():
+                each = f", and beside it one for each of {event.ranks} ranks" if event.ranks > 1 else ""
+                return [f"trace of the inner steps: {event.path}{each}; open it in ui.perfetto.dev or chrome://tracing"]
+        return []
 
-    def _version(self, event: Any) -> str:
-        loss = f"loss {event['loss']:.4f}  " if event["loss"] is not None else ""
-        share = 100 * event["tokens"] / self._total_tokens if self._total_tokens else 0
-        mine = "" if event["own"] else "  (not ours)"
-        names = ", ".join(event["counted"])
-        speed = f"{event['tokens_per_s']:,.0f} tok/s"
-        counted = f"counted {names}{mine}"
-        return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{speed}  {counted}"
-
-    def _swap(self, event: Any) -> str:
-        from diloco.observe.readable import readable_share
-
-        loss = f"loss {event['loss']:.4f}  " if event["loss"] is not None else ""
-        share = 100 * event["tokens"] / self._total_tokens if self._total_tokens else 0
-        how = "averaged with" if event["final"] else "swapped with"
-        met = f"{how} {event['partner']}, spread {readable_share(event['spread'])}"
-        return f"v{event['version']}  {share:3.0f}%  {event['tokens']:,} tokens  {loss}{met}"
-
-
-def _printable(value: Any) -> Any:
-    """Names and reasons come from other machines."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {key: _printable(entry) for key, entry in value.items()}
-    return list(map(_printable, value)) if isinstance(value, list) else value
+    def _at(self, event: events.VersionClosed | events.SwapApplied) -> str:
+        """The beginning of a version's line."""
+        share = 100 * event.tokens / self._state.total_tokens if self._state.total_tokens else 0
+        loss = f"loss {_loss(event.loss)}  " if event.loss is not None else ""
+        return f"v{event.version}  {share:3.0f}%  {event.tokens:,} tokens  {loss}"
 
 
-def _profile_line(event: Event) -> str:
-    each = f", and beside it one for each of {event['ranks']} ranks" if event["ranks"] > 1 else ""
-    return f"trace of the inner steps: {event['path']}{each}; open it in ui.perfetto.dev or chrome://tracing"
-
-
-def _changes(event: Event) -> str:
-    joined = [f"{name} joined" for name in event["joined"]]
-    return ", ".join([*joined, *(f"{one['peer']} {one['reason']}" for one in event["left"])])
+def _loss(loss: float | None) -> str:
+    return NOTHING if loss is None else f"{loss:.4f}"

@@ -103,5 +103,4 @@ def witness(
 def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped], None]:
     from diloco.observe.events import to_json
 
-    lines = PeerLines(say)
-    return lambda stamped: say(json.dumps(to_json(stamped))) if json_lines else lines(to_json(stamped))
+    return (lambda stamped: say(json.dumps(to_json(stamped)))) if json_lines else PeerLines(say)

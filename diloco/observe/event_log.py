@@ -96,6 +96,17 @@ def read_lines(path: Path, thinned: str = "") -> Iterator[EventLine]:
         yield from (event for line in lines if (event := _parse(line)) is not None)
 
 
+def read_on(path: Path, offset: int) -> tuple[list[EventLine], int]:
+    """The whole lines of a growing file from `offset` on, and where they end; none for a file that is not there."""
+    if not path.is_file():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    end = data.rfind(b"\n") + 1
+    return [event for line in data[:end].splitlines() if (event := _parse(line)) is not None], offset + end
+
+
 def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
     """Without those that have the mark, and stand between two others that have it."""
     last, many = b"", False

@@ -29,7 +29,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from diloco.base.errors import ResourceError, UsageError
 from diloco.observe.events import STEPS
-from diloco.observe.history import PHASES, Curve, Point, Run, Version, outcomes, read_run
 from diloco.observe.readable import (
     NOTHING,
     readable_bytes,
@@ -42,6 +41,8 @@ from diloco.observe.readable import (
     readable_text,
     readable_times,
 )
+from diloco.observe.run_folder import PHASES, Curve, Point, RunFolder, outcomes, read_run
+from diloco.observe.run_state import Version, mean
 
 COLORS = {
     # name: (on light paper, on dark paper). Series are Okabe and Ito's, which stay apart for colour-blind readers.
@@ -199,7 +200,7 @@ def _cut_the_beginning(axes: Axes, losses: Sequence[float]) -> None:
         axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
 
 
-def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
+def _draw_view(axes: Axes, run: RunFolder, ink: Ink) -> None:
     """A row per peer, in order of arrival: a bar while it was in the view, markers for what happened to it."""
     _calm(axes, ink, grid="x")
     peers = list(dict.fromkeys(stay.peer for stay in run.stays))
@@ -216,11 +217,11 @@ def _draw_view(axes: Axes, run: Run, ink: Ink) -> None:
             axes.plot((flight.start_s, flight.stop_s), (row, row), color=color, lw=1.5, solid_capstyle="butt")
             axes.plot(flight.stop_s, row, "o", ms=3.5, mew=0, color=color)
     place_s = max((stay.stop_s for stay in run.stays), default=0.0) / PLACES or 1.0
-    marks = [mark for mark in run.marks if mark.peer in peers and mark.kind in MARKERS]
-    for mark in {(mark.peer, mark.kind, mark.at_s // place_s): mark for mark in marks}.values():
-        color, size = ink["died" if mark.kind == "died" else "ink"], 12 if mark.kind == "skipped" else 7
-        row, marker = peers.index(mark.peer), MARKERS[mark.kind][0]
-        axes.plot(mark.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
+    notices = [notice for notice in run.notices if notice.peer in peers and notice.kind in MARKERS]
+    for notice in {(notice.peer, notice.kind, notice.at_s // place_s): notice for notice in notices}.values():
+        color, size = ink["died" if notice.kind == "died" else "ink"], 12 if notice.kind == "skipped" else 7
+        row, marker = peers.index(notice.peer), MARKERS[notice.kind][0]
+        axes.plot(notice.at_s, row, marker, ms=size, mew=1.5, color=color, clip_on=False)
     for at_s in run.resumed_s:
         axes.axvline(at_s, color=ink["muted"], lw=1, ls=(0, (3, 3)))
     axes.set_yticks(range(len(peers)), [readable_text(peer, 20) for peer in peers], parse_math=False)
@@ -294,7 +295,7 @@ _SVG_SETTINGS = threading.Lock()
 """How text is written to SVG is a process-wide setting of matplotlib."""
 
 
-def _loss_figures(run: Run) -> list[Markup]:
+def _loss_figures(run: RunFolder) -> list[Markup]:
     figures = []
     for axis in AXES:
         figure = _figure(PANEL_PT, 290)
@@ -303,13 +304,13 @@ def _loss_figures(run: Run) -> list[Markup]:
     return figures
 
 
-def _view_figure(run: Run, width_pt: int) -> Markup:
+def _view_figure(run: RunFolder, width_pt: int) -> Markup:
     figure = _figure(width_pt, 40 + 30 * len({stay.peer for stay in run.stays}))
     _draw_view(figure.subplots(), run, _STAND_IN)
     return _svg(figure, f"view{width_pt}", "peers in the view over time")
 
 
-def _steps_figure(run: Run, width_pt: int) -> Markup:
+def _steps_figure(run: RunFolder, width_pt: int) -> Markup:
     """The whole round above, and below it all but the inner steps, which dwarf the rest."""
     figure = _figure(width_pt, 380)
     bars = _binned(run.versions, most=width_pt // 12)
@@ -348,7 +349,7 @@ def _svg(figure: Figure, name: str, title: str) -> Markup:
 # ---------------------------------------------------------------- the page
 
 
-def _page(run: Run, tables: Sequence[Table]) -> str:
+def _page(run: RunFolder, tables: Sequence[Table]) -> str:
     folder = Path(__file__).parent
     jinja = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     jinja.filters |= {
@@ -377,7 +378,7 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
         fragments=any(row.fragment for row in run.versions),
         spreads=any(row.spread is not None for row in run.versions),
         colors=COLORS,
-        signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(mark.kind == kind for mark in run.marks)},
+        signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(notice.kind == kind for notice in run.notices)},
         loss_figures=_loss_figures(run),
         view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
         step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if steps else [],
@@ -386,7 +387,7 @@ def _page(run: Run, tables: Sequence[Table]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """Of the table of versions: one of them, or the versions from `first` on as one."""
 
     first: int
@@ -394,34 +395,32 @@ class Row:
     shown: Version
 
 
-def _rows(versions: Sequence[Version]) -> list[Row]:
+def _rows(versions: Sequence[Version]) -> list[TableRow]:
     if len(versions) <= MAX_ROWS:
-        return [Row(row.version, 1, row) for row in versions]
+        return [TableRow(row.version, 1, row) for row in versions]
     older, newest = versions[: -MAX_ROWS // 4], versions[-MAX_ROWS // 4 :]
     full = [row for row in older if row.notes or len(row.digests) > 1][-MAX_ROWS // 4 :]
     size = -(-len(older) // (MAX_ROWS // 2))
     groups = [older[start : start + size] for start in range(0, len(older), size)]
-    folded = [Row(group[0].version, len(group), _as_one(group)) for group in groups]
-    rows = [*folded, *(Row(row.version, 1, row) for row in (*full, *newest))]
+    folded = [TableRow(group[0].version, len(group), _as_one(group)) for group in groups]
+    rows = [*folded, *(TableRow(row.version, 1, row) for row in (*full, *newest))]
     return sorted(rows, key=lambda row: (row.first, -row.of))
 
 
 def _as_one(group: Sequence[Version]) -> Version:
     """The last of them, with what the others say beside it."""
-    losses = [row.loss for row in group if row.loss is not None]
-    spreads = [row.spread for row in group if row.spread is not None]
     fewest = min(group, key=lambda row: row.counted)
     notes = sum(len(row.notes) for row in group)
     return replace(
         group[-1],
         counted=fewest.counted,
         members=fewest.members,
-        loss=fmean(losses) if losses else None,
+        loss=mean(row.loss for row in group),
         val_loss=next((row.val_loss for row in reversed(group) if row.val_loss is not None), None),
         tokens_per_s=fmean(row.tokens_per_s for row in group),
         attempts=max(row.attempts for row in group),
         digests=max((row.digests for row in reversed(group)), key=len),
-        spread=fmean(spreads) if spreads else None,
+        spread=mean(row.spread for row in group),
         notes=[f"{notes} note{'' if notes == 1 else 's'}"] if notes else [],
     )
 
@@ -435,7 +434,7 @@ class Card:
     note: str
 
 
-def _cards(run: Run) -> Iterator[Card]:
+def _cards(run: RunFolder) -> Iterator[Card]:
     facts = run.summary
     ours, *others = outcomes(facts)
     base = others[0] if facts.get("baseline") else None
@@ -454,7 +453,8 @@ def _cards(run: Run) -> Iterator[Card]:
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
     gossips = any(row.spread is not None for row in run.versions)
     yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
-    yield _spread_card(run) if gossips else _digest_card(run)
+    apart = Card("Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last")
+    yield apart if gossips else _digest_card(run)
     note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
     yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
 
@@ -468,11 +468,7 @@ def _tokens_per_s(versions: Sequence[Version]) -> float | None:
     return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
 
 
-def _spread_card(run: Run) -> Card:
-    return Card("Spread between peers", readable_share(run.summary.get("spread")), "of the weights, when they met last")
-
-
-def _digest_card(run: Run) -> Card:
+def _digest_card(run: RunFolder) -> Card:
     agree, digest = run.summary.get("digests_agree"), str(run.summary.get("digest", ""))[:12]
     if agree is None:
         return Card("Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet")

@@ -1,17 +1,15 @@
-"""What `diloco simulate` shows while it runs, and the table at its end.
+"""The live screen of `diloco simulate`, and the table at its end.
 
-On a terminal one live table, a row per peer; elsewhere plain lines, one per version and notable event. Both are fed
-with the peers' events (`diloco.observe.events`) by one thread. The screen keeps only what it shows; it decides
-nothing.
+On a terminal one live table, a row per peer; elsewhere plain lines, one per version and notable event. Both show a
+`RunState`, which one thread feeds with the peers' events. The screen remembers only what it has already said.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -21,9 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.observe.event_log import EventLine as Event
-from diloco.observe.events import GOODBYES
-from diloco.observe.history import Outcome, departures, outcomes
+from diloco.observe.events import Evaluated, Event, Remark, RoundSkipped, Stamped, SwapApplied, VersionClosed
 from diloco.observe.readable import (
     NOTHING,
     readable_bytes,
@@ -35,38 +31,19 @@ from diloco.observe.readable import (
     readable_text,
     readable_times,
 )
+from diloco.observe.run_folder import MethodResult, outcomes
+from diloco.observe.run_state import Notice, PeerState, RunState, Version
 
 MAX_NOTES = 6
 REDRAW_S = 0.12
 """Between two redraws of the live table: eight a second look smooth, more only burn the trainers' CPU."""
 STRAGGLER_S = 3.0
-"""How long a version's plain line waits for peers that have not told about it."""
+"""How long a version's plain line waits for peers that have not reported it."""
 RATE_VERSIONS = 8
 """The time left is estimated from this many versions back: long enough to be calm, short enough to see a change."""
-STYLES = {"training": "green", "syncing": "cyan", "lost": "red"}
-PARTINGS = {"done": "left", "left": "left", "lost": "was lost", "gone": "is gone"}
-"""How the phase of a peer that is out of the view reads in a sentence."""
-
-
-@dataclass(slots=True)
-class Row:
-    """What is known of one peer."""
-
-    phase: str = "starting"
-    version: int = 0
-    tokens: int = 0
-    """Tokens committed in all, as of the peer's version."""
-    loss: float | None = None
-    tokens_per_s: float | None = None
-    wire_bytes_sent: int | None = None
-    mfu: float | None = None
-    memory_bytes: int | None = None
-    """The most that one of its ranks has taken: of its GPU, else of the host."""
-    last: str = ""
-
-    @property
-    def over(self) -> bool:
-        return self.phase in PARTINGS
+STYLES = {"training": "green", "lost": "red"}
+PARTINGS = {"left": "left", "died": "was lost", "gone": "is gone"}
+"""Kinds of notices on a peer that is out of the view, as they read in a sentence."""
 
 
 class Screen:
@@ -82,18 +59,16 @@ class Screen:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title, self._total_tokens, self._out, self._clock = title, total_tokens, out, clock
-        self._rows = {peer: Row() for peer in peers}
-        self._history: deque[tuple[float, int]] = deque(maxlen=RATE_VERSIONS)
-        self._val_loss: tuple[int, float] | None = None
+        self.state = RunState(peers={peer: PeerState() for peer in peers})
+        self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_VERSIONS)
+        """When the run had so many tokens, by our clock."""
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._held_notes: list[str] = []
-        self._view: set[str] = set()
-        self._view_version = 0
-        self._reports: dict[int, dict[str, Event]] = {}
-        self._first_report_s = 0.0
-        self._closed_version = 0
-        self._said = -1
-        """Of what is said of a gossip run, in fiftieths of its tokens."""
+        self._open: dict[int, float] = {}
+        """Versions without a line yet, and when they were reported first."""
+        self._said_version = 0
+        self._said_share = -1
+        """Of a gossip run, in fiftieths of its tokens."""
         self._drawn_s = 0.0
         self._live: Live | None = None
         if live:
@@ -102,7 +77,7 @@ class Screen:
 
     def __enter__(self) -> Self:
         if self._live is None:
-            self._write(f"{self._title}: {_peers(len(self._rows))}, {self._total_tokens:,} tokens")
+            self._write(f"{self._title}: {_peers(len(self.state.peers))}, {self._total_tokens:,} tokens")
         else:
             self._live.start(refresh=True)
         return self
@@ -110,35 +85,31 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close_versions(before=None)
+        self._say_versions()
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
             self._live.stop()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, stamped: Stamped) -> None:
         """Take one event of one peer in."""
-        _update(self._rows.setdefault(str(event["peer"]), Row()), event)
-        version = int(event.get("version") or 0)
-        if event["kind"] == "view":
-            self._change_view(event.get("joined") or (), dict(departures(event)), version)
-        if event["kind"] == "version":
-            members = event.get("members") or ()
-            if members and version > self._view_version:
-                self._change_view(members, {peer: "" for peer in self._view if peer not in members}, version)
-            self._take_version(event)
-        if event["kind"] == "swap":
-            self._take_swap(event)
-        if event["kind"] == "eval" and event.get("val_loss") is not None:
-            self._val_loss = version, event["val_loss"]
-        if note := _note(event):
+        for note in _sentences(self.state.fold(stamped)):
             self._say(note)
+        match stamped.event:
+            case VersionClosed() as event if event.version > self._said_version:
+                self._take_version(event)
+            case SwapApplied() as event if (share := int(50 * event.tokens / self._total_tokens)) > self._said_share:
+                self._said_share = share  # a line whenever the run has come on by 2 %, whoever reports it
+                self._pace.append((self._clock(), event.tokens))
+                self._write(_swap_line(stamped.peer, event, self._total_tokens))
+            case Evaluated(val_loss=float(val_loss), version=version):
+                self._say(f"v{version or 0} held-out loss {readable_loss(val_loss)}")
 
     def tick(self) -> None:
         """Redraw what changed, if it is time to."""
         now = self._clock()
         if self._live is None:
-            if self._reports and now - self._first_report_s > STRAGGLER_S:
-                self._close_versions(before=None)
+            if self._open and now - max(self._open.values()) > STRAGGLER_S:
+                self._say_versions()
         elif now - self._drawn_s >= REDRAW_S:
             self._drawn_s = now
             self._live.update(self.render(), refresh=True)
@@ -148,67 +119,35 @@ class Screen:
         notes = [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self._notes]
         return Group(self._header(), Text(), self._table(), *([Text(), *notes] if notes else []))
 
-    # ------------------------------------------------------------ versions
+    # ------------------------------------------------------------ plain lines
 
-    def _take_version(self, event: Event) -> None:
-        version = int(event["version"])
-        if version <= self._closed_version:
-            return
-        self._close_versions(before=version)
-        if version not in self._reports:
-            self._first_report_s = self._clock()
-            self._history.append((self._first_report_s, int(event["tokens"])))
-        reports = self._reports.setdefault(version, {})
-        reports[str(event["peer"])] = event
-        if set(event.get("counted") or ()) <= reports.keys():
-            self._close_versions(before=version + 1)
+    def _take_version(self, event: VersionClosed) -> None:
+        self._say_versions(before=event.version)
+        if event.version not in self._open:
+            self._open[event.version] = self._clock()
+            self._pace.append((self._open[event.version], event.tokens))
+        if set(event.counted) <= self.state.versions[event.version].keys():
+            self._say_versions(before=event.version + 1)
 
-    def _close_versions(self, before: int | None) -> None:
-        """Say each version once, when everybody counted has reported it or nobody more is worth waiting for."""
-        for version in sorted(self._reports):
-            if before is None or version < before:
-                self._closed_version = version
-                self._write(_version_line(list(self._reports.pop(version).values()), self._total_tokens))
-        if not self._reports:
-            self._write_held_notes()
-
-    def _take_swap(self, event: Event) -> None:
-        """Under gossip: a line whenever the run has come on by 2 %, whoever tells of it."""
-        step = int(50 * event["tokens"] / self._total_tokens)
-        if step > self._said:
-            self._said = step
-            self._history.append((self._clock(), int(event["tokens"])))
-            self._write(_swap_line(event, self._total_tokens))
-
-    # ------------------------------------------------------------ what else happened
-
-    def _change_view(self, joined: Iterable[str], gone: Mapping[str, str], version: int) -> None:
-        """Everybody tells about a join or a departure; it is said once, the founding not at all."""
-        new = [peer for peer in joined if peer not in self._view]
-        if new and self._view:
-            self._say(f"{', '.join(map(readable_text, new))} joined at v{version}")
-        for peer in new:
-            self._rows.setdefault(peer, Row()).phase = "training"
-        lost = {peer: reason for peer, reason in gone.items() if peer in self._view}
-        for peer, reason in lost.items():
-            row = self._rows.setdefault(peer, Row())
-            if not row.over:
-                row.phase = "left" if reason in GOODBYES else "lost" if reason else "gone"
-            self._say(f"{readable_text(peer)} {PARTINGS[row.phase]} at v{version}{_because(reason)}")
-        self._view = (self._view | set(new)) - lost.keys()
-        self._view_version = max(version, self._view_version)
+    def _say_versions(self, before: float = math.inf) -> None:
+        """A line for each open version: all that it counts have reported it, or nobody more is worth waiting for."""
+        for version in sorted(version for version in self._open if version < before):
+            del self._open[version]
+            self._said_version = version
+            self._write(_version_line(Version.of(self.state.versions[version].values()), self._total_tokens))
+        self._write_held_notes()
 
     def _say(self, note: str) -> None:
         self._notes.append(note)
         self._held_notes.append(f"      {note}")
-        if not self._reports:
-            self._write_held_notes()
+        self._write_held_notes()
 
     def _write_held_notes(self) -> None:
         """Plain notes follow the line of the version that was open when they came."""
-        for note in self._held_notes:
-            self._write(note)
-        self._held_notes.clear()
+        if not self._open:
+            for note in self._held_notes:
+                self._write(note)
+            self._held_notes.clear()
 
     def _write(self, line: str) -> None:
         if self._live is None:
@@ -218,126 +157,106 @@ class Screen:
     # ------------------------------------------------------------ the live picture
 
     def _header(self) -> Text:
-        tokens = self._history[-1][1] if self._history else 0
-        share = min(tokens / self._total_tokens, 1.0)
+        share = min(self.state.tokens / self._total_tokens, 1.0)
         header = Text(no_wrap=True, overflow="ellipsis")
         header.append(self._title, style="bold")
-        header.append(f"   {tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
-        if share < 1 and len(self._history) > 1:
+        header.append(f"   {self.state.tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
+        if share < 1 and len(self._pace) > 1:
             header.append(f"   {self._left()} left")
-        if self._val_loss:
-            header.append(f"   held-out {readable_loss(self._val_loss[1])} at v{self._val_loss[0]}")
+        if self.state.evaluations:
+            latest = self.state.evaluations[-1]
+            header.append(f"   held-out {readable_loss(latest.val_loss)} at v{latest.version or 0}")
         return header
 
     def _left(self) -> str:
         """Minutes and seconds to the end at the pace of the latest versions."""
-        (first_s, first_tokens), (last_s, last_tokens) = self._history[0], self._history[-1]
+        (first_s, first_tokens), (last_s, last_tokens) = self._pace[0], self._pace[-1]
         pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
         at_last_s = (self._total_tokens - last_tokens) * pace
         minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
         return f"{minutes}:{seconds:02d}"
 
-    @property
-    def _known(self) -> list[str]:
-        """Columns that not every run has."""
-        rows = self._rows.values()
-        told = {"MFU": any(row.mfu is not None for row in rows), "memory": any(row.memory_bytes for row in rows)}
-        return [name for name, known in told.items() if known]
-
     def _table(self) -> Table:
+        used = [peer.used for peer in self.state.peers.values() if peer.used]
+        told = {"MFU": any(one.mfu is not None for one in used), "memory": any(one.memory for one in used)}
+        known = [name for name, is_known in told.items() if is_known]
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
         table.add_column("peer", no_wrap=True, max_width=18)
         table.add_column("", no_wrap=True, min_width=8)
         table.add_column("progress", width=14)
-        for name in ("version", "loss", "tok/s", *self._known, "sent"):
+        for name in ("version", "loss", "tok/s", *known, "sent"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
-        for peer, row in self._rows.items():
-            table.add_row(*self._cells(peer, row), style="dim" if row.over else None)
+        for name, peer in self.state.peers.items():
+            table.add_row(*self._cells(name, peer, known), style="dim" if peer.over else None)
         return table
 
-    def _cells(self, peer: str, row: Row) -> Iterator[RenderableType]:
-        yield Text(readable_text(peer))
-        yield Text(row.phase, style=STYLES.get(row.phase, ""))
-        yield ProgressBar(total=self._total_tokens, completed=row.tokens, width=14, complete_style="blue")
-        yield f"v{row.version}"
-        yield readable_loss(row.loss)
-        yield readable_count(row.tokens_per_s)
-        told = {"MFU": readable_share(row.mfu), "memory": readable_bytes(row.memory_bytes)}
-        yield from (told[name] for name in self._known)
-        yield readable_bytes(row.wire_bytes_sent)
-        yield Text(row.last, style="dim")
+    def _cells(self, name: str, peer: PeerState, known: Sequence[str]) -> Iterator[RenderableType]:
+        yield Text(readable_text(name))
+        yield Text(peer.phase, style=STYLES.get(peer.phase, ""))
+        yield ProgressBar(total=self._total_tokens, completed=peer.tokens, width=14, complete_style="blue")
+        yield f"v{peer.version}"
+        yield readable_loss(peer.loss)
+        yield readable_count(peer.tokens_per_s)
+        mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
+        memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
+        told = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
+        yield from (told[name] for name in known)
+        yield readable_bytes(peer.wire_bytes_sent)
+        yield Text(_last(peer.latest), style="dim")
 
 
-def _update(row: Row, event: Event) -> None:
-    for name in ("phase", "version", "tokens", "loss", "tokens_per_s", "wire_bytes_sent", "mfu"):
-        if event.get(name) is not None and not (name == "tokens" and event["kind"] == "progress"):
-            setattr(row, name, event[name])
-    match event["kind"]:
-        case "start":
-            row.phase = "joining"
-        case "progress" if "phase" not in event:
-            row.phase = "training"
-        case "version":
-            row.phase = "training"
-            row.last = "" if event.get("own", True) else f"not counted in v{event['version']}"
-        case "usage":
-            memory = [rank["device_peak_bytes"] or rank["host_peak_bytes"] for rank in event["memory"]]
-            row.memory_bytes = max(memory, default=None)
-        case "swap":
-            row.phase = "averaging" if event["final"] else "training"
-            row.last = f"with {readable_text(event['partner'])}, spread {readable_share(event['spread'])}"
-        case "skip" | "reason":
-            row.last = readable_text(event.get("reason") or event.get("text") or "", 80)
-        case "end":
-            row.phase, row.last = ("left" if event.get("reason") == "left" else "done"), ""
-
-
-def _note(event: Event) -> str:
-    """A sentence on what deserves a line of its own, if anything does."""
-    peer, at = readable_text(event["peer"]), f"v{event.get('version', 0)}"
-    match event["kind"]:
-        case "skip":
-            return f"{peer} skipped {at}{_because(event.get('reason'))}"
-        case "eval" if event.get("val_loss") is not None:
-            return f"{at} held-out loss {readable_loss(event['val_loss'])}"
-        case "note" | "warning":
-            return f"{peer}: {readable_text(event['text'], 200)}"
+def _last(event: Event | None) -> str:
+    """The remark at the end of a peer's row."""
+    match event:
+        case VersionClosed(own=False):
+            return f"not counted in v{event.version}"
+        case SwapApplied():
+            return f"with {readable_text(event.partner)}, spread {readable_share(event.spread)}"
+        case RoundSkipped():
+            return readable_text(event.reason, 80)
+        case Remark():
+            return readable_text(event.text, 80)
     return ""
 
 
-def _because(reason: object) -> str:
-    return f": {readable_text(reason, 200)}" if reason and reason not in GOODBYES else ""
+def _sentences(news: Sequence[Notice]) -> Iterator[str]:
+    """A line for each notice; those who join together share one."""
+    joined = [notice for notice in news if notice.kind == "joined"]
+    if joined:
+        yield f"{', '.join(readable_text(notice.peer) for notice in joined)} joined at v{joined[0].version}"
+    for notice in news:
+        peer, reason = readable_text(notice.peer), readable_text(notice.reason, 200)
+        because = f": {reason}" if reason else ""
+        if notice.kind == "warned":
+            yield f"{peer}{because}"
+        elif notice.kind == "skipped":
+            yield f"{peer} skipped v{notice.version}{because}"
+        elif notice.kind in PARTINGS:
+            yield f"{peer} {PARTINGS[notice.kind]} at v{notice.version}{because}"
 
 
-def _version_line(reports: Sequence[Event], total_tokens: int) -> str:
-    """One version over all the peers that told about it."""
-    first = reports[0]
-    losses = [event["loss"] for event in reports if event.get("loss") is not None]
-    syncs = [
-        sum(seconds.values()) - seconds.get("inner", 0.0) for event in reports if (seconds := event.get("seconds"))
-    ]
-    sent = [event["wire_bytes_sent"] for event in reports if event.get("wire_bytes_sent") is not None]
-    counted, members = len(first.get("counted") or ()), len(first.get("members") or ())
-    width = len(f"{total_tokens:,}")
+def _version_line(row: Version, total_tokens: int) -> str:
+    """One version over all the peers that reported it."""
+    sync_s = sum(row.seconds.values()) - row.seconds["inner"] if row.seconds else None
     fields = (
-        f"v{first['version']:<4}{first['tokens'] / total_tokens:>4.0%} {first['tokens']:>{width},} tok",
-        f"loss {readable_loss(fmean(losses) if losses else None)}",
-        _peers(members) if counted >= members else f"{counted} of {_peers(members)}",
-        f"{readable_count(sum(event.get('tokens_per_s') or 0.0 for event in reports))} tok/s",
-        f"{readable_bytes(fmean(sent) if sent else None)} sent/peer",
-        f"{readable_duration(fmean(syncs) if syncs else None)} sync",
+        f"v{row.version:<4}{row.tokens / total_tokens:>4.0%} {row.tokens:>{len(f'{total_tokens:,}')},} tok",
+        f"loss {readable_loss(row.loss)}",
+        _peers(row.members) if row.counted >= row.members else f"{row.counted} of {_peers(row.members)}",
+        f"{readable_count(row.tokens_per_s)} tok/s",
+        f"{readable_bytes(row.sent_bytes)} sent/peer",
+        f"{readable_duration(sync_s)} sync",
     )
     return "  ".join(fields)
 
 
-def _swap_line(event: Event, total_tokens: int) -> str:
+def _swap_line(peer: str, event: SwapApplied, total_tokens: int) -> str:
     fields = (
-        f"{min(event['tokens'] / total_tokens, 1):>4.0%} {event['tokens']:>{len(f'{total_tokens:,}')},} tok",
-        f"loss {readable_loss(event.get('loss'))}",
-        f"{readable_text(event['peer'])} with {readable_text(event['partner'])}",
-        f"spread {readable_share(event['spread'])}",
-        f"{readable_bytes(event.get('wire_bytes_sent'))} sent",
+        f"{min(event.tokens / total_tokens, 1):>4.0%} {event.tokens:>{len(f'{total_tokens:,}')},} tok",
+        f"loss {readable_loss(event.loss)}",
+        f"{readable_text(peer)} with {readable_text(event.partner)}",
+        f"spread {readable_share(event.spread)}",
+        f"{readable_bytes(event.wire_bytes_sent)} sent",
     )
     return "  ".join(fields)
 
@@ -374,7 +293,7 @@ def _aligned(columns: Sequence[Sequence[str]], words: int = 1) -> list[str]:
     return ["   ".join(row) for row in zip(*padded, strict=True)]
 
 
-def _conclusion(summary: Mapping[str, Any], methods: Sequence[Outcome]) -> Iterator[str]:
+def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> Iterator[str]:
     """One or two sentences: whether the peers agree, and what it cost beside the baseline."""
     versions, digest = summary.get("versions", 0), str(summary.get("digest", ""))[:12]
     agree = summary.get("digests_agree")

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from diloco.observe.event_log import read_lines
-from diloco.observe.history import Point, Run, Version, read_run
+from diloco.observe.run_folder import Point, RunFolder, peer_times, read_run, read_state, timed_reports
+from diloco.observe.run_state import Version
 
 TOKENS_PER_STEP = 8 * 64
 HEADER = ("policy", "tokens/s", "of alone", "waited", "held-out", "time", "to its loss")
@@ -129,43 +129,25 @@ def rows_of(folders: Mapping[str, Path], start: int) -> list[Row]:
     return [row_of(policy, read_run(folder), folder, start, goal) for policy, folder in folders.items()]
 
 
-def row_of(policy: str, run: Run, folder: Path, start: int, goal: float) -> Row:
+def row_of(policy: str, run: RunFolder, folder: Path, start: int, goal: float) -> Row:
     trained = trained_for([version for version in run.versions if version.version >= start])
-    spent = {path.parent.name: Spent.of(path, trained) for path in sorted(folder.glob("p*/events.jsonl"))}
+    there = {version.version for version in trained[1:]}  # after the first of them, up to the last
+    reports = timed_reports(read_state(sorted(folder.glob("p*/events.jsonl"))))
+    spent = peer_times(report for report in reports if report.event.version in there)
     rate = (trained[-1].tokens - trained[0].tokens) / (trained[-1].at_s - trained[0].at_s)
-    waited = {peer: time.waited_s / time.total_s for peer, time in spent.items()}
+    waited = {time.peer: time.waited_s / time.total_s for time in spent}
     began_s, held_out = run.versions[0].at_s, run.curves[0].held_out
     reached_s = time_of(held_out, goal)
     return Row(
         policy,
         rate,
-        rate / sum(time.tokens / time.inner_s for time in spent.values()),
+        rate / sum(time.tokens / time.inner_s for time in spent),
         max(waited.values()),
         waited,
         held_out[-1].loss,
         run.versions[-1].at_s - began_s,
         None if reached_s is None else reached_s - began_s,
     )
-
-
-@dataclass(frozen=True)
-class Spent:
-    """A peer's time between two versions."""
-
-    tokens: int
-    inner_s: float
-    waited_s: float
-    total_s: float
-
-    @staticmethod
-    def of(path: Path, versions: Sequence[Version]) -> Spent:
-        """After the first of these versions, up to the last."""
-        there = {version.version for version in versions[1:]}
-        told = [event for event in read_lines(path) if event["kind"] == "version" and event["version"] in there]
-        seconds = [event.get("seconds") or {} for event in told]
-        tokens = sum(event.get("inner_tokens") or 0 for event in told if event.get("own"))
-        inner_s, waited_s = (sum(each.get(step, 0.0) for each in seconds) for step in ("inner", "exchange"))
-        return Spent(tokens, inner_s, waited_s, sum(sum(each.values()) for each in seconds))
 
 
 def trained_for(versions: Sequence[Version]) -> list[Version]:

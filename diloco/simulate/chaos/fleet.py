@@ -18,7 +18,7 @@ from typing import NamedTuple
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, ResourceError, UsageError
-from diloco.observe.event_log import EventLine
+from diloco.observe.event_log import EventLine, read_on
 from diloco.simulate.chaos.network import Network
 from diloco.simulate.local.processes import Child, end_all
 
@@ -74,14 +74,8 @@ class Life:
 
     def read(self) -> None:
         """Take in the events that are new. The last time is when it died: a later life may go on in the same file."""
-        path = self.directory / "events.jsonl"
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self.offset += len(whole)
-            self.events += [json.loads(line) for line in whole.splitlines()]
+        lines, self.offset = read_on(self.directory / "events.jsonl", self.offset)
+        self.events += lines
 
 
 class Fleet:

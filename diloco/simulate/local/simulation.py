@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import merge
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,8 +22,12 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import DilocoError, Interrupted, ResourceError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
-from diloco.observe.event_log import EventLine, read_lines
+from diloco.observe.event_log import read_lines, read_on
+from diloco.observe.events import BaselineStep, Ended, Stamped, from_json
+from diloco.observe.readable import readable_loss
 from diloco.observe.report import write_plot, write_report
+from diloco.observe.run_folder import read_state
+from diloco.observe.run_state import RunState, mean
 from diloco.observe.screen import Screen, summary_table
 from diloco.simulate.local.processes import Child, end_all
 
@@ -97,10 +102,10 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     if plan.gossips and "average" in options.compare:
         raise UsageError("gossip averages in pairs as it is", "leave out --compare average")
     _prepare(plan, options.compare)
-    ends = _train_peers(plan, stop, out, live)
-    if stop() and not ends:
+    state = _train_peers(plan, stop, out, live)
+    if stop() and not state.ends:
         raise Interrupted("stopped before anything was trained")
-    summary = _summary(plan, ends)
+    summary = _summary(plan, state)
     for name in options.compare:
         compared = None if stop() else _compare(name, plan, stop, out, live)
         if compared is None:
@@ -178,8 +183,8 @@ def _clear(directory: Path) -> None:
 # ---------------------------------------------------------------- peers
 
 
-def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> list[EventLine]:
-    """Run the peers to the end. Returns their "end" events. Raises DilocoError when one fails."""
+def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> RunState:
+    """Run the peers to the end. Raises DilocoError when one fails."""
     names = [f"p{index}" for index in range(plan.peers)]
     tail = _Tail([plan.directory / name / "events.jsonl" for name in names])
     children: list[Child] = []
@@ -193,10 +198,10 @@ def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) 
             _watch(children, tail, screen, stop)
     finally:
         end_all(children)
-    events = sorted(tail.events, key=lambda event: float(event["time"]))
+    by_time = merge(*map(read_lines, tail.paths), key=lambda event: float(event["time"]))
     with (plan.directory / "events.jsonl").open("w") as merged:
-        merged.writelines(json.dumps(event) + "\n" for event in events)
-    return [event for event in events if event["kind"] == "end"]
+        merged.writelines(json.dumps(event) + "\n" for event in by_time)
+    return screen.state
 
 
 def _set(overrides: Sequence[str]) -> Iterator[str]:
@@ -261,60 +266,57 @@ class _Tail:
     """Follows growing event files."""
 
     paths: Sequence[Path]
-    events: list[EventLine] = field(default_factory=list)
     _seen: dict[Path, int] = field(default_factory=dict)
 
-    def read(self) -> list[EventLine]:
-        """Whole lines that are new since the last call."""
-        new: list[EventLine] = []
+    def read(self) -> Iterator[Stamped]:
+        """Events of whole lines that are new since the last call."""
         for path in self.paths:
-            if path.exists():
-                with path.open("rb") as file:
-                    file.seek(self._seen.get(path, 0))
-                    data = file.read()
-                whole = data[: data.rfind(b"\n") + 1]
-                self._seen[path] = self._seen.get(path, 0) + len(whole)
-                new += [json.loads(line) for line in whole.splitlines()]
-        self.events += new
-        return new
+            lines, self._seen[path] = read_on(path, self._seen.get(path, 0))
+            yield from filter(None, map(from_json, lines))
 
 
 # ---------------------------------------------------------------- results
 
 
-def states_agree(ends: Sequence[EventLine], peers: int) -> bool | None:
+def states_agree(ends: Sequence[Ended], peers: int) -> bool | None:
     """Whether all hold one state. Of peers that were told to leave each may have stopped at another version: then
     whether those at the same version do; None where no two are."""
-    states = [(event["version"], event["state_digest"]) for event in ends]
-    if len(ends) == peers and all(event["reason"] == "done" for event in ends):
+    states = [(end.version, end.state_digest) for end in ends]
+    if len(ends) == peers and all(end.reason == "done" for end in ends):
         return len(set(states)) == 1
     versions = {version for version, _ in states}
     return len(set(states)) == len(versions) if len(states) > len(versions) else None
 
 
-def _summary(plan: Plan, ends: Sequence[EventLine]) -> dict[str, Any]:
-    """Figures of the run's end; the first peer's, where all have the same."""
+def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
+    """Figures of a run's end; the first peer's, where all have the same. Raises DilocoError where nobody had one."""
     if not ends:
-        raise DilocoError("no peer reached an end", f"see {plan.directory}/p0/log.txt")
-    first = ends[0]
-    starts = [event for event in read_lines(plan.directory / "events.jsonl") if event["kind"] == "start"]
-    sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
+        raise DilocoError("no peer reached an end", f"see {directory}/p0/log.txt")
+    return {
+        "val_loss": ends[0].val_loss,
+        "tokens": max(end.tokens or 0 for end in ends),
+        "wall_s": max(end.wall_s or 0.0 for end in ends),
+        "wire_bytes_sent_per_peer": mean(end.wire_bytes_sent for end in ends),
+    }
+
+
+def _summary(plan: Plan, state: RunState) -> dict[str, Any]:
+    """`summary.json`, before anything is compared."""
+    ends, costs = state.ends, _costs(plan.directory, state.ends)
+    starts = [peer.started for peer in state.peers.values() if peer.started]
     return {
         "run": plan.contract.run.name,
         "peers": plan.peers,
         "speeds": plan.speeds,
-        "versions": first["version"],
-        "digest": first["state_digest"],
+        "versions": ends[0].version,
+        "digest": ends[0].state_digest,
         "digests_agree": None if plan.gossips else states_agree(ends, plan.peers),
-        "spread": max((event["spread"] for event in ends if event.get("spread") is not None), default=None),
-        "val_loss": first["val_loss"],
-        "tokens": max(event["tokens"] for event in ends),
-        "wall_s": max(event["wall_s"] for event in ends),
-        "wire_bytes_sent_per_peer": sum(sent) / len(sent) if sent else None,
-        "discarded_tokens": sum(event["discarded_tokens"] for event in ends),
+        "spread": max((end.spread for end in ends if end.spread is not None), default=None),
+        **costs,
+        "discarded_tokens": sum(end.discarded_tokens or 0 for end in ends),
         "h": plan.contract.inner.steps,
         "codec": plan.contract.codec.name,
-        "parameters": starts[0]["parameters"] if starts else None,
+        "parameters": starts[0].parameters if starts else None,
         "contract_digest": plan.contract.digest,
         "comparisons": {},
         "baseline": None,
@@ -341,11 +343,10 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
     other = replace(plan, overrides=overrides, contract=contract, directory=directory, title=title)
     other = replace(other, peers=peers, speeds=plan.speeds[:peers])
     (directory / "contract.json").write_text(contract.to_json())
-    ends = _train_peers(other, stop, out, live)
-    if stop() and (len(ends) < peers or any(event["reason"] != "done" for event in ends)):
+    ends = _train_peers(other, stop, out, live).ends
+    if stop() and (len(ends) < peers or any(end.reason != "done" for end in ends)):
         return None
-    reached = _summary(other, ends)
-    return {key: reached[key] for key in ("val_loss", "tokens", "wall_s", "wire_bytes_sent_per_peer", "versions")}
+    return {**_costs(directory, ends), "versions": ends[0].version}
 
 
 def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
@@ -370,19 +371,12 @@ def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextI
     finally:
         end_all(ranks)
     files = [directory / "events.jsonl", *(directory / f"rank{rank}.jsonl" for rank in range(1, plan.peers))]
-    ends = [event for file in files for event in read_lines(file) if event["kind"] == "end"]
+    ends = [peer.ended for _, peer in sorted(read_state(files).peers.items()) if peer.ended]
     if len(ends) < plan.peers:
         if stop():
             return None
         raise DilocoError("the DDP baseline did not reach its end", f"see {logs[0]}")
-    sent = [event["wire_bytes_sent"] for event in ends if event["wire_bytes_sent"] is not None]
-    end = ends[0]
-    return {
-        "val_loss": end["val_loss"],
-        "tokens": end["tokens"],
-        "wall_s": max(event["wall_s"] for event in ends),
-        "wire_bytes_sent_per_peer": sum(sent) / len(sent) if sent else None,
-    }
+    return _costs(directory, ends)
 
 
 def _watch_ddp(plan: Plan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO) -> None:
@@ -391,11 +385,10 @@ def _watch_ddp(plan: Plan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[
     said = -1
     out.write(f"DDP over gloo: {plan.peers} processes, {total:,} tokens\n")
     while any(rank.exit_code is None for rank in ranks):
-        for event in tail.read():
-            tenth = 10 * event["tokens"] // total
-            if event["kind"] == "step" and tenth > said:
+        for event in (stamped.event for stamped in tail.read()):
+            if isinstance(event, BaselineStep) and (tenth := 10 * event.tokens // total) > said:
                 said = tenth
-                out.write(f"ddp  {event['tokens'] / total:4.0%}  {event['tokens']:,} tok  loss {event['loss']:.3f}\n")
+                out.write(f"ddp  {event.tokens / total:4.0%}  {event.tokens:,} tok  loss {readable_loss(event.loss)}\n")
                 out.flush()
         if stop():
             return
