@@ -15,7 +15,7 @@ import pytest
 from diloco.simulate.chaos.absence import Scale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
 from diloco.simulate.chaos.fault import Fault
-from diloco.simulate.chaos.fleet import Life, Told
+from diloco.simulate.chaos.fleet import Life, SeenVersion
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import by_kind, throughput
 from diloco.simulate.local.processes import Child
@@ -63,7 +63,7 @@ def network() -> Iterator[Network]:
 def to_b(network: Network, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """A connection from peer a to peer b, which echoes; as Python makes it, and as gRPC does."""
     with echo() as port:
-        door = int(network.door("b", port).rpartition(":")[2])
+        door = int(network.address("b", port).rpartition(":")[2])
         with socket.create_connection((request.param, door), timeout=DEADLINE_S) as connection:
             yield connection
 
@@ -112,7 +112,7 @@ def test_a_rule_about_others_does_not_hold(network: Network, to_b: socket.socket
 
 def test_a_cut_hides_the_end_of_a_connection(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        host, _, door = network.door("b", server.getsockname()[1]).rpartition(":")
+        host, _, door = network.address("b", server.getsockname()[1]).rpartition(":")
         cut = [Rule(frozenset("b"), None, passes=False)]
         with socket.create_connection((host, int(door)), timeout=DEADLINE_S) as caller:
             there, _ = server.accept()
@@ -139,7 +139,7 @@ def test_slow_and_spoilt(network: Network, to_b: socket.socket) -> None:
 def test_nobody_behind_the_door(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    host, _, door = network.door("b", port).rpartition(":")
+    host, _, door = network.address("b", port).rpartition(":")
     with socket.create_connection((host, int(door)), timeout=DEADLINE_S) as caller:
         assert ends(caller)
 
@@ -215,7 +215,7 @@ def test_what_survivors_lose_shows(told: Story) -> None:
 
 def test_recovery_by_kind() -> None:
     faults = [Fault("stop", ("a",), 10.0, 20.0, 23.0), Fault("stop", ("b",), 30.0, 35.0)]
-    chain = [Told(number, 4.0 * number, 0, (), ()) for number in range(20)]
+    chain = [SeenVersion(number, 4.0 * number, 0, (), ()) for number in range(20)]
     row = by_kind(faults, chain)["stop"]
     assert (row["faults"], row["next_commit_s"], row["longest_next_commit_s"], row["back_s"]) == (2, 2.0, 2.0, 3.0)
 

@@ -338,7 +338,7 @@ def test_an_eviction_is_told_to_all_who_answer(tmp_path: Path) -> None:
             peer.process.send_signal(signal.SIGSTOP)
         told = run_cli("evict", a.ticket(), "b")
         assert told.returncode == 0, told.stderr
-        assert "b is declared dead; told a, d" in told.stdout
+        assert "b is declared dead; reported to a, d" in told.stdout
         assert "c did not answer" in told.stdout
 
 

@@ -66,7 +66,7 @@ def held(line: Line) -> Tensor:
 
 
 def gradient(line: Line, sent: Sent) -> Tensor:
-    """What was sent, decoded."""
+    """The contribution that was sent, decoded."""
     cuts, parts = fragment_of(line).cuts, sent.contribution.parts
     return torch.cat([line.codecs[0].decode(parts[part], stop - start) for part, (start, stop) in cuts.items()])
 
@@ -91,7 +91,7 @@ def close_without(line: Line, other: Line, count: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 def test_outer_steps_smaller_than_what_weights_can_hold_add_up(dtype: torch.dtype) -> None:
-    """Of two peers one trains a step of bf16 in every round and the other nothing; at outer SGD of rate 1 the anchor
+    """One of two peers trains a step of bf16 in every round and the other nothing; at outer SGD of rate 1 the anchor
     moves by half of it."""
     world = LocalWorld(2, dtype=dtype, codec=FP32, outer={"optimizer": "sgd", "lr": 1.0})
     step = torch.finfo(torch.bfloat16).eps
@@ -162,7 +162,7 @@ def test_weights_without_progress_have_no_pseudo_gradient(dtype: torch.dtype, ov
 @pytest.mark.parametrize("merge", ["carry", "eager"])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_progress_is_the_same_on_a_new_anchor(dtype: torch.dtype, merge: str) -> None:
-    """What was trained while a contribution was on its way is the next one, where the sum can hold it."""
+    """Progress that was made while a contribution was on its way is the next one, where the sum can hold it."""
     lines = [line_of(name, dtype, merge=merge) for name in "xy"]
     for count, line in enumerate(lines, 1):
         train(line, 4.0 * count)

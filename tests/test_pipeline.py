@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pipeline")]  # one work
 class Case(NamedTuple):
     mesh: dict[str, Any]
     model: dict[str, Any]
-    """What is different."""
+    """Settings that differ from the common ones."""
     steps: int = STEPS
     checkpointing: str = "none"
 
@@ -54,7 +54,7 @@ def contract(case: str, cases: Mapping[str, Case] = CASES) -> Contract:
 
 
 def site(root: Path, case: str | None = None, cases: Mapping[str, Case] = CASES) -> Site:
-    """Of a case, or of one process."""
+    """Site of a case, or of one process."""
     mesh, checkpointing = (cases[case].mesh, cases[case].checkpointing) if case else ({}, "none")
     device = {"kind": "cpu", "checkpointing": checkpointing}
     return Site.model_validate({"mesh": mesh, "device": device, "data": {"root": str(root)}})

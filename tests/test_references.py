@@ -1,4 +1,4 @@
-"""What bb50371 wrote is read, and what it computed is computed still: tests/data/bb50371 and `scripts/references`."""
+"""Files that bb50371 wrote are read, and its numbers are computed still: tests/data/bb50371, `scripts/references`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.handmade_events  # the recorded files are of an earlier
 
 DATA = Path(__file__).parent / "data" / "bb50371"
 RUN = json.loads((DATA / "run.json").read_text())
-"""What the commands of bb50371 answered about tests/data/bb50371/run."""
+"""Output of the commands of bb50371 about tests/data/bb50371/run."""
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 
 from diloco.accounts.ledger import read_ledger
 from diloco.observe.event_log import read_lines
+from diloco.observe.events import STEPS
 from tests.peers import until
 
 PROGRAM = Path(__file__).parent / "programs" / "own_loop.py"
@@ -116,8 +117,24 @@ def test_one_rank_killed_and_resumed_ends_with_the_same_bits(loops: Loops, tmp_p
     subprocess.run([*diloco, "export", str(broken), str(tmp_path / "exported")], check=True, capture_output=True)
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     subprocess.run([*diloco, "audit", str(broken)], check=True, capture_output=True)
-    kinds = {line["kind"] for line in read_lines(broken / "events.jsonl")}
-    assert kinds >= {"start", "listening", "view", "version", "usage", "checkpoint", "end"}
+    fields = {line["kind"]: set(line) for line in read_lines(broken / "events.jsonl")}
+    assert set(fields) >= {"start", "listening", "view", "version", "usage", "checkpoint", "end"}
+    peer = [*diloco, "peer", "quick", "--dir", str(tmp_path / "peer"), "--name", "p", "--set", "run.total_tokens=10240"]
+    subprocess.run([*peer, "--set", "membership.start_peers=1", "--insecure"], check=True, capture_output=True)
+    ours = {line["kind"]: set(line) for line in read_lines(tmp_path / "peer" / "events.jsonl")}
+    shared = set(fields) & set(ours)
+    assert {kind: fields[kind] for kind in shared} == {kind: ours[kind] for kind in shared}
+    assert set(ours) - set(fields) <= {"eval", "progress", "reason"}
+
+
+def test_each_step_of_the_line_took_its_time(loops: Loops, tmp_path: Path) -> None:
+    """On the thread that did the work: `average` and `outer` on the lane's, `compress` on the encoder's."""
+    loops.ended("a", loops.start("a", contract=contract("timed"), directory=str(tmp_path / "a")))
+    versions = [line for line in read_lines(tmp_path / "a" / "events.jsonl") if line["kind"] == "version"]
+    assert len(versions) == 8
+    for version in versions:
+        assert set(version["seconds"]) == set(STEPS) - {"other"}
+        assert min(version["seconds"].values()) > 0
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])

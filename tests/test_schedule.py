@@ -238,7 +238,7 @@ def test_eager_is_the_papers_replica_on_an_agreed_anchor(outer: OuterSection) ->
 
 
 def test_what_eager_foresees_is_in_no_checkpoint(tmp_path: Path) -> None:
-    """Of the fragment that is on its way the weights are kept as they were trained."""
+    """The weights of the fragment that is on its way are kept as they were trained."""
     sync = {"fragments": 2, "part_elements": 4096, "overlap": 1, "merge": "eager"}
     run = PaperRun(tmp_path, "a", record=False, sync=sync)
     a = run.peers["a"]

@@ -50,8 +50,8 @@ NAMES_WITH_TWO_MEANINGS = """
 FACTORIES = """
     arange asarray as_tensor empty empty_strided eye full linspace logspace normal ones rand randint randn randperm
     scalar_tensor tensor zeros"""
-"""Of torch, which take a dtype and a device that are not named from the process. Those of `torch.*_like`, `new_*` and
-`from_numpy` have them from another tensor."""
+"""Functions of torch that take a dtype and a device that are not named from the process. `torch.*_like`, `new_*` and
+`from_numpy` take them from another tensor."""
 # A model, its training and the simulator own their process. diloco.gossip.swapping: its one factory is to follow.
 DEFAULTS_ALLOWED = """
         diloco.models diloco.inner.loop diloco.inner.rank_model diloco.simulate diloco.data
@@ -142,7 +142,7 @@ def f():
 
 @cache
 def graph() -> grimp.ImportGraph:
-    """Who imports whom, also inside functions, without what only a type checker imports."""
+    """The imports between files, also inside functions, without what only a type checker imports."""
     return grimp.build_graph("diloco", include_external_packages=True, exclude_type_checking_imports=True)
 
 
@@ -161,7 +161,7 @@ def test_every_package_of_others_has_an_owner() -> None:
 
 
 def arrows() -> dict[str, set[str]]:
-    """What each file imports. Who imports from a package that it is not in runs the package's `__init__` as well."""
+    """The files that each file imports. An import from another package runs that package's `__init__` as well."""
     found = {}
     for module in graph().modules:
         if within_any(module, "diloco"):

@@ -6,7 +6,7 @@
     I5  every checkpoint is a committed version, with its state; no version is missing between the first and the last
     I8  under `wait` a commit has one successor; a new lineage begins only where somebody founded it anew
 
-A ledger that is damaged, or that no peer wrote so, is left out and told of as a violation (`ledger`).
+A ledger that is damaged, or that no peer wrote so, is left out and reported as a violation (`ledger`).
 
 Under `continue` a fork is no violation: it is reported with what it discarded, and whether everybody is on one lineage
 again. A life without a goodbye runs still or was killed: what its last record calls uncommitted, and what was trained
@@ -74,8 +74,8 @@ class Life:
         return [(line, record) for line, record in self.lines if record.kind == kind]
 
     @property
-    def stands(self) -> str:
-        """Digest of the last commit that it stood on; empty before any."""
+    def head(self) -> str:
+        """Digest of the last commit that it applied; empty before any."""
         places = [record.fields["digest"] for _, record in self.lines if "digest" in record.fields]
         return str(places[-1])
 
@@ -255,12 +255,12 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
     """I1."""
     for (lineage, version), digests in chain.places.items():
         if len(digests) > 1:
-            told = "; ".join(f"{digest[:12]} ({source})" for digest, source in digests.items())
-            yield Finding("I1", "", version, 0, f"lineage {lineage} has several commits of one version: {told}")
+            named = "; ".join(f"{digest[:12]} ({source})" for digest, source in digests.items())
+            yield Finding("I1", "", version, 0, f"lineage {lineage} has several commits of one version: {named}")
     for digest, states in chain.states.items():
         if len(states) > 1:
-            told = "; ".join(f"{state[:12]} ({source})" for state, source in states.items())
-            yield Finding("I1", "", chain.commits[digest].version, 0, f"several states of one commit: {told}")
+            named = "; ".join(f"{state[:12]} ({source})" for state, source in states.items())
+            yield Finding("I1", "", chain.commits[digest].version, 0, f"several states of one commit: {named}")
     for commit in chain.commits.values():
         before = chain.states.get(commit.previous)
         if before and commit.state_digest not in before:
@@ -270,12 +270,12 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
 
 def _exactly_once(chain: Chain) -> Iterator[Finding]:
     """I2 on every way through the chain."""
-    told = set()
+    found = set()
     for head in chain.heads():
         path = list(chain.path(head))[::-1]
         for finding in itertools.chain(_contributions_once(path), _blocks_once(path), _tokens_add_up(path)):
-            if finding not in told:
-                told.add(finding)
+            if finding not in found:
+                found.add(finding)
                 yield finding
 
 
@@ -347,36 +347,36 @@ def _kept_and_counted(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
     gave up, is trained upon, and counted once more. And what its maker took for counted over a copied state is."""
     for book in books:
         for life in book.lives:
-            stood, given_up = "", 0
+            before, given_up = "", 0
             for line, record in life.lines:
                 given_up += _discarded(record) + _claimed(record)
-                stands = "" if record.kind == "gap" else record.fields.get("digest", stood)
-                if stands == stood:
+                at = "" if record.kind == "gap" else record.fields.get("digest", before)
+                if at == before:
                     continue
-                passed = _first_after(stood, record, chain)
-                entry = _contribution(life, stood, passed, chain) if passed else None
+                passed = _first_after(before, record, chain)
+                entry = _contribution(life, before, passed, chain) if passed else None
                 if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
                     text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
                     yield Finding("I2", book.peer, passed.version, line, text)
                 if passed and _claimed(record) > (entry.tokens if entry else 0):
                     text = f"it does not count the {_claimed(record)} tokens that this life took for counted"
                     yield Finding("I2", book.peer, passed.version, line, text)
-                stood, given_up = stands, 0
+                before, given_up = at, 0
 
 
-def _first_after(stood: str, record: Record, chain: Chain) -> Commit | None:
-    """The version after the one that a peer stood at, when a record brings it further. None: it leads elsewhere."""
-    if stood not in chain.commits:
+def _first_after(before: str, record: Record, chain: Chain) -> Commit | None:
+    """The version after the one that a peer was at, when a record brings it further. None: it leads elsewhere."""
+    if before not in chain.commits:
         return None
     commit = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None
-    while commit is not None and commit.previous != stood:
+    while commit is not None and commit.previous != before:
         commit = chain.commits.get(commit.previous) if record.kind == "adopt" else None
     return commit
 
 
-def _contribution(life: Life, stood: str, passed: Commit, chain: Chain) -> Counted | None:
+def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Counted | None:
     """Contribution of this very life that a version counts and that the view before it knows; None: there is none."""
-    member = chain.commits[stood].member(life.peer)
+    member = chain.commits[before].member(life.peer)
     since = member.incarnation - life.opening["incarnation"] if member is not None else -1
     if not 0 <= since < MAX_LIVES_OF_A_PROCESS:
         return None
@@ -450,8 +450,8 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
         whole.add(path.parent)
         result.violations += [finding] if finding else []
     for path, cause in damaged.items():
-        told = result.notes if path.parent in whole else result.violations
-        told.append(Finding("I5", path.parent.parent.name, -1, 0, cause))
+        findings = result.notes if path.parent in whole else result.violations
+        findings.append(Finding("I5", path.parent.parent.name, -1, 0, cause))
 
 
 def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
@@ -497,7 +497,7 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
             text = f"goes on in lineage {commit.lineage} after {before.lineage} without a founding"
             yield Finding("I8", "", commit.version, 0, text)
     founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
-    given = {(book.peer, lineage) for book in books for lineage in _told(book)}
+    given = {(book.peer, lineage) for book in books for lineage in _named_lineages(book)}
     for commit in chain.commits.values():
         here = all((member.peer, commit.lineage) in given for member in commit.view)
         if waits and here and commit.fragment < 0 and commit.lineage not in founded:
@@ -505,8 +505,8 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
             yield Finding("I8", "", commit.version, 0, text)
 
 
-def _told(book: Book) -> set[str]:
-    """Lineages that a ledger tells of; none where its disk was full: it may have founded any."""
+def _named_lineages(book: Book) -> set[str]:
+    """Lineages that a ledger names; none where its disk was full: it may have founded any."""
     if any(life.of("gap") for life in book.lives):
         return set()
     joined = {str(life.opening["lineage"]) for life in book.lives}
@@ -522,7 +522,7 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[Fork]:
         children = sorted(chain.children[previous], key=lambda digest: digest not in main)
         lost = _descendants(chain, [digest for digest in children if digest not in main])
         discarded = sum(counted.tokens for digest in lost for counted in chain.commits[digest].counted)
-        stranded = [book for book in books if book.lives[-1].stands in lost and book.lives[-1].closed]
+        stranded = [book for book in books if book.lives[-1].head in lost and book.lives[-1].closed]
         lineages = tuple(dict.fromkeys(chain.commits[digest].lineage for digest in children))
         yield Fork(chain.commits[children[0]].version, lineages, discarded, not stranded)
 
@@ -543,7 +543,7 @@ def _row(book: Book, chain: Chain) -> dict[str, Any]:
     """A peer's lives in sum; what a life took over from a checkpoint was trained, and left uncommitted, before it."""
     totals = [life.totals for life in book.lives]
     taken_over = sum(life.lines[0][1].totals.trained for life in book.lives)
-    at = chain.commits.get(book.lives[-1].stands)
+    at = chain.commits.get(book.lives[-1].head)
     return {
         "peer": book.peer,
         "lives": len(book.lives),

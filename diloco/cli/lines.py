@@ -16,9 +16,9 @@ from diloco.observe.readable import NOTHING, printable, readable_share
 from diloco.observe.run_state import RunState
 
 MAX_LINES = 10_000
-"""Of a peer, kept for whoever does not read them."""
+"""Lines of a peer that are kept while nobody reads them; later ones are dropped."""
 LAST_LINES_S = 5.0
-"""How long the end of a peer waits for them to be read."""
+"""Seconds that the end of a peer waits for these lines to be read."""
 
 
 @contextmanager

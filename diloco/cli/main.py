@@ -72,7 +72,7 @@ def run() -> NoReturn:
 
 
 class _OneLine(logging.Formatter):
-    """What is logged may name what another machine sent."""
+    """A log record on one line of plain characters: it may quote bytes that another machine sent."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)

@@ -47,8 +47,8 @@ def evict(
     from diloco.protocol.messages import Reply
     from diloco.run.operate import evict_peer
 
-    told, silent, refused = evict_peer(host_port, peer_name)
-    print(f"{printable(peer_name)} is declared dead; told {', '.join(map(printable, told))}")
+    reached, silent, refused = evict_peer(host_port, peer_name)
+    print(f"{printable(peer_name)} is declared dead; reported to {', '.join(map(printable, reached))}")
     for name, reply in refused.items():
         why = "knows a later life of it" if reply is Reply.STALE else f"refuses: {reply.name}"
         print(f"{printable(name)} {why}")

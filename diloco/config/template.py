@@ -35,7 +35,7 @@ CONTRACT_VALUES: Mapping[str, Any] = {
     "inner.batch_size": 8,
     "inner.lr": 2e-3,
 }
-"""Of a run that is over in a minute on a laptop."""
+"""Settings of a run that takes a minute on a laptop."""
 SITE_VALUES: Mapping[str, Any] = {"network.listen": "127.0.0.1:0"}
 
 

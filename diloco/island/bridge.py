@@ -35,13 +35,13 @@ class Column:
 
     group: dist.ProcessGroup
     shapes: Mapping[str, torch.Size]
-    """Of all parameters of the model, by name in model order."""
+    """Shape of every parameter of the model, by name in model order."""
     holders: Mapping[str, int]
     """The rank in this column that has a parameter; the first one, where two have it."""
     device: torch.device
 
-    def told(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """On all ranks: what the holder of a parameter has of this shape, fp32. Others' `value` is not looked at."""
+    def broadcast(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
+        """The holder's `value` of a parameter, fp32 of this shape, on all ranks. The others' `value` is ignored."""
         holder = self.holders[name]
         if dist.get_rank() == holder:
             assert value is not None
@@ -119,7 +119,7 @@ class Bridge(Weights):
         """A parameter as the ranks hold it now, whole on each of them. They call it together."""
         held = self.parameters.get(name)
         if self._column is not None:
-            return self._column.told(name, held, self._column.shapes[name])
+            return self._column.broadcast(name, held, self._column.shapes[name])
         assert held is not None
         return whole_of(held)
 
@@ -198,7 +198,7 @@ class Bridge(Weights):
         return whole.view(entry.shape)
 
     def _plan(self, fragment: Fragment) -> Plan:
-        """Of each parameter of a fragment: where its pieces are in the flat buffer of each rank."""
+        """Places of each parameter's pieces in the flat buffers of the ranks, for one fragment."""
         key = fragment.index, fragment.lanes
         if key not in self._plans:
             shares = [fragment.on_lane(rank, fragment.lanes).spots for rank in range(self._island.size)]

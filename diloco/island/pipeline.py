@@ -245,9 +245,9 @@ class Pipelined:
 
     def _from_last(self, value: Tensor | None) -> Tensor:
         """Scalar of the rank with the last stage, on all ranks."""
-        told = torch.zeros((), dtype=torch.float32, device=self._column.device) if value is None else value
-        dist.broadcast(told, self._home[-1], self._column.group)
-        return told
+        scalar = torch.zeros((), dtype=torch.float32, device=self._column.device) if value is None else value
+        dist.broadcast(scalar, self._home[-1], self._column.group)
+        return scalar
 
     def _tied(self) -> Tensor | None:
         """This rank's copy of an embedding that is the head as well."""

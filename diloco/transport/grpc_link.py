@@ -363,18 +363,18 @@ class _Sending:
         self._moved_at_s = monotonic_s()
 
     async def _answer(self) -> control_pb2.DeliverReply:
-        taken_bytes, told_at_s, full = 0, monotonic_s(), False
+        taken_bytes, reported_at_s, full = 0, monotonic_s(), False
         async for reply in self._call:
             if _there(reply).HasField("reply"):
                 return reply.reply
             if not taken_bytes < reply.taken_bytes <= self._sent_bytes:
                 continue  # no progress, whatever it says
             now_s = self._moved_at_s = monotonic_s()
-            fed = full and self._fed_since_s <= told_at_s
-            self._pace.measured(reply.taken_bytes - taken_bytes, now_s - told_at_s, fed)
+            fed = full and self._fed_since_s <= reported_at_s
+            self._pace.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
             if fed:
-                self._uplink.took(reply.taken_bytes - taken_bytes, told_at_s, now_s)
-            taken_bytes, told_at_s = reply.taken_bytes, now_s
+                self._uplink.took(reply.taken_bytes - taken_bytes, reported_at_s, now_s)
+            taken_bytes, reported_at_s = reply.taken_bytes, now_s
             full = self._sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
@@ -609,7 +609,7 @@ class _Peer(PeerServicer):
 
     async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
         joiner = Joiner(self._service.max_part_bytes)
-        told_at_s = 0.0
+        reported_at_s = 0.0
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
@@ -617,9 +617,9 @@ class _Peer(PeerServicer):
             self._service.on_bytes(header)
             for part in joined:
                 yield part
-            if monotonic_s() - told_at_s >= _TELL_S:
+            if monotonic_s() - reported_at_s >= _TELL_S:
                 await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))
-                told_at_s = monotonic_s()
+                reported_at_s = monotonic_s()
         _parsed(Joiner.finish, joiner)
 
     async def _read(self, context: Context) -> Any | None:

@@ -1,4 +1,4 @@
-"""What asynchrony costs in held-out loss, at equal committed tokens, and how much sooner it is there.
+"""The cost of asynchrony in held-out loss at equal committed tokens, and the time that it saves.
 
     scripts/bench-async                                    all rows, 3 seeds: about an hour on one core
     scripts/bench-async --jobs 2 --rows 'sync*,delayed*'   two runs at a time, only these

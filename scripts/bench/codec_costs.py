@@ -1,4 +1,4 @@
-"""What every codec costs and keeps: one core's speed beside memcpy, bits a value, and error.
+"""Cost and error of every codec: speed of one core beside memcpy, bits per value, relative error.
 
     scripts/bench-codecs                        all codecs, with and without compiled kernels; a table
     scripts/bench-codecs --codec int8 --json FILE
@@ -125,7 +125,7 @@ def size_and_error(codec: Codec, values: Tensor) -> tuple[float, float]:
 
 
 def speeds_of(codec: Codec, values: Tensor) -> tuple[float, float, float]:
-    """Of encoding and folding, as shares of memcpy's, and memcpy's in bytes/s."""
+    """Speeds of encoding and folding as shares of memcpy's, and memcpy's in bytes/s."""
     parts, copy, total = cut(values), cut(torch.zeros_like(values)), torch.zeros(PART)
     payload = codec.encode(parts[0])
     payloads = [bytes(bytearray(payload)) for _ in parts]  # each in memory of its own

@@ -1,4 +1,4 @@
-"""What the end of one peer costs the others, diloco and torchft's DiLoCo side by side: real peers on loopback.
+"""The cost of one peer's end for the others, diloco and torchft's DiLoCo side by side: real peers on loopback.
 
     scripts/bench-faults                                        diloco, and torchft if this Python has it
     scripts/bench-faults --torchft-python DIR/bin/python        torchft from an environment of its own
@@ -101,7 +101,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one fault cost."""
+    """The measured cost of one fault."""
 
     system: str
     fault: str
@@ -112,7 +112,7 @@ class Row:
     next_sync_s: float | None
     """From the fault to the moment when the last survivor had committed a version."""
     round_s: float
-    """What a round takes when nothing happens."""
+    """Seconds of a round without a fault."""
     means: str
 
 
@@ -229,7 +229,7 @@ class System(ABC):
 
     @abstractmethod
     def peers_of(self, version: dict[str, Any]) -> int:
-        """How many peers a version counts."""
+        """Number of peers that a version counts."""
 
     @abstractmethod
     def lost_steps(self, peer: Peer) -> float:
@@ -428,7 +428,7 @@ async def kill_between(system: System, victim: Peer) -> float:
 
 
 def usual_s(times: list[float], at_s: float) -> float:
-    """What a round took before."""
+    """Median seconds of a round before `at_s`."""
     return median(end - start for start, end in pairwise([at for at in times if at < at_s][-8:]))
 
 

@@ -35,7 +35,7 @@ MAX_EXTRA_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a decoder did with a payload: the reason for which it refused, or all bits of values, sum and mean."""
+    """A decoder's result for one payload: the reason of its refusal, or all bits of values, sum and mean."""
 
     refused: str
     values: bytes = b""

@@ -1,4 +1,4 @@
-"""How long a joiner takes to get in, and what it costs the others: real peers on loopback, a state of 64 MB.
+"""The time that a joiner takes to get in, and its cost for the others: real peers on loopback, a state of 64 MB.
 
     scripts/bench-join                   3 peers, then 3 joiners, one after the other
     scripts/bench-join --kill            1 joiner, and one of the members that serve it is killed half-way
@@ -244,7 +244,7 @@ def cpu_s(pid: int) -> float:
 
 
 def per_version(reading: dict[int, float], after: int, until: int) -> float:
-    """How much a reading grew per version, after one version and up to another."""
+    """Growth of a reading per version, after one version and up to another."""
     return round((reading[until] - reading[after]) / (until - after), 4)
 
 

@@ -1,5 +1,5 @@
-"""How the time and the memory of a sync go with the ranks of an island that exchange: two islands, every rank behind a
-shaped link of its own (network namespaces: root, iproute2).
+"""Time and memory of a sync by the number of ranks of an island that exchange: two islands, every rank behind a shaped
+link of its own (network namespaces: root, iproute2).
 
     scripts/bench-lanes                                   4 ranks, lanes 1, 2, 4, at 1.5 Mbit/s each: 5 minutes
     scripts/bench-lanes --ranks 2 --lanes 1,2 --link-mbit 20 --json lanes.json
@@ -70,7 +70,7 @@ sequences = 8
 
 @dataclass(frozen=True)
 class Row:
-    """What one setting measured."""
+    """The measurements of one setting."""
 
     lanes: int
     ranks: int
@@ -106,7 +106,7 @@ class Rank:
         self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
 
     def resident_bytes(self) -> int:
-        """Of the process now; 0 when it is gone."""
+        """Resident memory of the process now; 0 when it is gone."""
         try:
             text = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:
@@ -168,7 +168,7 @@ def ticket_of(folder: Path) -> str:
 
 
 def wait_for(found: Any, everybody: Sequence[Rank], folder: Path) -> Any:
-    """What `found` gives once it gives something. Ends the program when a rank has ended, or time is up."""
+    """Call `found` until it returns something, and return that. Ends the program when a rank ended, or time is up."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
         value = found()

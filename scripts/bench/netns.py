@@ -31,7 +31,7 @@ MIN_BURST_BYTES = 72 * 1024
 """Tokens that a shaper saves up: as much as goes out in a millisecond, and the largest frame's. A smaller bucket has
 the kernel cut frames of 64 KiB into packets, which a network card does otherwise: as much work as the peers' own."""
 QUEUE_S = 0.05
-"""How much a shaper holds back before it drops: a router's usual buffer."""
+"""Seconds of traffic that a shaper holds back before it drops: a router's usual buffer."""
 INTERFACE, LOCAL_INTERFACE = "eth0", "eth1"
 MAX_PEERS = 200
 
@@ -77,7 +77,7 @@ class Star:
         self._remove()
 
     def inside(self, peer: int) -> list[str]:
-        """What to put before a command that runs in this peer's namespace."""
+        """Words to put before a command that runs in this peer's namespace."""
         return ["ip", "netns", "exec", self._names[peer]]
 
     def address(self, peer: int) -> str:
@@ -101,7 +101,7 @@ class Star:
             _ip("-netns", self._hub, "link", "set", port, "up")
 
     def sent_bytes(self) -> list[int]:
-        """What each peer's shaper has let pass so far, Ethernet headers counted, each packet's of a large frame."""
+        """Bytes that each peer's shaper has let pass so far; each packet of a large frame has an Ethernet header."""
         shapers = ["-s", "-json", "qdisc", "show", "dev", INTERFACE, "root"]
         return [json.loads(_run(["tc", "-netns", name, *shapers]))[0]["bytes"] for name in self._names]
 

@@ -65,7 +65,7 @@ HEADER = f"{'':<9}{'sync':<38}{'tokens/s':>9}{'share':>8}{'waiting':>10}{'late':
 
 @dataclass(frozen=True)
 class Task:
-    """What one peer is to do."""
+    """The settings of one peer."""
 
     sync: Mapping[str, Any] | None
     """The contract's `[sync]`; None: train alone."""
@@ -153,7 +153,7 @@ def mbit_of(options: argparse.Namespace) -> float:
 
 
 def sync_seconds(options: argparse.Namespace) -> float:
-    """Of a plain sync."""
+    """Seconds of a plain sync."""
     seconds: float = options.steps * options.step_s * options.cost / (1 - options.cost)
     return seconds
 
@@ -206,7 +206,7 @@ class Seat:
     """Where one peer is in the network."""
 
     inside: Sequence[str]
-    """What to put before its command."""
+    """Words to put before its command."""
     listen: str
     advertise: str | None = None
 
@@ -225,7 +225,7 @@ def relay(mbit: float) -> Iterator[list[Seat]]:
     try:
         network.impose([Rule(None, None, bytes_per_s=mbit * 1e6 / 8)])
         ports = [free_port() for _ in range(PEERS)]
-        yield [Seat((), f"127.0.0.1:{port}", network.door(f"p{rank}", port)) for rank, port in enumerate(ports)]
+        yield [Seat((), f"127.0.0.1:{port}", network.address(f"p{rank}", port)) for rank, port in enumerate(ports)]
     finally:
         network.close()
 
@@ -233,7 +233,7 @@ def relay(mbit: float) -> Iterator[list[Seat]]:
 def run(
     task: Task, network: AbstractContextManager[list[Seat]], scratch: Path, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """What each peer measured. Raises Failed."""
+    """The measurements of each peer. Raises Failed."""
     variables = {"DILOCO_SECRET": secrets.token_hex(16), **our_code()}
     peers: list[Peer] = []
     with network as seats:
@@ -323,7 +323,7 @@ class Trainee:
         self._tokens = 0
 
     def train(self, steps: int) -> dict[str, float]:
-        """What so many inner steps took. Raises RuntimeError when a round was skipped."""
+        """Do so many inner steps and return their seconds. Raises RuntimeError when a round was skipped."""
         began_s = time.monotonic()
         tokens, waiting_s, late_s = self._tokens, 0.0, 0.0
         for _ in range(steps):

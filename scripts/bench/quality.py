@@ -1,4 +1,4 @@
-"""What each codec and schedule costs in held-out loss, at equal tokens, beside DDP and DiLoCo in fp32.
+"""The cost of each codec and schedule in held-out loss, at equal tokens, beside DDP and DiLoCo in fp32.
 
     scripts/bench-quality                                  all rows, 3 seeds: 1 to 2 hours on one core
     scripts/bench-quality --jobs 2 --rows fp32,int4,eager  two runs at a time, only these

@@ -1,4 +1,4 @@
-"""What `scripts/bench-quality` and `scripts/bench-async` share: many runs on some cores, and a table of them."""
+"""The part that `scripts/bench-quality` and `scripts/bench-async` share: many runs on some cores, and a table."""
 
 from __future__ import annotations
 

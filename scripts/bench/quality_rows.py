@@ -1,4 +1,4 @@
-"""What `scripts/bench-quality` compares: a contract that all rows share, and what each of them changes in it."""
+"""The rows of `scripts/bench-quality`: a contract that all share, and each row's changes to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large and how long all runs are."""
+    """Size and length of all runs."""
 
     layers: int
     dim: int
@@ -23,7 +23,7 @@ class Scale:
     steps: int
     """H."""
     rounds: int
-    """Of H steps."""
+    """Rounds of H inner steps each."""
     peers: int
     heldout: int
     """Sequences of the evaluation."""
@@ -44,7 +44,7 @@ class Row:
     together: bool = False
     """Data parallel: one step on the batches of all peers, and nothing to sync."""
     speeds: tuple[float, ...] = ()
-    """Of each peer; none: all are alike."""
+    """Speed of each peer; empty: all are alike."""
 
 
 AVERAGE: Mapping[str, Any] = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0}

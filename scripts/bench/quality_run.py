@@ -46,14 +46,14 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run ended."""
+    """The result of one run."""
 
     loss: float
     """Held-out, in nats per token, of the anchor after the last sync."""
     bits: float
-    """Of a parameter on the wire of one sync: what a peer encodes, zstd included."""
+    """Bits per parameter on the wire of one sync, as one peer encodes it, zstd included."""
     bytes_per_token: float
-    """What a peer sends for each token that it trains, as contributor and as owner of its share of the parts."""
+    """Bytes that a peer sends per token that it trains, as contributor and as owner of its share of the parts."""
     tokens: int
     """Trained by all peers."""
     cpu_s: float
@@ -102,7 +102,7 @@ def heldout_loss(contract: Contract, model: nn.Module) -> float:
 
 
 def train_together(contract: Contract, names: Sequence[str]) -> Outcome:
-    """What DistributedDataParallel computes: the mean gradient of the very blocks that the peers read apart."""
+    """Train as DistributedDataParallel does: by the mean gradient of the very blocks that the peers read apart."""
     dataset, total_tokens = dataset_of(contract.data), contract.run.total_tokens
     model = build_model(contract.model, dataset.vocab_size, contract.run.seed)
     sequences = contract.inner.batch_size
@@ -149,7 +149,7 @@ class Peer:
         self._reader.lease(closed.commit.leases.held[self.name], mine.blocks if mine else 0)
 
     def heldout_loss(self) -> float:
-        """Of the anchor, which takes the place of the local weights."""
+        """Held-out loss of the anchor, which takes the place of the local weights."""
         for fragment in self.line.layout.fragments:
             write_fragment(self.line.parameters, fragment, self.line.state.fragments[fragment.index].anchor)
         return heldout_loss(self._contract, self.model)
@@ -257,7 +257,7 @@ class Run:
 
 
 class Moment(IntEnum):
-    """What happens to whom, in the order in which it does at one time."""
+    """Kinds of events of the simulated run, in their order when they fall on one time."""
 
     OFFER = 0
     """The steps before a contribution is measured are done."""

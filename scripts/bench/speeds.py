@@ -1,4 +1,4 @@
-"""What peers of different speeds get done together, and how long they wait: async beside sync, with real processes.
+"""The throughput of peers of different speeds, and the time that they wait: async beside sync, with real processes.
 
     scripts/bench-speeds                                  1,1,1,0.25: about 5 minutes
     scripts/bench-speeds --speeds 1,0.5,0.1 --rounds 10 --json speeds.json

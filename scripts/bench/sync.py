@@ -53,7 +53,7 @@ DEFAULT_CODECS = ("fp32", "fp16", "int8", "int8+zstd", "int4")
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "bf16": 0.02, "int8": 0.03, "int4": 0.25, "e3m0": 0.35, "two_bit": 0.6}
 """Largest relative error of the mean (L2) by codec."""
 COARSE_TOLERANCE = 0.999
-"""Of the others, which keep little of noise: nearer than nothing at all."""
+"""Tolerance of the other codecs, which keep little of noise: nearer than nothing at all."""
 HIVEMIND_INT8_TOLERANCE = 0.5
 """On a busy machine its 8 bit was off by 5 to 15 % in some rounds; the row tells."""
 WARM_UP = 4
@@ -64,7 +64,7 @@ SLOWEST = 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What one row measures."""
+    """The settings of one row."""
 
     system: str
     codec: str
@@ -96,7 +96,7 @@ class Row:
     peak_rss_mb: float | None = None
     payload_bytes: int | None = None
     mean_error: float | None = None
-    """How far off the mean was, relative (L2): the worst peer's in the worst round."""
+    """Relative error (L2) of the mean: the worst peer's in the worst round."""
     identical: bool | None = None
     """Whether all peers held the same bits after each round."""
     rounds_seconds: tuple[float, ...] = ()
@@ -335,7 +335,7 @@ def row_of(setting: Setting, payload_bytes: int, rounds: Sequence[Round]) -> Row
 
 
 class Status:
-    """What is going on, in a line that goes away; nothing when the output is no terminal."""
+    """A line that says what is running and goes away; nothing when the output is no terminal."""
 
     def __init__(self, start: str) -> None:
         self._start = start

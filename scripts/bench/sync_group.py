@@ -26,7 +26,7 @@ PROGRAM = "scripts.bench.sync_peer"
 HEAD_START_S = 0.1
 """From the word to begin to the beginning, so that all peers have read it."""
 START_S = 180.0
-"""What getting ready may take: importing, finding each other."""
+"""Seconds that processes may take to import everything and find each other."""
 END_S = 10.0
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -45,11 +45,11 @@ class Round:
     sent_bytes: float
     """Per peer, on average."""
     cpu_s: float
-    """Of all processes of all peers."""
+    """CPU seconds of all processes of all peers."""
     peak_rss_mb: float
-    """Of the largest process, from the beginning to the end of the sync."""
+    """Peak memory of the largest process, from the beginning to the end of the sync."""
     mean_error: float
-    """How far off the mean was, relative (L2): the worst peer's."""
+    """Relative error (L2) of the mean: the worst peer's."""
     identical: bool
     """Whether all peers hold the same bits afterwards."""
 
@@ -131,7 +131,7 @@ class Group:
         return [peer.answer(deadline_s) for peer in self._peers]
 
     def _sent_bytes(self) -> int:
-        """Of all peers together."""
+        """Bytes that all peers together have sent so far."""
         if self._star is not None:
             return sum(self._star.sent_bytes())
         return sum(peer.sent_bytes() for peer in self._peers)
@@ -192,7 +192,7 @@ class Peer:
         return answer
 
     def sent_bytes(self) -> int:
-        """What it and its children have sent over TCP so far."""
+        """Bytes that it and its children have sent over TCP so far."""
         sample = self._counter.sample()
         if sample is None:
             raise Failed("this system does not count bytes on sockets")
@@ -232,7 +232,7 @@ def process_tree(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all its threads so far, to 10 ms; 0 when it is gone."""
+    """CPU seconds of a process and all its threads so far, to 10 ms; 0 when it is gone."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -39,7 +39,7 @@ PATIENCE_S = 600.0
 
 
 class System:
-    """How one system averages. Made by the first peer, then by the others, which it tells where to `meet` it.
+    """One system's way to average. The first peer makes it; the others make theirs with the address to `meet` it at.
 
     Then all `enter`.
     """
@@ -54,7 +54,7 @@ class System:
 
     @property
     def payload_bytes(self) -> int:
-        """What all parameters are on the wire, once."""
+        """Bytes of all parameters on the wire, once."""
         return self.task.elements * 4
 
     def prepare(self) -> None:
@@ -62,11 +62,11 @@ class System:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """What is timed."""
+        """Average once. This is the timed part."""
         raise NotImplementedError
 
     def outcome(self) -> tuple[Sequence[Tensor], float]:
-        """What came out, and which multiple of the noise it should be."""
+        """The averaged tensors, and the multiple of the noise that they should be."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Diloco(Moving):
 
     @property
     def payload_bytes(self) -> int:
-        """Of this peer's next contribution, which is encoded here once more for its size."""
+        """Bytes of this peer's next contribution, which is encoded here once more for its size."""
         from diloco.compress import open_codec
         from diloco.outer.fragments import Layout
 
@@ -250,7 +250,7 @@ class Hivemind(System):
     """hivemind's averager. Its group is made beforehand and not timed: it would add seconds of waiting."""
 
     BYTES: ClassVar = {"fp32": 4, "fp16": 2, "int8": 1}
-    """Of one parameter; of 8 bit without the codebooks (1 KiB per 512 KiB)."""
+    """Bytes of one parameter; for 8 bit without the codebooks (1 KiB per 512 KiB)."""
 
     def __init__(self, task: Task, meet: str) -> None:
         super().__init__(task, meet)

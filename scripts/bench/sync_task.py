@@ -1,4 +1,4 @@
-"""What one peer of `scripts/bench-sync` is to do: how the bench tells sync_peer.py, whichever Python runs it."""
+"""The settings that `scripts/bench-sync` hands to each process of sync_peer.py, whichever Python runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDTH = 1024
 
 @dataclass(frozen=True)
 class Task:
-    """What one peer is to do."""
+    """The settings of one peer."""
 
     system: str
     codec: str
@@ -31,10 +31,10 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Of each layer's matrix."""
+        """Rows of each layer's matrix."""
         return max(round(self.mebi_params * 2**20 / (LAYERS * WIDTH)), 1)
 
     @property
     def mean_length(self) -> float:
-        """How far the peers have moved on average."""
+        """Average distance that the peers have moved."""
         return (self.peers + 1) / 2

@@ -1,1 +1,1 @@
-"""How the house stands: its numbers, the files that a round crosses, and a trial of its names."""
+"""The state of the code: its numbers, the files that a round crosses, and a trial of its names."""

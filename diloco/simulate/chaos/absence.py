@@ -138,11 +138,11 @@ class Absences:
         self.fleet.until(condition, what, ANSWER_S + patience_s)
 
     def _version(self) -> int:
-        told = self.fleet.life("a").version
-        return int(told["version"]) if told else 0
+        latest = self.fleet.life("a").version
+        return int(latest["version"]) if latest else 0
 
     def _reach(self, version: int) -> None:
-        self._until(lambda: all(_stands_at(life, version) for life in self.fleet.living()), f"all stand at {version}")
+        self._until(lambda: all(_has_reached(life, version) for life in self.fleet.living()), f"all are at {version}")
 
     def _next_round(self) -> tuple[Life, float, int]:
         """The one that goes; when a version has just closed, which all have, and which version that is."""
@@ -222,9 +222,9 @@ def line(row: Row) -> str:
     return f"{row.what:<26}{cells}{counted}  {'yes' if row.holds else 'NO'}"
 
 
-def _stands_at(life: Life, version: int) -> bool:
-    told = life.version
-    return told is not None and told["version"] >= version
+def _has_reached(life: Life, version: int) -> bool:
+    latest = life.version
+    return latest is not None and latest["version"] >= version
 
 
 def _waits(life: Life, began_s: float, ended_s: float) -> list[float]:

@@ -272,7 +272,7 @@ class Drill:
         self._after(self._dice.uniform(1.0, 6.0), partial(self._restart, fault, resume))
 
     def _restart(self, fault: Fault, resume: bool) -> None:
-        self.fleet.join(fault.victims[0], *self._doors(), resume=resume)
+        self.fleet.join(fault.victims[0], *self._entries(), resume=resume)
         self._mend(fault)
 
     def _replace_founder(self, fault: Fault) -> None:
@@ -290,9 +290,9 @@ class Drill:
         self._mend(fault)
 
     def _join_new(self) -> Life:
-        return self.fleet.join(next(self._names), *self._doors())
+        return self.fleet.join(next(self._names), *self._entries())
 
-    def _doors(self) -> list[Life]:
+    def _entries(self) -> list[Life]:
         """Two members to come in through: one may be struck before it is asked."""
         members = self._healthy() or self.fleet.living()
         return self._dice.sample(members, min(2, len(members)))

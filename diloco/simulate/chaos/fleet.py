@@ -1,4 +1,4 @@
-"""Peers as processes that may be killed, stopped, brought back and asked to leave; what each life of them told."""
+"""Peers as processes that may be killed, stopped, brought back and asked to leave; the events of each life."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Life:
 
     @property
     def version(self) -> EventLine | None:
-        """The latest version that it told of."""
+        """Its latest "version" event."""
         return next((event for event in reversed(self.events) if event["kind"] == "version"), None)
 
     @property
@@ -79,7 +79,7 @@ class Life:
 
 
 class Fleet:
-    """The peers of one run on this machine, in `directory/NAME`. With a network every peer has a door of it."""
+    """The peers of one run on this machine, in `directory/NAME`. With a network every peer has an address in it."""
 
     def __init__(
         self, contract: Path, overrides: Sequence[str], directory: Path, site: Sequence[str], network: Network | None
@@ -90,7 +90,7 @@ class Fleet:
         self.own: Mapping[str, Sequence[str]] = {}
         """More settings of a peer's site, by its name."""
         self.lives: list[Life] = []
-        self._doors: dict[str, tuple[int, str]] = {}
+        self._ports: dict[str, tuple[int, str]] = {}
 
     # ------------------------------------------------------------ who is there
 
@@ -103,7 +103,7 @@ class Fleet:
         return next(life for life in reversed(self.lives) if life.name == name)
 
     def poll(self) -> None:
-        """Read what the peers told. Raises DilocoError when one ended unasked."""
+        """Read the peers' new events. Raises DilocoError when one ended unasked."""
         for life in self.lives:
             if life.ending != "killed":
                 life.read()
@@ -172,11 +172,11 @@ class Fleet:
         """A peer that comes back is found where it was."""
         if self.network is None:
             return []
-        if name not in self._doors:
+        if name not in self._ports:
             port = free_port()
-            self._doors[name] = port, self.network.door(name, port)
-        port, door = self._doors[name]
-        return [f"network.listen=127.0.0.1:{port}", f"network.advertise={door}"]
+            self._ports[name] = port, self.network.address(name, port)
+        port, address = self._ports[name]
+        return [f"network.listen=127.0.0.1:{port}", f"network.advertise={address}"]
 
     # ------------------------------------------------------------ going
 
@@ -238,8 +238,8 @@ def empty_folder(directory: Path) -> None:
         raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --out") from error
 
 
-class Told(NamedTuple):
-    """A version, as the first peer that applied it tells of it."""
+class SeenVersion(NamedTuple):
+    """A version, as the first peer that applied it reports it."""
 
     version: int
     at_s: float
@@ -249,14 +249,14 @@ class Told(NamedTuple):
     counted: tuple[str, ...]
 
 
-def commits(lives: Sequence[Life]) -> list[Told]:
-    """All versions that these told of, in order."""
-    first: dict[int, Told] = {}
+def commits(lives: Sequence[Life]) -> list[SeenVersion]:
+    """All versions in these lives' events, in order."""
+    first: dict[int, SeenVersion] = {}
     for event in sorted(
         (event for life in lives for event in life.of("version")), key=lambda event: float(event["time"])
     ):
-        told = Told(
+        seen = SeenVersion(
             event["version"], float(event["time"]), event["tokens"], tuple(event["members"]), tuple(event["counted"])
         )
-        first.setdefault(told.version, told)
+        first.setdefault(seen.version, seen)
     return [first[version] for version in sorted(first)]

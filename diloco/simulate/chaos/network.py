@@ -1,6 +1,6 @@
 """The network between peers of one machine, with rules for each direction between two of them.
 
-Every peer advertises a door of ours and listens elsewhere. Whoever connects to a door is found out by its socket
+Every peer advertises a port of ours and listens elsewhere. The process that connects to it is found by its socket
 (/proc), so that a rule can hold for the bytes from one peer to another and for no others. What is held back is not
 read, so the sender sees what a lost route shows: an open socket on which nothing moves.
 """
@@ -54,7 +54,7 @@ class Network:
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
         self._thread.start()
 
-    def door(self, peer: str, port: int) -> str:
+    def address(self, peer: str, port: int) -> str:
         """An address for `peer`, which listens on loopback at `port`, for as long as the network exists."""
         return asyncio.run_coroutine_threadsafe(self._open(peer, port), self._loop).result(PATIENCE_S)
 
@@ -72,7 +72,7 @@ class Network:
         asyncio.run_coroutine_threadsafe(self._set(left), self._loop).result(PATIENCE_S)
 
     def close(self) -> None:
-        """Close all doors and connections."""
+        """Close all ports and connections."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
@@ -103,11 +103,11 @@ class Network:
         await asyncio.gather(*pipes, return_exceptions=True)
 
     async def _connect(self, peer: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Join a caller at the door with the peer behind it until one of them is gone."""
+        """Join a caller with the peer behind this port until one of them is gone."""
         try:
             there, back = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
-            # Everybody knocks at a dead peer's door once a second: who it is matters only while a way is cut.
+            # A dead peer's port is dialled once a second by everybody: the caller matters only while a way is cut.
             if not all(rule.passes for rule in self._rules):
                 await self._passing(self._caller(writer), peer)
             writer.transport.abort()

@@ -40,7 +40,7 @@ class Row:
     version: int
     """The last one that was committed before."""
     next_commit_s: float
-    """From the death (or the stop) to the moment when the last survivor told of the next version."""
+    """From the death (or the stop) to the moment when the last survivor reported the next version."""
     delay_s: float
     """Seconds that version took beyond the usual ones here."""
     allowed_s: float
@@ -157,9 +157,9 @@ class Sweep:
         return [self.fleet.life(name) for name in SURVIVORS]
 
     def _counts(self, names: Sequence[str], times: int) -> bool:
-        """Whether the last versions that every survivor told of count just these peers."""
-        told = [life.of("version")[-times:] for life in self._survivors()]
-        return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in told)
+        """Whether the last versions of every survivor count just these peers."""
+        latest = [life.of("version")[-times:] for life in self._survivors()]
+        return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in latest)
 
     def _first(self, life: Life, condition: Callable[[EventLine], bool]) -> EventLine:
         """The first version event of that kind, waited for."""
@@ -179,10 +179,10 @@ class Sweep:
         before = max(
             event["version"] for life in self._survivors() for event in life.of("version") if event["time"] < at_s
         )
-        told = [
+        rounds = [
             [self._first(life, _is(version)) for life in self._survivors()] for version in range(before, before + 3)
         ]
-        times = [max(float(event["time"]) for event in events) for events in told]
+        times = [max(float(event["time"]) for event in events) for events in rounds]
         usual_s = self._usual_s(at_s)
         self._lost = sum(map(_lost_tokens, self._survivors()))
         return Row(
@@ -199,7 +199,7 @@ class Sweep:
 
     def _usual_s(self, until_s: float) -> float:
         """Seconds of a version here when nothing happens."""
-        at = [told.at_s for told in commits(self._survivors()) if told.at_s < until_s][-10:]
+        at = [seen.at_s for seen in commits(self._survivors()) if seen.at_s < until_s][-10:]
         return statistics.median(after - start for start, after in itertools.pairwise(at))
 
     def _agree(self) -> bool:

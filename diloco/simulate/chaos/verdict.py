@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from diloco.accounts.audit import audit
-from diloco.simulate.chaos.fleet import Fleet, Life, Told, commits
+from diloco.simulate.chaos.fleet import Fleet, Life, SeenVersion, commits
 
 if TYPE_CHECKING:
     from diloco.simulate.chaos.fault import Fault
@@ -33,7 +33,7 @@ def verdict(
     found = audit(sorted({life.directory for life in fleet.lives if (life.directory / "ledger.jsonl").exists()}))
     violations = [*problems, *(f"{one.rule} {one.peer} version {one.version}: {one.text}" for one in found.violations)]
     chain = commits(fleet.lives)
-    at_s = [*(told.at_s for told in chain if told.at_s < ended_s), ended_s]
+    at_s = [*(seen.at_s for seen in chain if seen.at_s < ended_s), ended_s]
     gaps = [after - before for before, after in itertools.pairwise(at_s)]
     if max(gaps) > MAX_GAP_S:
         violations.append(f"I7 no version was committed for {max(gaps):.0f} s")
@@ -61,8 +61,8 @@ def verdict(
 def throughput(lives: Sequence[Life], faults: Sequence[Fault], quiet_until_s: float, ended_s: float) -> dict[str, Any]:
     """The share, and what it is made of."""
     chain = commits(lives)
-    quiet = [told for told in chain if told.at_s <= quiet_until_s]
-    noisy = [told for told in chain if quiet[-1].at_s <= told.at_s <= ended_s]
+    quiet = [seen for seen in chain if seen.at_s <= quiet_until_s]
+    noisy = [seen for seen in chain if quiet[-1].at_s <= seen.at_s <= ended_s]
     rate = _rate(quiet)
     window = noisy[0].at_s, noisy[-1].at_s
     killed = [life for life in lives if life.ending == "killed"]
@@ -83,20 +83,20 @@ def throughput(lives: Sequence[Life], faults: Sequence[Fault], quiet_until_s: fl
     }
 
 
-def _rate(quiet: Sequence[Told]) -> float:
+def _rate(quiet: Sequence[SeenVersion]) -> float:
     """Tokens per second and peer, from the first version that had all of them."""
     peers = len(quiet[-1].members)
-    full = [told for told in quiet if len(told.members) == peers]
+    full = [seen for seen in quiet if len(seen.members) == peers]
     return (full[-1].tokens - full[0].tokens) / (full[-1].at_s - full[0].at_s) / peers
 
 
-def _present(life: Life, chain: Sequence[Told]) -> list[tuple[float, float]]:
+def _present(life: Life, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
     """From when to when this life belonged to the run; nothing if it never did."""
     end_s = {"": math.inf, "left": life.ended_s, "killed": _last_counted(life, chain)}[life.ending]
     return [(entered_s, end_s) for entered_s in _entered(life, chain)]
 
 
-def _absences(life: Life, faults: Sequence[Fault], chain: Sequence[Told]) -> Iterator[tuple[float, float]]:
+def _absences(life: Life, faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> Iterator[tuple[float, float]]:
     """When it was stopped or cut off meanwhile, without overlaps."""
     stops = [(began_s, over_s or math.inf) for began_s, over_s in life.stops]
     cuts = [(fault.began_s, fault.ended_s or math.inf) for fault in faults if life.name in fault.cut]
@@ -108,24 +108,24 @@ def _absences(life: Life, faults: Sequence[Fault], chain: Sequence[Told]) -> Ite
 
 
 def _trained(life: Life, span: tuple[float, float]) -> int:
-    """Tokens of inner steps in that time, by what it told twice a second."""
-    told = [0, *(event["tokens"] for event in life.of("progress") if event["time"] <= span[0])]
-    later = [told[-1], *(event["tokens"] for event in life.of("progress") if event["time"] <= span[1])]
-    return int(later[-1] - told[-1])
+    """Tokens of inner steps in that time, from its progress events, two a second."""
+    early = [0, *(event["tokens"] for event in life.of("progress") if event["time"] <= span[0])]
+    later = [early[-1], *(event["tokens"] for event in life.of("progress") if event["time"] <= span[1])]
+    return int(later[-1] - early[-1])
 
 
-def _entered(life: Life, chain: Sequence[Told]) -> list[float]:
+def _entered(life: Life, chain: Sequence[SeenVersion]) -> list[float]:
     """When a version's view first included it, by its own account, as the only entry; none if that never was.
 
     If an earlier life of that name was still in the view: when the version before the first that counts it was made.
     """
     views = [float(event["time"]) for event in life.of("view") if life.name in event["joined"]]
     counted = [event["version"] for event in life.of("version") if event["own"]][:1]
-    return [*views, *(told.at_s for told in chain if told.version + 1 in counted)][:1]
+    return [*views, *(seen.at_s for seen in chain if seen.version + 1 in counted)][:1]
 
 
-def _last_counted(life: Life, chain: Sequence[Told]) -> float:
-    within = [told.at_s for told in chain if life.began_s <= told.at_s <= life.ended_s and life.name in told.counted]
+def _last_counted(life: Life, chain: Sequence[SeenVersion]) -> float:
+    within = [seen.at_s for seen in chain if life.began_s <= seen.at_s <= life.ended_s and life.name in seen.counted]
     return within[-1] if within else life.ended_s
 
 
@@ -136,13 +136,13 @@ def _overlap(span: tuple[float, float], window: tuple[float, float]) -> float:
 # ---------------------------------------------------------------- recovery
 
 
-def by_kind(faults: Sequence[Fault], chain: Sequence[Told]) -> dict[str, dict[str, Any]]:
+def by_kind(faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> dict[str, dict[str, Any]]:
     """For each kind: how many, until the next commit after it, and from its mending until the victims count again."""
     rows = {}
     for kind in sorted({fault.kind for fault in faults}):
         those = [fault for fault in faults if fault.kind == kind]
         nexts = [
-            next((told.at_s - fault.began_s for told in chain if told.at_s > fault.began_s), None) for fault in those
+            next((seen.at_s - fault.began_s for seen in chain if seen.at_s > fault.began_s), None) for fault in those
         ]
         backs = [fault.back_s - fault.ended_s for fault in those if fault.back_s]
         rows[kind] = {
