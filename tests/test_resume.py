@@ -19,7 +19,7 @@ from diloco.observe.event_log import read_lines
 from diloco.observe.events import STEPS
 from tests.peers import until
 
-PROGRAM = Path(__file__).parent / "programs" / "own_loop.py"
+ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.slow
 
@@ -53,8 +53,9 @@ class Loops:
         for rank in range(ranks):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
             log = (self.folder / f"{name}-{rank}.log").open("ab")
-            command = [sys.executable, str(PROGRAM), text]
-            started.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log))
+            command = [sys.executable, "-m", "tests.programs.own_loop", text]
+            environment = {**os.environ, **variables}
+            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
         self.processes += started
         self.latest = started
         return started
