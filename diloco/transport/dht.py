@@ -272,15 +272,13 @@ async def _serve(pipe: Connection, parent: int) -> None:
         _silence()  # the peer says why; asyncio would say that a p2pd was left behind
         return
     watching = asyncio.create_task(_end_without(node.p2p._child, asyncio.current_task()))
-    try:
+    with suppress(asyncio.CancelledError):
         pipe.send(tuple(str(address) for address in await node.get_visible_maddrs()))
         await _answer_questions(pipe, _Records(node, settings.run))
-    finally:
-        watching.cancel()
-        try:
-            await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
-        except TimeoutError:  # on a busy machine; then asyncio would say that a p2pd was left behind
-            _silence()
+    watching.cancel()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
+    _silence()  # asyncio may say at exit that a p2pd is left behind, or that the loop of its pipes is closed
 
 
 async def _receive_settings(pipe: Connection) -> _Settings:
