@@ -249,7 +249,7 @@ class _Settings:
 def run_node() -> None:
     """The directory's process: serve until told to end or orphaned; leave no p2pd behind."""
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # p2pd inherits this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # not so p2pd, which ends: only its session keeps Ctrl-C from it
     try:
         with suppress(asyncio.CancelledError):
             asyncio.run(_serve(pipe, parent))
