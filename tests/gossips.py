@@ -25,8 +25,8 @@ from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.chronicle import Chronicle
 from diloco.run.own_loop import OwnLoop
+from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.runtime import Runtime
 from tests.fronts import drive
 from tests.local import NoDirectory

@@ -24,7 +24,7 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.own_loop import OwnLoop
-from diloco.transport.memory_link import MemoryNetwork
+from diloco.simulate.memory_link import MemoryNetwork
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 

@@ -27,11 +27,11 @@ from diloco.identity.keys import keys_of
 from diloco.outer.average import mean_digest
 from diloco.protocol import messages as m
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport import grpc_link
 from diloco.transport.address import is_loopback, join_address, split_address
 from diloco.transport.grpc_link import GrpcLink, Server, serve, server_credentials
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
-from diloco.transport.memory_link import MemoryNetwork
 from diloco.transport.pace import MEASURED_S, MIN_VERSIONS, Uplink
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2

@@ -1,1 +1,1 @@
-"""Simulation, apart from what a peer needs: real processes (local), virtual time, and faults on purpose (chaos)."""
+"""Simulation, apart from what a peer needs: processes (local), virtual time, faults (chaos), a link in memory."""

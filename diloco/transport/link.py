@@ -1,8 +1,8 @@
 """The one seam between the exchange and the network.
 
 `Link` is what a peer can ask of another by address; `Service` is what a peer answers. `grpc_link` carries them over
-gRPC, `memory_link` inside one process. Sizes are known before anything is allocated: a service tells the largest
-part it takes, and whoever fetches says how much it expects.
+gRPC, `simulate.memory_link` inside one process. Sizes are known before anything is allocated: a service tells the
+largest part it takes, and whoever fetches says how much it expects.
 """
 
 from __future__ import annotations
