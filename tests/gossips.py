@@ -27,6 +27,7 @@ from diloco.run.chronicle import Chronicle
 from diloco.run.own_loop import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
+from diloco.transport.presence import Presence, Present
 from diloco.transport.runtime import Runtime
 from tests.fronts import drive
 from tests.local import NoDirectory
@@ -92,6 +93,9 @@ class LocalGate:
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """There is none."""
+
+    def appear(self, exchange: Present) -> Presence:
+        return Presence(self.directory, exchange, self.runtime.answer_of)  # type: ignore[arg-type]
 
 
 class Gossiper:

@@ -25,6 +25,7 @@ from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.own_loop import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
+from diloco.transport.presence import Presence, Present
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 
@@ -92,6 +93,9 @@ class LocalGate:
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """There is none."""
+
+    def appear(self, exchange: Present) -> Presence:
+        return Presence(self.directory, exchange, self.runtime.answer_of)  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Its world goes on."""

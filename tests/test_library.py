@@ -27,6 +27,7 @@ from diloco.observe.event_log import read_lines
 from diloco.observe.events import VersionClosed
 from diloco.protocol.coordinating import Coordinating
 from diloco.run import run as run_module
+from diloco.run.blocking import block
 from diloco.run.door import Entrance, Parts, open_run
 from diloco.run.own_loop import OwnLoop
 from diloco.run.run import Run
@@ -261,7 +262,7 @@ class Own:
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})
         entrance = Entrance(world.contract, gate, "p9", None)
-        self.run = open_run(lambda: entrance, site, island, lambda contract: Parts(loop.weights, loop))
+        self.run = block(open_run(lambda: entrance, site, island, lambda contract: Parts(loop.weights, loop)))
         self.peer = peer_of(self.run)
         self.others_round()
         self.enter()

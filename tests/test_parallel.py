@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco.base.clock import monotonic_s
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.inner.rank_model import RankModel
@@ -81,7 +80,7 @@ class Run:
     def train(self, steps: int) -> None:
         for step in range(len(self.losses), len(self.losses) + steps):
             block = rows(step) if self.island.leads else None
-            self.losses.append(self.model.step(block, 10_000 + step, monotonic_s()))
+            self.losses.append(self.model.step(block, 10_000 + step))
 
     def weights(self) -> dict[str, Tensor]:
         """All of them on rank 0, and zeros on the others."""

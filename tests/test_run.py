@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from diloco.config.load import load_contract
 from diloco.observe.events import Ended
 from diloco.observe.run_folder import read_state
 from diloco.simulate.local.simulation import states_agree
 from diloco.storage.checkpoint import load
+from scripts.bench.quality_run import Fleet
 from tests.peers import PeerProcess, ending, run_cli, tiny_contract, until
 
 
@@ -231,6 +233,9 @@ def test_a_small_simulation(tmp_path: Path) -> None:
     assert {end.state_digest for end in state.ends} == {summary["digest"]}
     assert all(peer.phase == "done" and peer.used and peer.checkpoint for peer in state.peers.values())
     assert (state.notices, state.view, len(state.stays())) == ([], {}, 2)
+    on_one_thread = Fleet(load_contract(contract).value, ["p0", "p1"], [1.0, 0.5])
+    on_one_thread.train()
+    assert {peer.run.digest for peer in on_one_thread.peers} == {summary["digest"]}  # virtual time has the same bits
 
 
 @pytest.mark.slow(queued=False)

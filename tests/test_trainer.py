@@ -40,6 +40,7 @@ class LocalTrainer(LocalPeer):
         listeners = [lambda stamped: self.told.append(to_json(stamped))]
         entrance = Entrance(world.contract, gate, name, world.folder / name, checkpoint, listeners)  # type: ignore[arg-type]
         self.trainer = Trainer(lambda: entrance, world.site, island)
+        drive(self.trainer.open())
         run = self.run = self.trainer.run
         assert run._leading is not None
         self.life, self.peer = run._leading.life, run._leading.peer  # type: ignore[assignment]
@@ -48,9 +49,9 @@ class LocalTrainer(LocalPeer):
         """By inner step, where in the run it is."""
         step = self.trainer.model.step
 
-        def noted(block: torch.Tensor | None, position: int, began_s: float) -> float:
+        def noted(block: torch.Tensor | None, position: int) -> float:
             self.positions.append(position)
-            return step(block, position, began_s)
+            return step(block, position)
 
         self.trainer.model.step = noted  # type: ignore[method-assign]
         self.blocks: list[int] = []

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_now_s: Callable[[], float] = time.monotonic
+_since_1970_s: Callable[[], float] = time.time
 
 
 def monotonic_s() -> float:
     """Seconds since some fixed moment of this machine."""
-    return time.monotonic()
+    return _now_s()
+
+
+@contextmanager
+def going_by(clock: Callable[[], float]) -> Iterator[None]:
+    """Meanwhile time is another clock's in this whole process: that of a simulation."""
+    global _now_s, _since_1970_s
+    before, (_now_s, _since_1970_s) = (_now_s, _since_1970_s), (clock, clock)
+    try:
+        yield
+    finally:
+        _now_s, _since_1970_s = before
 
 
 def unix_s() -> float:
     """Seconds since 1970, for people who read logs; nothing is decided by it."""
-    return time.time()
+    return _since_1970_s()
 
 
 def new_incarnation() -> int:
@@ -21,4 +37,4 @@ def new_incarnation() -> int:
     It tells a peer's lives apart, and which is the later one, by that peer's own clock. Where that was set back, the
     new life is taken for an earlier one until the old one is forgotten.
     """
-    return time.time_ns() // 1000
+    return int(_since_1970_s() * 1e6)

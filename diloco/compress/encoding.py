@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from threading import Lock
 from typing import overload
 
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s
+from diloco.base.workers import worker
 from diloco.compress import Codec
 
 Piece = tuple[int, Codec, Callable[[], Tensor]]
@@ -31,7 +32,7 @@ class Encoder:
     """A thread that encodes one contribution after the other, so that the training thread need not."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._pool = worker("encode")
 
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
         """As `encode_now`, but at once; what the values are made of must not change before they are encoded.

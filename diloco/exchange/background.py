@@ -91,8 +91,12 @@ class Background:
             _fail(future, self._failure)
 
     def _end_tasks(self) -> None:
-        """From another thread, which waits until they have ended."""
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+        """Another thread than the loop's waits until they have ended."""
+        ended = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            ended.result(5.0)
 
     async def _stop(self) -> None:
         for task in list(self._tasks):

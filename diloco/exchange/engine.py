@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
 from diloco.base.life import done
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
+from diloco.base.workers import worker
 from diloco.exchange.background import Background, settle
 from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import RemoteLane
@@ -101,7 +102,7 @@ class Exchange(Background):
         """By number: ours first, then those of the other ranks that divide the outer state."""
         self._contents: dict[int, bytes] = {}
         """Of the parts of the mean that is being made, what they hash to."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._pool = worker("hash")
         self._moved = asyncio.Condition()
         self._copying = asyncio.Lock()
         self._asked: set[tuple[str, Member]] = set()

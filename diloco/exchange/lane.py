@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,7 @@ from typing import Protocol
 from diloco.base import failpoints
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Commit, Contribution, Member
+from diloco.base.workers import worker
 from diloco.compress import Codec, PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
@@ -129,8 +130,8 @@ class Lane(Background):
         self.head: LaneEvents | None = None
         self.work: Work | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
-        self._folder = ThreadPoolExecutor(1, thread_name_prefix="average")
-        self._stepper = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._folder = worker("average")
+        self._stepper = worker("step")
         self._header: StreamHeader | None = None
         self._stepping: Stepping | None = None
         """Outer step of the version being made: attempts of one version have the parts in common that did not

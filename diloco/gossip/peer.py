@@ -134,7 +134,7 @@ class GossipPeer:
         self._swaps_here = 0
         self._moved = False  # whether our weights have, by more than inner steps
         self.asked_to_leave: Callable[[], bool] = lambda: False
-        self._draw = random.Random(secrets.randbits(64))
+        self._draw = random.Random(f"{self.contract.run.seed} {name} {me.incarnation}")
         self._presence: Presence | None = None
 
     # ------------------------------------------------------------ entering
@@ -182,7 +182,7 @@ class GossipPeer:
         if welcome is not None:
             self.exchange.greet(welcome.members[0])
             self.exchange.meet(welcome.members[1:])
-        self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
+        self._presence = self.gate.appear(self.exchange)
         self._on_met([self.name])
         self.events.emit(Listening(self.address, self.ticket))
 

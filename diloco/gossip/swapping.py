@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s
 from diloco.base.memory import floats
 from diloco.base.types import Closed, Member, Progress
+from diloco.base.workers import worker
 from diloco.compress import Codec, PayloadError
 from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
@@ -184,7 +185,7 @@ class Swapping(Background):
         self._swaps = Swaps(me.peer)
         self._admission = Admission(terms.run, terms.contract)
         self._on_reason, self._on_met = on_reason, on_met
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._pool = worker("decode")
         self._news: deque[News] = deque()
         self._arriving: Arriving | None = None
         self._answer: Outgoing | None = None

@@ -6,7 +6,6 @@ Rank 0 alone reads data; the rows of a step are told to all, and each trains on 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import StateError
+from diloco.base.life import Life, Wait
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
@@ -133,11 +133,11 @@ class RankModel:
 
     # ------------------------------------------------------------ inner steps
 
-    def step(self, block: Tensor | None, position: int, began_s: float) -> float:
+    def step(self, block: Tensor | None, position: int) -> float:
         """One inner step of the whole island. Returns the mean loss over the ranks, nats per token.
 
         `block`: (sequences, L + 1) token ids, on rank 0. `position`: tokens of the run at its end, which sets the
-        learning rate. `began_s`: when reading the block began.
+        learning rate.
         """
         self._trace_if_due()
         with self.inner.phases.host("data"):
@@ -149,15 +149,14 @@ class RankModel:
         with self.inner.phases.host("wait"):  # for the slowest rank
             loss = self.island.mean(loss)
         self._traced()
-        self._linger(began_s)
         return loss
 
-    def _linger(self, began_s: float) -> None:
-        """As slow as `device.step_s` and `device.speed` have it."""
+    def linger(self, began_s: float) -> Life[None]:
+        """After an inner step that began then: be as slow as `device.step_s` and `device.speed` have it."""
         device = self.site.device
-        lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
         if device.step_s or device.speed < 1:
-            time.sleep(max(began_s + lasts_s - monotonic_s(), 0.0))
+            lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
+            yield Wait(None, max(began_s + lasts_s - monotonic_s(), 0.0))
 
     def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
         """Where the ranks write the traces that `device.profile_steps` asks for, and whom to tell of this rank's."""

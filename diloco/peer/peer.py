@@ -181,7 +181,7 @@ class Peer:
             self._meet_members(welcome)
             yield from self._get_state(welcome)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
-        self._presence = Presence(self.gate.directory, self.exchange, self.gate.runtime.answer_of)
+        self._presence = self.gate.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
     def _restore(self, checkpoint: Checkpoint) -> Life[None]:

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
-from diloco.base.clock import monotonic_s
-from diloco.base.decisions import Train
 from diloco.base.life import Life, Wait
 
 T = TypeVar("T")
 
 
-def block(piece: Life[T], idle: Callable[[], None] = lambda: None) -> T:
-    """The result of a piece in which nobody trains. `idle`: called between waits."""
+def block(piece: Life[T]) -> T:
+    """The result of a piece in which nobody trains."""
     try:
+        wanted = next(piece)
         while True:
-            _wait(next(piece), idle)
+            try:
+                _wait(wanted)
+            except BaseException as error:  # a Ctrl-C is the piece's to hear of, too
+                wanted = piece.throw(error)
+            else:
+                wanted = next(piece)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
 
-def push(piece: Life[T], idle: Callable[[], None], deadline_s: float) -> Train | None:
-    """On, until somebody has to train. None: the piece has ended, or the deadline (`monotonic_s`) is over."""
-    for wanted in piece:
-        if isinstance(wanted, Train):
-            return wanted
-        _wait(wanted, idle)
-        if monotonic_s() > deadline_s:
-            return None
-    return None
-
-
-def _wait(wanted: Wait, idle: Callable[[], None]) -> None:
+def _wait(wanted: Wait) -> None:
     if wanted.future is None:
         time.sleep(wanted.seconds)
     else:
         wait_for([wanted.future], wanted.seconds)
-    idle()

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
+from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
 from diloco.config.remembered import remember
@@ -35,6 +36,7 @@ from diloco.peer.life import AgreedLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank, Trains
 from diloco.peer.terms import lanes_of
+from diloco.run.blocking import block
 from diloco.run.chronicle import Chronicle, Leased
 from diloco.run.own_loop import OwnLoop
 from diloco.run.past import Past, past_of, peer_name
@@ -133,7 +135,7 @@ def _open_own(
     def enter() -> Entrance:
         return _enter(agreed, address, local, folder, lanes_of(local, island), resume)
 
-    return open_run(enter, local, island, lambda contract: Parts(loop.weights, loop))
+    return block(open_run(enter, local, island, lambda contract: Parts(loop.weights, loop)))
 
 
 def _enter(
@@ -198,8 +200,10 @@ class Parts:
     """Makes the reader of leased data, on rank 0."""
 
 
-def open_run(enter: Callable[[], Entrance], site: Site, island: Island, build: Callable[[Contract], Parts]) -> Run:
-    """Enter a run; all ranks of an island together. Returns once this peer listens and has a state.
+def open_run(
+    enter: Callable[[], Entrance], site: Site, island: Island, build: Callable[[Contract], Parts]
+) -> Life[Run]:
+    """Enter a run; all ranks of an island together. Ends once this peer listens and has a state.
 
     `enter`: on rank 0. `build`: on every rank, with the contract. What rank 0 raises before the ranks meet, the others
     raise as ResourceError.
@@ -215,7 +219,7 @@ def open_run(enter: Callable[[], Entrance], site: Site, island: Island, build: C
         leading = _leading(entrance, rank, parts, closing) if entrance is not None else None
         folder = Path(told["directory"]) if told["directory"] else None
         run = Run(rank, told["name"], folder, told["steps"], leading)
-        run.begin()
+        yield from run.begin()
     except BaseException:
         for close in reversed(closing):
             close()

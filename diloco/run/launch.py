@@ -19,6 +19,7 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped
 from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
+from diloco.run.blocking import block
 from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
 from diloco.run.past import Past, past_of, peer_name, saved_us
@@ -43,7 +44,8 @@ def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[
     island = Island.here(device_of(site), site.timeouts.collective_s)
     with island.watched():
         trainer = Trainer(lambda: _enter(options, stop, listener, site, given, island), site, island)
-        ending = trainer.live()
+        block(trainer.open())
+        ending = block(trainer.live())
         island.close()
         return ending
 

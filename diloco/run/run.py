@@ -19,7 +19,7 @@ from diloco.observe.events import Ended, Event, HardwareUsed, SwapApplied, Versi
 from diloco.outer.line import weights_at_anchor
 from diloco.peer.life import Ending
 from diloco.peer.rank import PeerRank
-from diloco.run.blocking import block, push
+from diloco.run.blocking import block
 from diloco.run.chronicle import Chronicle
 
 IDLE_SHARE = 0.1
@@ -59,6 +59,9 @@ class Run:
 
     All ranks of an island make the same calls in the same order. What a caller may ask (`version`, `tokens`, `peers`,
     `digest`, `done`) changes only inside `wait`, `step`, `sync` and `leave`, on all ranks alike.
+
+    Each of those blocks. `waiting`, `stepping` and `leaves` are the same as pieces of life, for whoever has another way
+    to wait: a clock that jumps.
     """
 
     def __init__(self, rank: PeerRank, name: str, directory: Path | None, steps: int, leading: Leading | None) -> None:
@@ -75,10 +78,10 @@ class Run:
         self._seen = Train(0)
         self._meet_at = self._since = 0
         self._parting = self._closed = self._begun = False
-        self._stepped_s = self._told_s = monotonic_s()
+        self._stepped_s = monotonic_s()
         self._aside_s = 0.0
         """Of the step that is being done, what is none of it."""
-        self._story: Life[None] | None = None
+        self._life: Life[None] | None = None
         rank.subscribers.append(self._on_event)
 
     # ------------------------------------------------------------ what a caller may ask
@@ -153,8 +156,12 @@ class Run:
 
         Returns False after `timeout_s`. `step` waits by itself; call this to look at the data only then.
         """
+        return block(self.waiting(timeout_s))
+
+    def waiting(self, timeout_s: float = 3600.0) -> Life[bool]:
+        """`wait`."""
         if not self._begun:
-            self._meet(monotonic_s() + timeout_s)
+            yield from self._meet(monotonic_s() + timeout_s)
             self._begun = self._seen.steps > 0 or self.done or self.leaving
             if self._begun:
                 self._rank.trains.usage.begin()
@@ -172,19 +179,23 @@ class Run:
         `loss`: of the step, for the record. `blocks`: leased blocks of data that it read for the first time. Raises
         UsageError where `tokens` is no whole number: an int, or a tensor or numpy number that holds one.
         """
+        return block(self.stepping(tokens, loss, blocks))
+
+    def stepping(self, tokens: SupportsIndex, loss: float | None, blocks: int) -> Life[Sequence[Event]]:
+        """`step`."""
         count = whole(tokens)
         self._check_open()
         if self.done or self.leaving:
             return ()
         seconds = max(monotonic_s() - self._stepped_s - self._aside_s, 1e-9)
-        self.wait()
+        yield from self.waiting()
         self.steps += 1
         self._since += count
         self._rank.trains.usage.step(count, seconds)
         if self._leading is not None:
             self._leading.chronicle.trained(count, loss)
             self._leading.life.trained(count, blocks, seconds, loss)
-        caused = self._meet() if self.steps >= self._meet_at else ()
+        caused = (yield from self._meet()) if self.steps >= self._meet_at else ()
         self._stepped_s, self._aside_s = monotonic_s(), 0.0
         return caused
 
@@ -194,18 +205,22 @@ class Run:
         self.wait()
         if self._leading is not None:
             self._leading.life.sync_now = True
-        return self._meet()
+        return block(self._meet())
 
     def leave(self) -> None:
         """Contribute what was trained since the last sync, if a version closes soon; say goodbye; write a last
         checkpoint; free everything. Who has left, or is closed, has left."""
+        block(self.leaves())
+
+    def leaves(self) -> Life[None]:
+        """`leave`."""
         if self._closed:
             return
         try:
             self._parting = True
             if self._leading is not None and not self.done:
                 self._leading.life.leave()
-            self._meet()
+            yield from self._meet()
         finally:
             self.close()  # also after a Ctrl-C: it would live on as a member that never trains
 
@@ -239,12 +254,12 @@ class Run:
 
     # ------------------------------------------------------------ meetings
 
-    def begin(self) -> None:
+    def begin(self) -> Life[None]:
         """The first meeting: listen, get the state. By `diloco.run.door`."""
         if self._leading is not None:
             self._leading.chronicle.steps = self.steps
-            self._story = self._told(self._leading)
-        self._meet()
+            self._life = self._whole(self._leading)
+        yield from self._meet()
         self.address = self._rank.island.share(self._leading.peer.ticket if self._leading is not None else "")
 
     def emit(self, event: Event) -> None:
@@ -252,8 +267,8 @@ class Run:
         if self._rank.events is not None:
             self._rank.events.emit(event)
 
-    def _told(self, leading: Leading) -> Life[None]:
-        """The life of this peer, on rank 0."""
+    def _whole(self, leading: Leading) -> Life[None]:
+        """The life of this peer, on rank 0, from door to goodbye."""
         life, rank = leading.life, self._rank
         yield from life.open()
         contract, line = self.contract, rank.line
@@ -272,23 +287,21 @@ class Run:
         if leading.peer.directory is not None:
             yield from leading.peer.keeper.last(line.state.version)
 
-    def _meet(self, deadline_s: float = math.inf) -> Sequence[Event]:
+    def _meet(self, deadline_s: float = math.inf) -> Life[Sequence[Event]]:
         """Do what is decided, until somebody is to train. Returns what it has caused."""
         self._rank.caused = []
         if self._leading is not None:
-            self._seen = self._lead(self._leading, deadline_s)
+            self._seen = yield from self._lead(self._leading, deadline_s)
         else:
-            self._seen = self._follow()
+            self._seen = yield from self._follow()
         self._since = 0
         self._meet_at = self.steps + self._seen.steps
         return tuple(self._rank.caused)
 
-    def _lead(self, leading: Leading, deadline_s: float) -> Train:
-        assert self._story is not None
+    def _lead(self, leading: Leading, deadline_s: float) -> Life[Train]:
         island = self._rank.island
-        self._told_s = monotonic_s()
         try:
-            ready = push(self._story, self._idle, deadline_s) or leading.life.ready(0)
+            ready = (yield from self._lived(deadline_s)) or leading.life.ready(0)
             island.decide(ready)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -298,16 +311,25 @@ class Run:
             raise
         return ready
 
-    def _follow(self) -> Train:
-        while not isinstance(decision := self._rank.island.decision(), Train):
-            block(self._rank.perform(decision))
-        return decision
+    def _lived(self, deadline_s: float) -> Life[Train | None]:
+        """Live on until somebody has to train. None: the life has ended, or the deadline (`monotonic_s`) is over."""
+        assert self._life is not None
+        island, decided_s = self._rank.island, monotonic_s()
+        for wanted in self._life:  # and not `yield from`: who stops waiting here does not end it
+            if isinstance(wanted, Train):
+                return wanted
+            yield wanted
+            if monotonic_s() - decided_s > IDLE_SHARE * island.timeout_s:
+                decided_s = monotonic_s()
+                island.decide(Idle())
+            if monotonic_s() > deadline_s:
+                break
+        return None
 
-    def _idle(self) -> None:
-        """Say to the other ranks now and then that we wait for the world."""
-        if monotonic_s() - self._told_s > IDLE_SHARE * self._rank.island.timeout_s:
-            self._told_s = monotonic_s()
-            self._rank.island.decide(Idle())
+    def _follow(self) -> Life[Train]:
+        while not isinstance(decision := self._rank.island.decision(), Train):
+            yield from self._rank.perform(decision)
+        return decision
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, VersionClosed | SwapApplied):

@@ -27,6 +27,7 @@ from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.elastic import end_with_launcher, run_once
 from diloco.island.mesh import check, sizes_of
+from diloco.run.blocking import block
 from diloco.run.trainer import device_of
 
 WARM_UPS = 2
@@ -167,11 +168,12 @@ def measure(contract: Contract, site: Site, island: Island, seconds: float) -> M
 
 
 def _step(model: RankModel, reader: BlockReader | None) -> None:
-    tokens, began_s, block = model.contract.tokens_per_step, monotonic_s(), None
+    tokens, began_s, rows = model.contract.tokens_per_step, monotonic_s(), None
     if reader is not None:
         with model.inner.phases.host("data"):
-            block = reader.next(model.contract.inner.sequences_per_step)
-    model.step(block, (model.inner.steps + 1) * tokens, began_s)
+            rows = reader.next(model.contract.inner.sequences_per_step)
+    model.step(rows, (model.inner.steps + 1) * tokens)
+    block(model.linger(began_s))
     model.usage.step(tokens, monotonic_s() - began_s)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ConfigError, ResourceError
+from diloco.base.life import Life
 from diloco.base.types import Blocks, Commit, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import Site
@@ -72,10 +73,13 @@ class Trainer:
     """The inner loop of one rank."""
 
     def __init__(self, enter: Callable[[], Entrance], site: Site, island: Island) -> None:
-        """All ranks of an island make theirs together. `enter`: into the run, on rank 0. Raises DilocoError."""
-        self._site, self._island = site, island
+        """All ranks of an island make theirs together. `enter`: into the run, on rank 0."""
+        self._enter, self._site, self._island = enter, site, island
         self._reader: LeasedReader | OwnOrder | None = None
-        self.run = open_run(enter, site, island, self._build)
+
+    def open(self) -> Life[None]:
+        """Enter the run, and get a state. Raises DilocoError."""
+        self.run = yield from open_run(self._enter, self._site, self._island, self._build)
         self.run.subscribe(self._evaluate_if_due)
 
     def _build(self, contract: Contract) -> Parts:
@@ -83,7 +87,7 @@ class Trainer:
         return Parts(model.weights, model, model.fingerprint, self._open_reader)
 
     def _open_reader(self, rank: PeerRank, entrance: Entrance) -> LeasedReader | OwnOrder:
-        checkpoint, model = entrance.checkpoint, self.model
+        checkpoint, model, self.line = entrance.checkpoint, self.model, rank.line
         assert model.dataset is not None
         resumed = checkpoint.value("reader", dict) if checkpoint is not None else None
         if model.contract.membership.policy == "gossip":
@@ -93,30 +97,32 @@ class Trainer:
             self._reader = LeasedReader(model.dataset, model.contract.run.seed, rank.line, resumed, version)
         return self._reader
 
-    def live(self) -> Ending | None:
-        """Train until the run is done or this peer is asked to leave. None on the other ranks than 0."""
+    def live(self) -> Life[Ending | None]:
+        """After `open`: train until the run is done or this peer is asked to leave. None on the other ranks than 0."""
         run, contract, model = self.run, self.run.contract, self.model
         if run.directory is not None:
             traced = lambda path: run.emit(ProfileWritten(str(path), self._island.size))  # noqa: E731
             model.trace_into(run.directory / "profile", traced)
         try:
-            run.wait(math.inf)
+            yield from run.waiting(math.inf)
             while not (run.done or run.leaving):
+                began_s = monotonic_s()
                 loss, fresh = self.inner_step()
-                run.step(contract.tokens_per_step, loss=loss, blocks=fresh)
-            run.leave()
+                yield from model.linger(began_s)
+                yield from run.stepping(contract.tokens_per_step, loss, fresh)
+            yield from run.leaves()
         finally:
             run.close()
         return run.ending
 
     def inner_step(self) -> tuple[float, int]:
         """One, on this rank. Returns its loss, nats per token, and how many leased blocks it read first."""
-        model, inner, began_s = self.model, self.run.contract.inner, monotonic_s()
+        model, inner = self.model, self.run.contract.inner
         block, fresh = None, 0
         if self._reader is not None:
             with model.inner.phases.host("data"):
                 block, fresh = self._reader.next(inner.sequences_per_step)
-        return model.step(block, self.run.position(self.run.contract.tokens_per_step), began_s), fresh
+        return model.step(block, self.run.position(self.run.contract.tokens_per_step)), fresh
 
     def _evaluate_if_due(self, event: Event) -> None:
         """Look at the held-out loss every so many versions: one peer does it for all."""

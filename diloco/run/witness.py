@@ -102,7 +102,7 @@ class Witness:
         self.exchange.meet(welcome.members)
         self.exchange.report(Progress(phase=Phase.JOINING))
         self.events.emit(Listening(address, f"{address}/{self.contract.digest[:12]}"))
-        return Presence(gate.directory, self.exchange, gate.runtime.answer_of)
+        return gate.appear(self.exchange)
 
     def _vote(self, stop: Callable[[], bool]) -> Life[str]:
         refused_s = monotonic_s()

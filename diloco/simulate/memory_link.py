@@ -7,13 +7,14 @@ of messages do not exist here; the sizes of parts are checked alike.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
-from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.outbox import Outbox
 from diloco.transport.pace import RateLimit
@@ -26,6 +27,8 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
+        self.sent_bytes: Counter[Kind] = Counter()
+        """Of parts, by what they are parts of."""
 
     def attach(self, address: str, service: Service) -> None:
         """`service` answers at `address` from now on."""
@@ -49,7 +52,7 @@ class MemoryNetwork:
 
         Nothing is measured here, so that the limit is all that its `send_bps` knows.
         """
-        return _MemoryLink(self._hosts, rpc_s, send_bps)
+        return _MemoryLink(self._hosts, self.sent_bytes, rpc_s, send_bps)
 
 
 class _Host:
@@ -77,8 +80,8 @@ class _Host:
 
 
 class _MemoryLink(Link):
-    def __init__(self, hosts: dict[str, _Host], rpc_s: float, send_bps: float) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: dict[str, _Host], sent_bytes: Counter[Kind], rpc_s: float, send_bps: float) -> None:
+        self._hosts, self._sent_bytes = hosts, sent_bytes
         self._rpc_s = rpc_s
         self._send_bps = send_bps
         self._limit = RateLimit(send_bps)
@@ -101,6 +104,7 @@ class _MemoryLink(Link):
         try:
             while batch := await outbox.take(CHUNK_BYTES):
                 size_bytes = sum(len(part.payload) for part in batch)
+                self._sent_bytes[header.kind] += size_bytes
                 await asyncio.sleep(self._limit.delay_s(size_bytes, monotonic_s()))
                 await _put(batches, batch, answer, stall_s)
             await _put(batches, [], answer, stall_s)

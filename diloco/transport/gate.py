@@ -14,6 +14,7 @@ from diloco.identity.keys import VARIABLE, secret_from_environment
 from diloco.protocol.streams import Welcome
 from diloco.transport.address import is_loopback, split_address, split_ticket
 from diloco.transport.dht import Directory
+from diloco.transport.presence import Presence, Present
 from diloco.transport.runtime import Runtime, reachable
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,10 @@ class Gate:
                 self.directory.join(self.welcome.directory)
             except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
                 warn(f"{error.cause}; going on without it, and trying again later")
+
+    def appear(self, exchange: Present) -> Presence:
+        """Have the directory say where we are, from now on."""
+        return Presence(self.directory, exchange, self.runtime.answer_of)
 
     def close(self) -> None:
         """End link, server and directory."""

@@ -13,7 +13,7 @@ average. Progress goes to stderr, the table to stdout; Ctrl-C prints the table s
     loss         held-out, nats per token, of the anchor at the end: mean over the seeds
     spread       smallest and largest of the seeds
     to sync      difference to `sync`, mean of the seeds' own differences
-    time         until all tokens are committed, of what `sync` takes
+    time         until all tokens are committed, of what `sync` takes; of `gossip`, until nobody trains any more
     versions     closed, or swaps
     counts       contributions of a version after the start, mean
     stale        versions that closed while a contribution was made, mean

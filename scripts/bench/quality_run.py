@@ -1,47 +1,53 @@
-"""One run of `scripts/bench-quality`: all peers in one process, one after the other, and no network between them.
+"""One run of `scripts/bench-quality`: all peers in one process, in virtual time, and no network between them.
 
-The line is production's: inner loop, data leases, cadence, pseudo-gradient, codec, mean, commits, outer step, merge.
-Only that what peers send each other is handed over here.
+They live `diloco peer`'s own life, inner loop, leases, rounds, exchange and all: only that bytes take no time, and an
+inner step as long as the peer's speed has it.
 """
 
 from __future__ import annotations
 
-import heapq
-import random
+import asyncio
+import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from time import process_time
+from typing import Any
 
 import torch
 from torch import nn
 
-from diloco.base.types import Blocks, Closed, Commit, Counted, Member
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Commit
+from diloco.compress.encoding import Encode, Piece
 from diloco.config.contract import Contract, DataSection
+from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.data.dataset import Dataset
-from diloco.data.order import own_seed
 from diloco.data.reader import BlockReader
-from diloco.gossip.pairing import Pairing, pair_mean, settle, spread
 from diloco.inner.loop import InnerLoop, evaluate, seed_everything
+from diloco.island import Island
 from diloco.models import build_model, count_parameters
-from diloco.outer.average import fold, mean_digest
-from diloco.outer.fragments import Weights, read_fragment, write_fragment
-from diloco.outer.line import Line, Sent
-from diloco.outer.state import FragmentState, OuterState
-from diloco.peer.schedule import Cadence, Finish
-from diloco.peer.terms import open_line
+from diloco.observe.events import Ended, Event, SwapApplied, VersionClosed
+from diloco.outer.line import Line
 from diloco.protocol import leases
-from diloco.round import measure
+from diloco.protocol.streams import Welcome
+from diloco.run.door import Entrance
+from diloco.run.trainer import Trainer
 from diloco.simulate.local.processes import die_with_parent
-from diloco.simulate.virtual.training import step_outer
+from diloco.simulate.memory_gate import MemoryGate, MemoryRuntime
+from diloco.simulate.memory_link import MemoryNetwork
+from diloco.simulate.virtual_time import VirtualLoop, lived, virtual_time
 
 CPU = torch.device("cpu")
 FP32_BYTES = 4
+STEP_S = 1.0
+"""Virtual seconds of an inner step at speed 1."""
+HEARTBEAT_S = 2.0
+RPC_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,8 @@ def train(contract: Contract, peers: int, together: bool, speeds: Sequence[float
     names = [f"p{peer}" for peer in range(peers)]
     if together:
         outcome = train_together(contract, names)
-    elif contract.membership.policy == "gossip":
-        outcome = GossipRun(contract, names, speeds or [1.0] * peers).train()
     else:
-        outcome = (AsyncRun(contract, names, speeds) if speeds else Run(contract, names)).train()
+        outcome = Fleet(contract, names, speeds or [1.0] * peers).train()
     return replace(outcome, cpu_s=round(process_time() - started_s, 1))
 
 
@@ -127,311 +131,97 @@ def train_together(contract: Contract, names: Sequence[str]) -> Outcome:
 # ---------------------------------------------------------------- DiLoCo
 
 
-class Peer:
-    """One of them: a model, its inner loop, its place in the data, and the line."""
+class Fleet:
+    """The peers of a run, on one thread and on a network in memory."""
 
-    def __init__(self, name: str, contract: Contract) -> None:
-        dataset, seed = dataset_of(contract.data), contract.run.seed
-        self.name, self._contract = name, contract
-        self.model = build_model(contract.model, dataset.vocab_size, seed)
-        self.line = open_line(name, contract, Weights.of(self.model))
-        self.inner = InnerLoop(self.model, contract.inner, contract.run.total_tokens, CPU)
-        self._reader = BlockReader(dataset, seed)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            block = self._reader.next(self._contract.inner.sequences_per_step)
-            self.line.trained.add(self._contract.tokens_per_step, len(block))
-            self.inner.step(block, self._position())
-
-    def apply(self, closed: Closed) -> None:
-        mine = step_outer(self.line, closed)
-        self._reader.lease(closed.commit.leases.held[self.name], mine.blocks if mine else 0)
-
-    def heldout_loss(self) -> float:
-        """Held-out loss of the anchor, which takes the place of the local weights."""
-        for fragment in self.line.layout.fragments:
-            write_fragment(self.line.parameters, fragment, self.line.state.fragments[fragment.index].anchor)
-        return heldout_loss(self._contract, self.model)
-
-    def _position(self) -> int:
-        """Tokens of the whole run at the end of this step."""
-        commit = self.line.commit
-        assert commit is not None
-        return commit.tokens + self.line.trained.tokens * len(commit.view)
-
-
-class Run:
-    """Peers, the commits of a faultless network between them, and the bytes that it would have moved."""
-
-    def __init__(self, contract: Contract, names: Sequence[str]) -> None:
-        self._contract = contract
-        self.peers = [Peer(name, contract) for name in names]
+    def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
+        """`speeds`: of each peer, in inner steps per `STEP_S`; at most 1."""
+        # Nobody waits for time's sake: a version closes when whoever offered first has nothing else to do.
+        rules = {"start_peers": len(names), "grace_s": 0.0, "round_deadline_s": 1e6}
+        membership = contract.membership.model_copy(update=rules)
+        # What is under way at the end is committed, too: with overlap all would train more.
         in_flight = contract.sync.overlap * contract.tokens_per_step * len(names)
-        finish = Finish.of(contract)
-        self._finish = replace(finish, total_tokens=finish.total_tokens - in_flight)  # else overlap would train more
+        run = contract.run.model_copy(update={"total_tokens": contract.run.total_tokens - in_flight})
+        self.contract = contract.model_copy(update={"membership": membership, "run": run})
+        self._speeds = dict(zip(names, speeds, strict=True))
+        self._network = MemoryNetwork()
+        self.peers: list[Trainer] = []
+        self.commits: list[Commit] = []
+        """Of the versions that closed, without the founding."""
+        self._swaps = 0
         self._bits: list[float] = []
-        self._sent_bytes = 0.0
-        self._apply(Closed(self._founding(names), ()))
+        self._staleness: list[int] = []
+        self._began_s = self._complete_s = math.inf
+        """When the first inner steps began, and when the run had its tokens."""
 
     def train(self) -> Outcome:
-        """Until all tokens are committed, and what is still under way."""
-        while not self._finish.done:
-            self._round()
+        """Until all tokens are committed."""
+        with virtual_time() as loop:
+            loop.run_until_complete(self._live(loop))
         return self._outcome()
 
-    def _outcome(self) -> Outcome:
-        tokens = sum(peer.inner.steps for peer in self.peers) * self._contract.tokens_per_step
-        return Outcome(self.peers[0].heldout_loss(), mean(self._bits), self._sent_bytes / tokens, tokens, 0.0)
+    async def _live(self, loop: VirtualLoop) -> None:
+        welcome: Welcome | None = None
+        for name in self._speeds:
+            runtime = MemoryRuntime(self._network, loop, f"{name}:1", RPC_S)
+            peer = self._peer(name, MemoryGate(self._site(name), runtime, welcome))
+            await lived(peer.open())
+            peer.run.subscribe(partial(self._on_event, peer))
+            peer.line.encode = partial(self._encoded, peer.line, peer.line.encode)
+            await asyncio.sleep(HEARTBEAT_S)
+            welcome = welcome or await runtime.link.hello(f"{name}:1", RPC_S)
+            self.peers.append(peer)
+        await asyncio.gather(*(lived(peer.live()) for peer in self.peers))
 
-    def _round(self) -> None:
-        for peer in self.peers:
-            self._train(peer, self._before(peer))
-            peer.line.sent = self._measured(peer.line)
-            self._train(peer, self._cadence_of(peer).overlap)
-        self._apply(self._close(self.peers))
+    def _peer(self, name: str, gate: Any) -> Trainer:
+        return Trainer(lambda: Entrance(self.contract, gate, name, None), gate.site, Island(0, 1, CPU))
 
-    def _train(self, peer: Peer, steps: int) -> None:
-        if not self._finish.finishing:
-            peer.train(steps)
+    def _site(self, name: str) -> Site:
+        tree = {
+            "device": {"kind": "cpu", "step_s": STEP_S, "speed": self._speeds[name]},
+            "timeouts": {"heartbeat_s": HEARTBEAT_S, "suspect_s": 4 * HEARTBEAT_S, "rpc_s": RPC_S},
+            "storage": {"checkpoint_every": 0},
+        }
+        return Site.model_validate(tree)
 
-    def _before(self, peer: Peer) -> int:
-        """Inner steps before its contribution is measured."""
-        return self._cadence_of(peer).before(peer.line.trained.tokens)
-
-    def _cadence_of(self, peer: Peer) -> Cadence:
-        return Cadence.of(self._contract)
-
-    def _measured(self, line: Line) -> Sent:
-        sent = measure(line, line.measuring(overlaps=True), {})
-        if sent.contribution.tokens:  # else it is nearly nothing, in hardly any bytes
-            self._bits.append(8 * sum(map(len, sent.contribution.parts)) / line.due.elements)
-        return sent
-
-    def _apply(self, closed: Closed) -> None:
-        for peer in self.peers:
-            peer.apply(closed)  # raises Diverged unless all hold the same state
-        self._finish.passed(closed.commit)
-
-    def _founding(self, names: Sequence[str]) -> Commit:
-        view = tuple(Member(name, 1, f"{name}:1") for name in names)
-        held = leases.found(names, self._contract.lease_blocks)
-        digest = self.peers[0].line.state.digest
-        return Commit(0, self._contract.digest, "paper", -1, view, (), (), "", 0, held, digest)
-
-    def _close(self, group: Sequence[Peer]) -> Closed:
-        """The next version after where this group stands: it counts what they sent."""
-        line = group[0].line
-        before, fragment = line.commit, line.due
-        assert before is not None
-        sent = {peer.name: peer.line.sent.contribution for peer in group if peer.line.sent}
-        parts = []
-        for part in range(fragment.parts):
-            start, stop = fragment.part_bounds(part)
-            terms = [(one.weight, one.parts[part]) for one in sent.values()]
-            parts.append(fold(terms, stop - start, line.codecs[fragment.group_of(part)]))
-            self._count([len(payload) for _, payload in terms], len(parts[-1]))
-        names, need = [peer.name for peer in self.peers], self._contract.lease_blocks
-        commit = replace(
-            before,
-            version=before.version + 1,
-            previous=before.digest,
-            fragment=fragment.index,
-            counted=tuple(
-                Counted(name, one.base_version, one.weight, one.tokens, one.blocks) for name, one in sent.items()
-            ),
-            mean_digest=mean_digest(parts),
-            tokens=before.tokens + sum(one.tokens for one in sent.values()),
-            leases=leases.advance(before.leases, {name: one.blocks for name, one in sent.items()}, names, need),
-            state_digest=line.state.digest,
-        )
-        return Closed(commit, parts)
-
-    def _count(self, encoded_bytes: Sequence[int], mean_bytes: int) -> None:
-        """A part goes from all to its owner, who is as likely one as the other, and its mean from there to all."""
-        others = len(encoded_bytes) - 1
-        self._sent_bytes += sum(encoded_bytes) * others / len(encoded_bytes) + mean_bytes * others
-
-
-# ---------------------------------------------------------------- each at its own pace
-
-
-class Moment(IntEnum):
-    """Kinds of events of the simulated run, in their order when they fall on one time."""
-
-    OFFER = 0
-    """The steps before a contribution is measured are done."""
-    CLOSE = 1
-    DONE = 2
-    """The steps that overlap with the exchange are done."""
-
-
-class AsyncRun(Run):
-    """Peers of different speeds, in virtual time, under the contract's policy: `sync` or `async`.
-
-    Inner steps are done when a peer comes to their end, and then the versions that closed meanwhile are applied, as in
-    a real run. The exchange takes no time; a version closes when the first that offered would have to wait.
-    """
-
-    def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
-        """`speeds`: of each peer, in inner steps per unit of time."""
-        super().__init__(contract, names)
-        self._speeds = dict(zip(names, speeds, strict=True))
-        self._pending: dict[str, list[Closed]] = {name: [] for name in names}
-        self._staleness: list[int] = []
-        self.counted: list[int] = []
-        """By each version that closed apart."""
-        self._offered: list[Peer] = []
-        self._to_come: list[tuple[float, Moment, int]] = []
-        self._now = 0.0
-        membership = contract.membership
-        self._sync_versions = membership.sync_versions if membership.policy == "async" else None
-
-    def train(self) -> Outcome:
-        """Rounds of all together, as many as the policy has; then each at its own pace."""
-        versions = 0
-        while not self._finish.done and (self._sync_versions is None or versions < self._sync_versions):
-            versions += 1
-            self._round()
-            self._now += max(self._cadence_of(peer).steps / self._speeds[peer.name] for peer in self.peers)
-        self._train_apart()
-        outcome = self._outcome()
-        stale = mean(self._staleness) if self._staleness else 0.0
-        count, counted = len(self.counted), mean(self.counted) if self.counted else 0.0
-        return replace(outcome, time=self._now, versions=versions + count, staleness=stale, counted=counted)
-
-    def _train_apart(self) -> None:
-        for place, peer in enumerate(self.peers):
-            self._after(self._before(peer), Moment.OFFER, place)
-        happens = {Moment.OFFER: self._offer, Moment.CLOSE: self._close_version, Moment.DONE: self._done}
-        while not self._finish.finishing:
-            self._now, moment, place = heapq.heappop(self._to_come)
-            happens[moment](place)
-        for peer in self.peers:
-            self._catch_up(peer)
-        while not self._finish.done:
-            self._round()
-
-    def _offer(self, place: int) -> None:
-        peer = self.peers[place]
-        self._train(peer, self._before(peer))
-        self._staleness.append(len(self._pending[peer.name]))
-        self._catch_up(peer)
-        peer.line.sent = self._measured(peer.line)
-        self._offered.append(peer)
-        overlap = self._cadence_of(peer).overlap
-        self._after(overlap, Moment.CLOSE, place)
-        self._after(overlap, Moment.DONE, place)
-
-    def _close_version(self, place: int) -> None:
-        """Unless another one's end has closed it."""
-        group = [peer for peer in self.peers if peer in self._offered]
-        if self.peers[place] not in group:
-            return
-        closed = self._close(group)
-        self._offered.clear()
-        self.counted.append(len(group))
-        for missed in self._pending.values():
-            missed.append(closed)
-        self._finish.passed(closed.commit)
-
-    def _done(self, place: int) -> None:
-        peer = self.peers[place]
-        self._train(peer, self._cadence_of(peer).overlap)
-        self._catch_up(peer)
-        self._after(self._before(peer), Moment.OFFER, place)
-
-    def _after(self, steps: int, moment: Moment, place: int) -> None:
-        """So many inner steps of this peer from now."""
-        time = self._now + steps / self._speeds[self.peers[place].name]
-        heapq.heappush(self._to_come, (time, moment, place))
-
-    def _catch_up(self, peer: Peer) -> None:
-        for closed in self._pending[peer.name]:
-            peer.apply(closed)
-        self._pending[peer.name].clear()
-
-    def _cadence_of(self, peer: Peer) -> Cadence:
-        speeds = self._speeds
-        return Cadence.fitted(self._contract, speeds[peer.name], max(speeds.values()), sync_s=0.0)
-
-
-# ---------------------------------------------------------------- in pairs
-
-
-class Gossiper(Peer):
-    """One with an order of its own through the data, and weights of its own."""
-
-    def __init__(self, name: str, contract: Contract, speed: float, all_speeds: float) -> None:
-        super().__init__(name, contract)
-        self.speed, self._all_speeds = speed, all_speeds
-        self._reader = BlockReader(dataset_of(contract.data), own_seed(contract.run.seed, name))
-        self._reader.lease((Blocks(0, 2**60),))
-        self.swapped_at = 0
-        """Its inner steps when it swapped last."""
-
-    def advance(self, now: float) -> None:
-        """Do the inner steps that there was time for."""
-        self.train(int(now * self.speed + 1e-9) - self.inner.steps)
-
-    def due(self) -> float:
-        """When it has done H inner steps since its last swap."""
-        return (self.swapped_at + self._contract.inner.steps) / self.speed
-
-    @property
-    def local(self) -> torch.Tensor:
-        return read_fragment(self.line.parameters, self.line.layout.fragments[0])
-
-    def take(self, after: FragmentState) -> None:
-        """Stand where a swap leads."""
-        self.line.state = OuterState(self.line.state.version + 1, (after,))
-        write_fragment(self.line.parameters, self.line.layout.fragments[0], after.anchor)
-        self.swapped_at = self.inner.steps
-
-    def _position(self) -> int:
-        """Tokens of the whole run when this step ends: all others go on, too."""
-        return int((self.inner.steps + 1) / self.speed * self._all_speeds) * self._contract.tokens_per_step
-
-
-class GossipRun:
-    """Peers that swap in pairs, in virtual time: whoever did H inner steps meets another one at random, as it stands.
-
-    A swap takes no time, and everybody knows how far all are. The loss is that of the final average.
-    """
-
-    def __init__(self, contract: Contract, names: Sequence[str], speeds: Sequence[float]) -> None:
-        self._contract = contract
-        self.peers = [Gossiper(name, contract, speed, sum(speeds)) for name, speed in zip(names, speeds, strict=True)]
-        self._pairing = Pairing(contract.outer.lr, contract.outer.momentum)
-        self._draw = random.Random(contract.run.seed)
-        self._ends = contract.run.total_tokens / (sum(speeds) * contract.tokens_per_step)
-        self._swaps = 0
-
-    def train(self) -> Outcome:
-        """Until the run has its tokens; then on average, plainly, until all are alike."""
-        while (first := min(self.peers, key=Gossiper.due)).due() <= self._ends:
-            self._swap(first, first.due())
-        for peer in self.peers:
-            peer.advance(self._ends)
-        self._average()
-        tokens = sum(peer.inner.steps for peer in self.peers) * self._contract.tokens_per_step
-        sent_bytes = 2 * self._swaps * FP32_BYTES * count_parameters(self.peers[0].model)
-        loss = self.peers[0].heldout_loss()
-        return Outcome(loss, FP32_BYTES * 8, sent_bytes / tokens, tokens, 0.0, time=self._ends, versions=self._swaps)
-
-    def _swap(self, first: Gossiper, now: float) -> None:
-        pair = (first, self._draw.choice([peer for peer in self.peers if peer is not first]))
-        for peer in pair:
-            peer.advance(now)
-        mean = pair_mean(*(peer.local for peer in pair))
-        for peer in pair:
-            peer.take(self._pairing.step(peer.line.state.fragments[0], mean))
-        self._swaps += 1
-
-    def _average(self) -> None:
-        while max(spread(one.local, self.peers[0].local) for one in self.peers) > self._contract.gossip.tolerance:
-            pair = self._draw.sample(self.peers, 2)
-            mean = pair_mean(*(peer.local for peer in pair))
-            for peer in pair:
-                peer.take(settle(peer.line.state.fragments[0], mean))
+    def _on_event(self, peer: Trainer, event: Event) -> None:
+        if isinstance(event, Ended) and event.wall_s is not None:
+            self._began_s = min(self._began_s, monotonic_s() - event.wall_s)
+        elif isinstance(event, SwapApplied):
             self._swaps += 1
+        elif isinstance(event, VersionClosed) and peer is self.peers[0]:
+            assert peer.line.commit is not None
+            self.commits.append(peer.line.commit)
+            if event.tokens >= self.contract.run.total_tokens:
+                self._complete_s = min(self._complete_s, monotonic_s())
+
+    def _longest(self) -> float:
+        """Time of the inner steps of whoever did most for its speed."""
+        return max(peer.run.steps / speed for peer, speed in zip(self.peers, self._speeds.values(), strict=True))
+
+    def _encoded(self, line: Line, encode: Encode, parts: int, pieces: Iterable[Piece]) -> Sequence[bytes]:
+        encoded = encode(parts, pieces)
+        if line.trained.tokens:  # else it is nearly nothing, in hardly any bytes
+            self._bits.append(8 * sum(map(len, encoded)) / line.due.elements)
+            self._staleness.append(line.state.version - line.since)
+        return encoded
+
+    def _outcome(self) -> Outcome:
+        ending = self.peers[0].run.ending
+        assert ending is not None
+        assert ending.val_loss is not None
+        tokens = sum(peer.run.steps for peer in self.peers) * self.contract.tokens_per_step
+        membership = self.contract.membership
+        together = membership.sync_versions if membership.policy == "async" else 0
+        apart = [commit for commit in self.commits if commit.version > together]
+        return Outcome(
+            loss=ending.val_loss,
+            bits=mean(self._bits or [8 * FP32_BYTES]),
+            bytes_per_token=sum(self._network.sent_bytes.values()) / tokens,
+            tokens=tokens,
+            cpu_s=0.0,
+            time=(self._complete_s - self._began_s) / STEP_S if self.commits else self._longest(),
+            versions=len(self.commits) or self._swaps // 2,
+            staleness=mean(self._staleness or [0]),
+            counted=mean([len(commit.counted) for commit in apart] or [0]),
+        )
