@@ -23,7 +23,7 @@ from diloco.compress.encoding import Encoded
 from diloco.observe.events import FLIGHT, timed
 from diloco.outer.align import aligned
 from diloco.outer.feedback import with_residual
-from diloco.outer.line import MAX_VALUE, Line, Sent, complete, fade_residual, keep_residual
+from diloco.outer.line import MAX_VALUE, Line, PendingContribution, complete, fade_residual, keep_residual
 from diloco.outer.pseudograd import gradients, pseudo_gradient
 from diloco.outer.state import FragmentState
 
@@ -76,7 +76,7 @@ def run_round(peer: Rounds, steps: int, overlap: int) -> Life[Sequence[Closed] |
     return outcome
 
 
-def measure(line: Line, how: Measure, seconds: Seconds) -> Sent:
+def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
     """Steps 2 and 3 on one rank: the pseudo-gradient of the due fragment, compressed. Becomes what the line has sent.
 
     Raises PayloadError, on all ranks alike, when it is not finite. Where nobody needs it whole it is made part by part
@@ -108,7 +108,7 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> Sent:
     trained = line.trained
     weight = line.weighing.weight(trained.tokens, how.staleness)
     contribution = Contribution(fragment.index, line.state.version, weight, trained.tokens, trained.blocks, parts)
-    sent = Sent(contribution, local, anchor, None if line.feedback is None else target)
+    sent = PendingContribution(contribution, local, anchor, None if line.feedback is None else target)
     line.sent = line.merge.sent(line, sent, fragment, gradient, 1.0 / how.trainers)
     return line.sent
 
@@ -139,7 +139,7 @@ def apply(line: Line, version: Stepped[FragmentState], how: Apply, seconds: Seco
     line.commit, line.sent = commit, None
 
 
-def _book_encoding(sent: Sent, seconds: Seconds) -> None:
+def _book_encoding(sent: PendingContribution, seconds: Seconds) -> None:
     """What another thread did of steps 2 and 3, and for how long the contribution was on its way."""
     parts = sent.contribution.parts
     if isinstance(parts, Encoded):

@@ -84,8 +84,8 @@ class MemoryRuntime:
         self._world.ask(lambda: self._world.network.detach(self._address))
 
 
-class LocalGate:
-    """`diloco.transport.gate.Gate` without a directory."""
+class LocalEndpoint:
+    """`diloco.transport.endpoint.Endpoint` without a directory."""
 
     def __init__(self, runtime: Any, welcome: Welcome | None) -> None:
         self.site, self.runtime, self.welcome = SITE, runtime, welcome
@@ -109,13 +109,13 @@ class Gossiper:
         self.seen: list[EventLine] = []
         welcome = world.hello(through) if through is not None else None
         self.runtime = MemoryRuntime(world, f"{name}:1") if world.in_memory else Runtime(1.0, world.send_bps)
-        gate: Any = LocalGate(self.runtime, welcome)
+        endpoint: Any = LocalEndpoint(self.runtime, welcome)
         events = Events(None, name, [lambda stamped: self.seen.append(to_json(stamped))])
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})
         rank = PeerRank(world.contract, SITE, island, loop.weights, loop)
         self.chronicle = Chronicle(rank, events.emit, None)
-        self.peer = GossipPeer(name, rank, gate, events, self.chronicle, checkpoint)
+        self.peer = GossipPeer(name, rank, endpoint, events, self.chronicle, checkpoint)
         self.life = GossipLife(self.peer, lambda: False)
         self.chronicle.peer = self.peer
         self.dead = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco.base.decisions import Apply
 from diloco.base.life import Stepped
-from diloco.outer.line import Line, Sent
+from diloco.outer.line import Line, PendingContribution
 from diloco.outer.state import FragmentState
 from diloco.round import apply, measure
 from diloco.simulate.virtual.training import adopt_state, drop_progress, step_outer, take_back
@@ -13,7 +13,7 @@ from diloco.storage.line_state import book_restored, restore_line
 from tests.fronts import drive
 
 
-def measured(line: Line, overlaps: bool = True) -> Sent:
+def measured(line: Line, overlaps: bool = True) -> PendingContribution:
     """What the line sends: pseudo-gradient and compress."""
     return measure(line, line.measuring(overlaps), {})
 

@@ -82,8 +82,8 @@ class LocalRuntime:
         """Nobody has a directory to tell of."""
 
 
-class LocalGate:
-    """`diloco.transport.gate.Gate` on a network in memory."""
+class LocalEndpoint:
+    """`diloco.transport.endpoint.Endpoint` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str, welcome: Welcome | None) -> None:
         self.site = world.site
@@ -111,14 +111,14 @@ class LocalPeer:
         self.world = world
         welcome = world.ask(through.peer.exchange.on_hello) if through else None
         address = f"{name}:1"
-        gate = LocalGate(world, address, welcome)
+        endpoint = LocalEndpoint(world, address, welcome)
         directory = world.directory / name if world.directory else None
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})
         rank = PeerRank(world.contract, world.site, island, loop.weights, loop)
         self.told: list[dict[str, Any]] = []
         events = Events(None, name, [lambda stamped: self.told.append(to_json(stamped))])
-        self.peer = Peer(name, rank, gate, events, self, directory=directory)  # type: ignore[arg-type]
+        self.peer = Peer(name, rank, endpoint, events, self, directory=directory)  # type: ignore[arg-type]
         self.leaving = False
         self.life = AgreedLife(self.peer, lambda: self.leaving)
         self.address = address

@@ -15,7 +15,7 @@ import pytest
 from diloco.simulate.chaos.absence import Scale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
 from diloco.simulate.chaos.fault import Fault
-from diloco.simulate.chaos.fleet import Life, SeenVersion
+from diloco.simulate.chaos.fleet import FleetLife, SeenVersion
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import by_kind, throughput
 from diloco.simulate.local.processes import Child
@@ -153,7 +153,7 @@ class Story:
     def __init__(self, directory: Path) -> None:
         ended = Child("nobody", "this", [], directory / "log.txt", 1)
         ended.wait()
-        self.a, self.b = (Life(name, ended, directory, -1.0, 0) for name in "ab")
+        self.a, self.b = (FleetLife(name, ended, directory, -1.0, 0) for name in "ab")
         self.tokens = 0
         for life in (self.a, self.b):
             life.events.append({"kind": "view", "time": 0.0, "version": 1, "joined": ["a", "b"], "left": []})

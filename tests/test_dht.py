@@ -25,7 +25,7 @@ from diloco.config.site import Site
 from diloco.protocol.streams import Welcome
 from diloco.transport import presence as presence_module
 from diloco.transport.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
-from diloco.transport.gate import Gate
+from diloco.transport.endpoint import Endpoint
 from diloco.transport.presence import Presence
 from diloco.transport.sockets import _socket_inodes
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
@@ -417,41 +417,41 @@ def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
     dead = Directory.start("run")
     addresses = dead.addresses
     dead.close()
-    gate = Gate(Site())
+    endpoint = Endpoint(Site())
     warnings: list[str] = []
     try:
-        gate.welcome = Welcome(b"", "lineage", 0, True, (), addresses, "layout", "data")
-        gate.open_directory("run", warnings.append)
+        endpoint.welcome = Welcome(b"", "lineage", 0, True, (), addresses, "layout", "data")
+        endpoint.open_directory("run", warnings.append)
         assert "going on without it" in warnings[0]
-        assert becomes(lambda: gate.directory.announce(member("a"), version=0))
-        assert gate.directory.addresses
-        assert gate.directory.addresses != addresses
+        assert becomes(lambda: endpoint.directory.announce(member("a"), version=0))
+        assert endpoint.directory.addresses
+        assert endpoint.directory.addresses != addresses
     finally:
-        gate.close()
+        endpoint.close()
 
 
 @pytest.mark.slow(queued=False)
 def test_a_directory_that_is_slow_to_start_ends_nobody_and_is_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine where many peers start at once."""
-    gate = Gate(Site())
+    endpoint = Endpoint(Site())
     warnings: list[str] = []
     receive = Directory._receive
     try:
-        os.killpg(leader_of(gate.directory), signal.SIGSTOP)
+        os.killpg(leader_of(endpoint.directory), signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(Directory, "_receive", lambda own, _: receive(own, time.monotonic() + 0.2))
-            gate.open_directory("run", warnings.append)
+            endpoint.open_directory("run", warnings.append)
         assert "going on without it" in warnings[0]
-        assert gate.directory.addresses == ()
-        os.killpg(leader_of(gate.directory), signal.SIGCONT)
-        assert becomes(lambda: gate.directory.announce(member("a"), version=0))
-        assert gate.directory.addresses
+        assert endpoint.directory.addresses == ()
+        os.killpg(leader_of(endpoint.directory), signal.SIGCONT)
+        assert becomes(lambda: endpoint.directory.announce(member("a"), version=0))
+        assert endpoint.directory.addresses
         exchange = Exchanging()
-        presence = Presence(gate.directory, exchange, gate.runtime.answer_of)
-        assert becomes(lambda: exchange.directory == gate.directory.addresses)
+        presence = Presence(endpoint.directory, exchange, endpoint.runtime.answer_of)
+        assert becomes(lambda: exchange.directory == endpoint.directory.addresses)
         presence.end()
     finally:
-        gate.close()
+        endpoint.close()
 
 
 class Exchanging:

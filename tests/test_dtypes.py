@@ -13,7 +13,7 @@ from diloco.compress import open_codec
 from diloco.config.contract import CodecSection, OuterSection
 from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Fragment, Layout, Weights
-from diloco.outer.line import Line, Sent, keep_local, weights_at_anchor
+from diloco.outer.line import Line, PendingContribution, keep_local, weights_at_anchor
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.outer.weighing import Weighing
@@ -65,7 +65,7 @@ def held(line: Line) -> Tensor:
     return anchor
 
 
-def gradient(line: Line, sent: Sent) -> Tensor:
+def gradient(line: Line, sent: PendingContribution) -> Tensor:
     """The contribution that was sent, decoded."""
     cuts, parts = fragment_of(line).cuts, sent.contribution.parts
     return torch.cat([line.codecs[0].decode(parts[part], stop - start) for part, (start, stop) in cuts.items()])
@@ -219,4 +219,4 @@ def test_what_was_sent_stays_sent_on_a_copied_state(dtype: torch.dtype) -> None:
     assert line.sent is not None
     assert line.sent.local is not None
     assert torch.equal(line.sent.local, local_of(line))
-    assert torch.equal(line.sent.unsent, held(line))
+    assert torch.equal(line.sent.base_if_skipped, held(line))

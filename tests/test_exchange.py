@@ -114,16 +114,16 @@ def test_outer_steps_in_place_have_the_same_bits(world: LocalWorld) -> None:
 
 def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
     exchange, line = world.peers[0].peer.exchange, world.peers[0].peer.line
-    assert exchange.spare().result(10.0)
+    assert exchange.state_unused().result(10.0)
     with pytest.raises(LinkRefused):
         world.run(exchange.on_state_offer(""))
     waiting = asyncio.run_coroutine_threadsafe(exchange.on_state_offer(""), world.loop)
     exchange.hold(line.state, line.commit)
     assert waiting.result(DEADLINE_S).digest == line.state.digest
-    assert not exchange.spare().result(10.0)  # somebody is about to copy it
+    assert not exchange.state_unused().result(10.0)  # somebody is about to copy it
     other = world.peers[1].peer
     assert world.run(other.exchange.on_state_offer(other.line.state.digest)).digest == other.line.state.digest
-    assert other.exchange.spare().result(10.0)  # it was asked by one who has that state
+    assert other.exchange.state_unused().result(10.0)  # it was asked by one who has that state
 
 
 def test_a_connection_that_breaks_once_is_no_death(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,10 +291,10 @@ def test_the_dead_are_forgotten_but_for_their_tokens() -> None:
 def test_what_is_told_says_how_old_it_is() -> None:
     known, other = Acquaintances(A), Acquaintances(C)
     known.hear([word(B, 1, 20, age_s=3.0)], 100.0)
-    me, b = known.tell(110.0)
+    me, b = known.publish(110.0)
     assert (me.member, me.age_s, b.member, b.age_s) == (A, 0.0, B, 13.0)
     other.hear([me, b], 0.0)
-    assert known.tell(110.0)[0].beat > me.beat
+    assert known.publish(110.0)[0].beat > me.beat
     assert {entry.member.peer: round(age_s) for entry, age_s, _ in other.everybody(0.0)} == {"a": 0, "b": 13}
 
 

@@ -22,9 +22,9 @@ from diloco.config.site import Site
 from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
-from diloco.run.launch import knock
+from diloco.run.launch import fetch_contract
 from diloco.transport import runtime
-from diloco.transport.gate import Gate
+from diloco.transport.endpoint import Endpoint
 from diloco.transport.runtime import Runtime, StartingError
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S
@@ -46,8 +46,8 @@ class Nowhere(NoDirectory):
 
 @pytest.fixture(autouse=True)
 def _without_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.transport.gate.Directory", Nowhere)
-    monkeypatch.setattr(Gate, "open_directory", lambda gate, run, warn: None)
+    monkeypatch.setattr("diloco.transport.endpoint.Directory", Nowhere)
+    monkeypatch.setattr(Endpoint, "open_directory", lambda endpoint, run, warn: None)
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
     may_go_on = threading.Event()
     hello = Runtime._hello
 
-    def slow(gate: Gate, run: str, warn: Callable[[str], None]) -> None:
-        assert gate.welcome is not None or may_go_on.wait(DEADLINE_S)
+    def slow(endpoint: Endpoint, run: str, warn: Callable[[str], None]) -> None:
+        assert endpoint.welcome is not None or may_go_on.wait(DEADLINE_S)
 
     def knocked(own: Runtime, address: str) -> Welcome:
         try:
@@ -82,7 +82,7 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
             may_go_on.set()
             raise
 
-    monkeypatch.setattr(Gate, "open_directory", slow)
+    monkeypatch.setattr(Endpoint, "open_directory", slow)
     monkeypatch.setattr(Runtime, "_hello", knocked)
     with ThreadPoolExecutor(1) as pool:
         founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4))
@@ -113,7 +113,7 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
     (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
     assert looks.wait(DEADLINE_S)
     monkeypatch.setattr(type(run._leading.peer.exchange), "alone", True)  # whom it finds it is to tell of
-    loop = run._leading.peer.gate.runtime.loop
+    loop = run._leading.peer.endpoint.runtime.loop
     run.close()
     ended.set()
     presence.join(10.0)
@@ -142,35 +142,35 @@ def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:
 
 
 def test_who_knocks_in_vain_is_told_at_once_and_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "KNOCK_S", 0.5)
-    gate, heard = Gate(Site()), list[Stamped]()
+    monkeypatch.setattr(runtime, "JOIN_PATIENCE_S", 0.5)
+    endpoint, heard = Endpoint(Site()), list[Stamped]()
     try:
         with pytest.raises(UnreachableError, match="nobody answers"):
-            knock("127.0.0.1:1", gate, heard.append, lambda: False)  # `stop`
+            fetch_contract("127.0.0.1:1", endpoint, heard.append, lambda: False)  # `stop`
         assert [type(stamped.event) for stamped in heard] == [Remark]  # once, and not for each knock
         assert "nobody answers at 127.0.0.1:1" in heard[0].event.text
-        monkeypatch.setattr(runtime, "KNOCK_S", 60.0)
+        monkeypatch.setattr(runtime, "JOIN_PATIENCE_S", 60.0)
         with pytest.raises(Interrupted, match="nobody answers"):
-            knock("127.0.0.1:1", gate, heard.append, lambda: True)
+            fetch_contract("127.0.0.1:1", endpoint, heard.append, lambda: True)
     finally:
-        gate.close()
+        endpoint.close()
 
 
 def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
     """As for an island that comes back to the members of its last version: ports are used again."""
     other = diloco.found(contract("other"), nn.Linear(4, 4))
     founder = diloco.found(contract(), nn.Linear(4, 4))
-    gate = Gate(Site())
+    endpoint = Endpoint(Site())
     try:
         digest = contract().digest[:12]
         tickets = f"{other.address.partition('/')[0]}/{digest},127.0.0.1:1,{founder.address}"
-        assert gate.knock(tickets) == contract()
-        assert gate.welcome is not None
-        assert gate.welcome.members[0].peer == founder.name
+        assert endpoint.fetch_contract(tickets) == contract()
+        assert endpoint.welcome is not None
+        assert endpoint.welcome.members[0].peer == founder.name
         with pytest.raises(TicketError, match=f"names {digest}"):
-            gate.knock(tickets.rpartition(",")[0])
+            endpoint.fetch_contract(tickets.rpartition(",")[0])
     finally:
-        gate.close()
+        endpoint.close()
         founder.close()
         other.close()
 
@@ -178,20 +178,20 @@ def test_where_another_run_is_by_now_the_next_address_is_tried() -> None:
 def test_addresses_of_a_directory_that_are_none_end_no_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a member's to tell."""
     monkeypatch.undo()
-    gate, warnings = Gate(Site()), list[str]()
+    endpoint, warnings = Endpoint(Site()), list[str]()
     try:
-        gate.welcome = Welcome(b"", "lineage", 0, True, (), ("/dnsaddr/example.org",), "layout", "data")
-        monkeypatch.setattr("diloco.transport.gate.Directory", Nowhere)
-        gate.open_directory("run", warnings.append)
+        endpoint.welcome = Welcome(b"", "lineage", 0, True, (), ("/dnsaddr/example.org",), "layout", "data")
+        monkeypatch.setattr("diloco.transport.endpoint.Directory", Nowhere)
+        endpoint.open_directory("run", warnings.append)
         assert "'/dnsaddr/example.org'; going on without it" in warnings[0]
     finally:
-        gate.close()
+        endpoint.close()
 
 
 def test_a_secret_that_is_too_short_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr("diloco.transport.gate.Directory", lambda: made.append("directory"))
+    monkeypatch.setattr("diloco.transport.endpoint.Directory", lambda: made.append("directory"))
     monkeypatch.setenv(VARIABLE, "short")
     with pytest.raises(UsageError, match="5 characters"):
-        Gate(Site())
+        Endpoint(Site())
     assert made == []

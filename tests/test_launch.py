@@ -31,7 +31,7 @@ from diloco.observe.events import Listening, Stamped
 from diloco.run.launch import come_back, event_card, run_peer
 from diloco.run.options import PeerOptions
 from diloco.storage.checkpoint import save
-from diloco.transport.gate import known_here_only, listening
+from diloco.transport.endpoint import known_here_only, listening
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 
 ME, BOB, EVE = Member("me", 1, "127.0.0.1:1"), Member("bob", 1, "127.0.0.1:2"), Member("eve", 1, "127.0.0.1:3")

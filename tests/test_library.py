@@ -31,8 +31,8 @@ from diloco.run.blocking import block
 from diloco.run.door import Entrance, Parts, open_run
 from diloco.run.own_loop import OwnLoop
 from diloco.run.run import Run
-from diloco.transport.gate import Gate
-from tests.local import ELEMENTS, LocalGate, LocalWorld
+from diloco.transport.endpoint import Endpoint
+from tests.local import ELEMENTS, LocalEndpoint, LocalWorld
 from tests.peers import until
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "own_loop.py"
@@ -195,13 +195,13 @@ def test_mistakes_are_named() -> None:
 
 
 def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gates: list[Gate] = []
+    gates: list[Endpoint] = []
 
-    def gate(site: Site, lanes: int) -> Gate:
-        gates.append(Gate(site, lanes))
+    def endpoint(site: Site, lanes: int) -> Endpoint:
+        gates.append(Endpoint(site, lanes))
         return gates[-1]
 
-    monkeypatch.setattr("diloco.run.door.Gate", gate)
+    monkeypatch.setattr("diloco.run.door.Endpoint", endpoint)
     model = torch.nn.Linear(4, 4)
     tree = {"run": {"name": "freed", "total_tokens": 1000}, "model": {"kind": "external"}}
     nobody = {"codec": {"groups": ({"match": ("nothing*",), "name": "bf16"},)}}
@@ -211,8 +211,8 @@ def test_what_fails_before_it_is_a_run_frees_everything(tmp_path: Path, monkeypa
     no_folder = Site.model_validate({"storage": {"directory": str(tmp_path / "file")}})
     with pytest.raises(ResourceError):
         diloco.found(Contract.model_validate(tree), model, site=no_folder)
-    assert [gate.runtime.loop.is_running() for gate in gates] == [False, False]
-    assert all(gate.directory._process.poll() is not None for gate in gates)
+    assert [endpoint.runtime.loop.is_running() for endpoint in gates] == [False, False]
+    assert all(endpoint.directory._process.poll() is not None for endpoint in gates)
 
 
 @pytest.mark.slow(queued=False)
@@ -257,11 +257,11 @@ class Own:
     def __init__(self, world: LocalWorld) -> None:
         self.world = world
         self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
-        gate: Any = LocalGate(world, "own:1", world.ask(world.peers[0].peer.exchange.on_hello))
+        endpoint: Any = LocalEndpoint(world, "own:1", world.ask(world.peers[0].peer.exchange.on_hello))
         site = world.site.model_copy(update={"peer": PeerSection(name="p9")})
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})
-        entrance = Entrance(world.contract, gate, "p9", None)
+        entrance = Entrance(world.contract, endpoint, "p9", None)
         self.run = block(open_run(lambda: entrance, site, island, lambda contract: Parts(loop.weights, loop)))
         self.peer = peer_of(self.run)
         self.others_round()

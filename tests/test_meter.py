@@ -62,13 +62,13 @@ def test_mfu_is_told_of_inner_steps_and_of_all_time(clock: Clock) -> None:
     for _ in range(2):
         usage.step(tokens=500, seconds=1.0)
     clock.now = 4.0
-    told = usage.told()
-    assert (told["inner_tokens"], told["inner_s"], told["wall_s"], told["flops"]) == (1000, 2.0, 4.0, 1e12)
-    assert (told["flops_per_s"], told["flops_per_s_wall"]) == (0.5e12, 0.25e12)
-    assert (told["mfu"], told["mfu_wall"]) == (0.25, 0.125)
+    fields = usage.fields()
+    assert (fields["inner_tokens"], fields["inner_s"], fields["wall_s"], fields["flops"]) == (1000, 2.0, 4.0, 1e12)
+    assert (fields["flops_per_s"], fields["flops_per_s_wall"]) == (0.5e12, 0.25e12)
+    assert (fields["mfu"], fields["mfu_wall"]) == (0.25, 0.125)
     clock.now = 5.0
-    told = usage.told()  # since then nothing was trained
-    assert (told["inner_tokens"], told["wall_s"], told["mfu"], told["mfu_wall"]) == (0, 1.0, None, 0.0)
+    fields = usage.fields()  # since then nothing was trained
+    assert (fields["inner_tokens"], fields["wall_s"], fields["mfu"], fields["mfu_wall"]) == (0, 1.0, None, 0.0)
 
 
 def test_without_a_peak_there_is_no_mfu_and_without_sizes_no_flops(clock: Clock) -> None:
@@ -76,8 +76,8 @@ def test_without_a_peak_there_is_no_mfu_and_without_sizes_no_flops(clock: Clock)
         usage = Usage(flops, None, ranks=1, phases=Phases(CPU))
         usage.step(tokens=1, seconds=1.0)
         clock.now += 2.0
-        told = usage.told()
-        assert (told["flops_per_s"], told["mfu"], told["mfu_wall"]) == (expected, None, None)
+        fields = usage.fields()
+        assert (fields["flops_per_s"], fields["mfu"], fields["mfu_wall"]) == (expected, None, None)
 
 
 def test_the_site_s_peak_beats_that_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from diloco.outer.average import fold, mean_digest
 from diloco.outer.eager import open_merge
 from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Diverged, Line, Sent, keep_local, weights_to_keep
+from diloco.outer.line import Diverged, Line, PendingContribution, keep_local, weights_to_keep
 from diloco.outer.merge import mix
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.outer.weighing import Weighing
-from diloco.peer.schedule import MIN_SHARE, Cadence, Finish, Stopwatch
+from diloco.peer.schedule import MIN_SHARE, Cadence, RunEnd, Stopwatch
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
 from diloco.storage.checkpoint import load
@@ -112,41 +112,41 @@ def test_the_pace_is_that_of_the_round_before() -> None:
 )
 def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str, int], more: int) -> None:
     base = {"fragments": 1}
-    ending = Finish.of(contract(run={"name": "x", "total_tokens": 100}, inner={"steps": 4}, sync={**base, **sync}))
-    ending.passed(commit_of(3, tokens=99))
+    ending = RunEnd.of(contract(run={"name": "x", "total_tokens": 100}, inner={"steps": 4}, sync={**base, **sync}))
+    ending.on_commit(commit_of(3, tokens=99))
     assert not ending.finishing
     for version in range(4, 4 + more):
-        ending.passed(commit_of(version, tokens=100 + version))
+        ending.on_commit(commit_of(version, tokens=100 + version))
         assert ending.finishing
         assert not ending.done
-    ending.passed(commit_of(4 + more, tokens=110))
+    ending.on_commit(commit_of(4 + more, tokens=110))
     assert ending.done
 
 
 @pytest.mark.parametrize(("policy", "more"), [("sync", 0), ("quorum", 1), ("async", 1)])
 def test_a_final_version_counts_whom_the_others_did_not_wait_for(policy: str, more: int) -> None:
     sections = {"membership": {"policy": policy}, "inner": {"steps": 4}, "sync": {"fragments": 1}}
-    ending = Finish.of(contract(run={"name": "x", "total_tokens": 100}, **sections))
+    ending = RunEnd.of(contract(run={"name": "x", "total_tokens": 100}, **sections))
     assert ending.further_versions(commit_of(4)) == more
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), st.booleans())
 def test_contributors_that_take_turns_have_one_in_the_final_sync(
-    peers: int, most: int, fragments: int, version: int, under_way: bool
+    peers: int, most: int, fragments: int, version: int, may_leave_progress: bool
 ) -> None:
     names = [f"p{number}" for number in range(peers)]
-    ending = Finish(100, fragments, under_way, most)
-    ending.passed(commit_of(version, 100, tuple(Counted(name, 0, 1, 1, 1) for name in names)))
+    ending = RunEnd(100, fragments, may_leave_progress, most)
+    ending.on_commit(commit_of(version, 100, tuple(Counted(name, 0, 1, 1, 1) for name in names)))
     assert ending.last_version is not None
     counted: dict[int, set[str]] = {fragment: set() for fragment in range(fragments)}
-    for final in range(version + under_way, ending.last_version + 1):
+    for final in range(version + may_leave_progress, ending.last_version + 1):
         counted[(final - 1) % fragments] |= set(in_turn(names, most, (final - 1) // fragments))
     assert all(counts == set(names) for counts in counted.values())
 
 
 def test_who_copies_the_state_after_the_end_is_done() -> None:
-    ending = Finish(100, 3, True)
-    ending.passed(commit_of(9, tokens=120), copied=True)
+    ending = RunEnd(100, 3, True)
+    ending.on_commit(commit_of(9, tokens=120), copied=True)
     assert ending.done
 
 
@@ -183,7 +183,7 @@ def line_of(
     return Line(name, weights, layout, [codec], optimizer, Weighing(), state, merge=how, **settings)  # type: ignore[arg-type]
 
 
-def close(lines: list[Line], sent: list[Sent]) -> Closed:
+def close(lines: list[Line], sent: list[PendingContribution]) -> Closed:
     """The version that all of them are counted in."""
     fragment = lines[0].layout.fragments[0]
     parts = [
@@ -325,7 +325,7 @@ def test_eager_foresees_progress_and_not_what_was_dropped_before() -> None:
     assert sent.target is not None
     assert sent.local is not None
     assert torch.equal(sent.target, gradient + 1.5)
-    torch.testing.assert_close(sent.unsent - sent.local, gradient)
+    torch.testing.assert_close(sent.base_if_skipped - sent.local, gradient)
     assert torch.equal(residual, torch.full((SIZE,), 3.0))
 
 
@@ -396,7 +396,7 @@ def rounds_of(overlaps: bool, merge: str, omitted: int, in_place: bool) -> list[
             commit = replace(closed.commit, omitted=(Omitted("x", omitted, omitted + 1),))
             closed = Closed(commit, closed.parts)
         for line in lines:
-            step_outer(line, closed, spare=in_place)
+            step_outer(line, closed, state_unused=in_place)
         found += [line.parameters["a"].clone() for line in lines] + [lines[0].state.fragments[0].anchor.clone()]
     return found
 
@@ -413,14 +413,14 @@ def test_a_round_without_a_copy_of_the_weights_has_the_same_bits(merge: str, omi
 def test_the_outer_state_is_overwritten_only_where_nobody_needs_it() -> None:
     line = line_of("x", torch.zeros(SIZE), OuterSection())
     asked: list[bool] = []
-    for spare, version_counts_us in ((True, True), (False, True), (True, False)):
+    for state_unused, version_counts_us in ((True, True), (False, True), (True, False)):
         line.commit = commit_of(line.state.version)
         train(line.parameters["a"], TARGETS[0])
         line.sent = measured(line, overlaps=False)
         closed = close([line] if version_counts_us else [line_of("y", torch.zeros(SIZE), OuterSection())], [line.sent])
         commit = replace(closed.commit, state_digest=line.state.digest, version=line.state.version + 1)
-        asked.append(line.applying(commit, version_counts_us, spare).in_place)
-        step_outer(line, replace(closed, commit=commit), spare)
+        asked.append(line.applying(commit, version_counts_us, state_unused).in_place)
+        step_outer(line, replace(closed, commit=commit), state_unused)
     assert asked == [True, False, False]
 
 

@@ -46,7 +46,7 @@ FILES_TOO_LONG = {
 }
 FOLDERS_TOO_FULL = {"diloco/simulate/virtual"}
 NAMES_WITH_TWO_MEANINGS = """
-    Alone Choice Cut Entry Fault Fork Gate Job Layout Life Measured Network Plan Ranks Row Stage Tally Trained"""
+    Alone Choice Cut Entry Fault Fork Job Layout Measured Network Plan Ranks Row Stage Tally"""
 
 # Files that one round crosses, without base/, config/ and observe/: on the training thread and in all; with a folder,
 # so with ledger, events and checkpoints, too. They may only fall: 10 and 30, 13 and 33 are the aim. Measured: 29 and

@@ -22,7 +22,7 @@ from diloco.run.door import Entrance
 from diloco.run.trainer import Trainer
 from diloco.storage.checkpoint import Checkpoint, load
 from tests.fronts import drive
-from tests.local import SITE, LocalGate, LocalPeer, LocalWorld
+from tests.local import SITE, LocalEndpoint, LocalPeer, LocalWorld
 from tests.peers import DEADLINE_S, until
 
 ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.1}
@@ -35,10 +35,10 @@ class LocalTrainer(LocalPeer):
     def __init__(self, name: str, world: Trainers, through: LocalPeer | None, checkpoint: Checkpoint | None) -> None:
         self.name, self.world, self.told = name, world, []
         self.address = f"{name}:1"
-        gate = LocalGate(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
+        endpoint = LocalEndpoint(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
         island = Island(0, 1, torch.device("cpu"))
         listeners = [lambda stamped: self.told.append(to_json(stamped))]
-        entrance = Entrance(world.contract, gate, name, world.folder / name, checkpoint, listeners)  # type: ignore[arg-type]
+        entrance = Entrance(world.contract, endpoint, name, world.folder / name, checkpoint, listeners)  # type: ignore[arg-type]
         self.trainer = Trainer(lambda: entrance, world.site, island)
         drive(self.trainer.open())
         run = self.run = self.trainer.run
@@ -331,5 +331,5 @@ def test_a_witness_is_no_trainer(world: Trainers) -> None:
         peer.peer.line.commit = witnessed
         event = peer.peer.chronicle.closed(witnessed, before, None, {})
         assert event is not None
-        peer.peer.tell(event)
+        peer.peer.publish(event)
     assert ["eval" in [event["kind"] for event in peer.told] for peer in (first, second)] == [True, False]

@@ -14,7 +14,7 @@ import pytest
 
 from diloco.base.clock import monotonic_s
 from diloco.base.life import Life, Wait, answered
-from diloco.base.workers import worker
+from diloco.base.threads import one_thread
 from diloco.simulate.virtual_time import lived, virtual_time
 
 
@@ -41,7 +41,7 @@ def test_everything_happens_in_the_order_of_time_and_on_one_thread() -> None:
 
     with virtual_time() as loop:
         loop.run_until_complete(both())
-        assert worker("w").submit(threading.get_ident).result() == threading.get_ident()
+        assert one_thread("w").submit(threading.get_ident).result() == threading.get_ident()
     assert seen == [(2, "fast"), (4, "fast"), (5, "slow"), (6, "fast"), (10, "slow"), (15, "slow")]
     assert threading.active_count() == threads
 

@@ -125,7 +125,7 @@ class Save(Decision):
 
 
 @dataclass(frozen=True)
-class Tell(Decision):
+class Publish(Decision):
     """Tell the subscribers of this event, a line of `events.jsonl`."""
 
     event: str

@@ -11,7 +11,7 @@ from typing import overload
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s
-from diloco.base.workers import worker
+from diloco.base.threads import one_thread
 from diloco.compress import Codec
 
 Piece = tuple[int, Codec, Callable[[], Tensor]]
@@ -32,7 +32,7 @@ class Encoder:
     """A thread that encodes one contribution after the other, so that the training thread need not."""
 
     def __init__(self) -> None:
-        self._pool = worker("encode")
+        self._pool = one_thread("encode")
 
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
         """As `encode_now`, but at once; what the values are made of must not change before they are encoded.

@@ -21,8 +21,8 @@ from typing import Any
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
 from diloco.base.life import done
+from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
-from diloco.base.workers import worker
 from diloco.exchange.background import Background, settle
 from diloco.exchange.lane import Lane, LaneTerms
 from diloco.exchange.lanes import RemoteLane
@@ -102,7 +102,7 @@ class Exchange(Background):
         """By number: ours first, then those of the other ranks that divide the outer state."""
         self._contents: dict[int, bytes] = {}
         """Of the parts of the mean that is being made, what they hash to."""
-        self._pool = worker("hash")
+        self._pool = one_thread("hash")
         self._moved = asyncio.Condition()
         self._copying = asyncio.Lock()
         self._asked: set[tuple[str, Member]] = set()
@@ -122,7 +122,7 @@ class Exchange(Background):
         self._numbers: dict[str, int] = {}
         """Of the states that are held, by digest: what lanes call them."""
         self._snapshots = Snapshots(self._backlog)
-        self._spared = False
+        self._state_reused = False
         """The state is being overwritten by the next."""
         self._serving = RateLimit(terms.serve_bps)
         self.void_tokens = 0
@@ -212,10 +212,10 @@ class Exchange(Background):
         self.lane.hold(state)
         self._call(self._hold, state, commit, event, copied, self.lane.held)
 
-    def spare(self) -> Future[bool]:
+    def state_unused(self) -> Future[bool]:
         """Whether nobody copies the state that we stand at. Then nobody is offered it any more, and it may be
         overwritten: who asks waits until `hold` tells of the next."""
-        return self._ask(self._spare)
+        return self._ask(self._state_unused)
 
     def report(self, progress: Progress) -> None:
         """What the heartbeats tell of this peer."""
@@ -306,7 +306,7 @@ class Exchange(Background):
 
     def start(self, address: str, directory: tuple[str, ...], lanes: tuple[str, ...] = ()) -> None:
         """Begin to tick. `address`: where the server listens; `directory`: addresses of our directory node; `lanes`:
-        where other ranks of ours listen (`seat`)."""
+        where other ranks of ours listen (`assign`)."""
         self.directory, self._lane_addresses = directory, lanes
         self._call(lambda: self._start(address))
 
@@ -316,8 +316,8 @@ class Exchange(Background):
 
     def elsewhere_bytes(self) -> tuple[int, int]:
         """Sent and received by other ranks of ours, as far as they told."""
-        told = [lane.wire_bytes for lane in self._others()]
-        return sum(sent for sent, _ in told), sum(received for _, received in told)
+        reported = [lane.wire_bytes for lane in self._others()]
+        return sum(sent for sent, _ in reported), sum(received for _, received in reported)
 
     def _others(self) -> list[RemoteLane]:
         return [lane for lane in self.lanes if isinstance(lane, RemoteLane)]
@@ -356,20 +356,20 @@ class Exchange(Background):
         self._feed(m.Offered(offer))
 
     def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool, number: int) -> None:
-        self._state, self._state_commit, self._spared = state, commit, False
+        self._state, self._state_commit, self._state_reused = state, commit, False
         self._numbers[state.digest] = number
         if copied:
             self._close_again(state.version)
         self._snapshots.forget(state.version, monotonic_s())
         self._retain()
-        self._spawn(self._tell_moved())
+        self._spawn(self._notify_moved())
         self._feed(event)
 
-    def _spare(self) -> bool:
+    def _state_unused(self) -> bool:
         if self._state is not None:
             self._snapshots.forget(self._state.version, monotonic_s())
-            self._spared = self._state.digest not in self._snapshots.digests()
-        return self._spared
+            self._state_reused = self._state.digest not in self._snapshots.digests()
+        return self._state_reused
 
     def _retain(self) -> None:
         """Lanes keep the latest state, and those that others are copying."""
@@ -479,7 +479,7 @@ class Exchange(Background):
         header = self._header(Kind.CONTRIBUTION, (begin.version, begin.attempt), 0)
         for lane in self.lanes:
             lane.begin(begin, self.machine.fragment, header, number)
-        self._spawn(self._tell_moved())
+        self._spawn(self._notify_moved())
 
     def _repair(self, repair: m.Repair) -> None:
         failpoints.hit("in-repair")
@@ -490,7 +490,7 @@ class Exchange(Background):
         self._contents = {
             part: content for part, content in self._contents.items() if after.get(part) == before.get(part)
         }
-        self._spawn(self._tell_moved())
+        self._spawn(self._notify_moved())
 
     # ------------------------------------------------------------ what lanes tell (LaneEvents)
 
@@ -547,7 +547,7 @@ class Exchange(Background):
         for lane in self.lanes:
             lane.keep_means(kept)
 
-    async def _tell_moved(self) -> None:
+    async def _notify_moved(self) -> None:
         async with self._moved:
             self._moved.notify_all()
 
@@ -567,7 +567,7 @@ class Exchange(Background):
         if closes is not None:
             settle(closes, None)
         self._answer(None)
-        self._spawn(self._tell_moved())
+        self._spawn(self._notify_moved())
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
         """Nothing that closed on our lineage, and was not applied yet, counts any more."""
@@ -721,7 +721,7 @@ class Exchange(Background):
             offer = await self._loop.run_in_executor(self._pool, make_offer, state, commit)
             if have == offer.digest:
                 return offer
-            if not self._spared and self._state is state:
+            if not self._state_reused and self._state is state:
                 given = self._snapshots.offer(state, offer, monotonic_s())
                 self._retain()
                 return given
@@ -731,8 +731,8 @@ class Exchange(Background):
         """The state, once it is not being overwritten; None when that takes too long, or there is none."""
         with suppress(TimeoutError):
             async with self._moved:
-                await asyncio.wait_for(self._moved.wait_for(lambda: not self._spared), self.terms.timing.stall_s)
-        return None if self._spared else self._state
+                await asyncio.wait_for(self._moved.wait_for(lambda: not self._state_reused), self.terms.timing.stall_s)
+        return None if self._state_reused else self._state
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         failpoints.hit("serving-state")

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from diloco.base import failpoints
 from diloco.base.hashing import content_hash
+from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
-from diloco.base.workers import worker
 from diloco.compress import Codec, PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
@@ -75,7 +75,7 @@ class LaneTerms:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead(Closed):
+class SteppedVersion(Closed):
     """A version that the lane averages and steps on a thread of its own, from the state that its commit names.
 
     It is a `diloco.base.life.Stepped`.
@@ -130,8 +130,8 @@ class Lane(Background):
         self.head: LaneEvents | None = None
         self.work: Work | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
-        self._folder = worker("average")
-        self._stepper = worker("step")
+        self._folder = one_thread("average")
+        self._stepper = one_thread("step")
         self._header: StreamHeader | None = None
         self._stepping: Stepping | None = None
         """Outer step of the version being made: attempts of one version have the parts in common that did not
@@ -320,7 +320,7 @@ class Lane(Background):
             return closed
         averaging = self._stepper.submit(stepping.average, closed.parts)
         stepped = self._stepper.submit(stepping.outer, closed.parts) if self.terms.ahead else None
-        return Ahead(commit, closed.parts, stepping, self._stepper, averaging, stepped)
+        return SteppedVersion(commit, closed.parts, stepping, self._stepper, averaging, stepped)
 
     def _steps_from(self, number: int, fragment: int, share: float) -> bool:
         """Whether what was begun is this very step."""

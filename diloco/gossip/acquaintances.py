@@ -46,7 +46,7 @@ class Acquaintances:
         self._beat += 1
         return Acquaintance(self.me, self._beat, self.progress, self.spread)
 
-    def tell(self, now_s: float) -> tuple[Acquaintance, ...]:
+    def publish(self, now_s: float) -> tuple[Acquaintance, ...]:
         """All that is known, for another peer: this one first."""
         others = (replace(entry.word, age_s=max(now_s - entry.said_at_s, 0.0)) for entry in self._known.values())
         return (self.myself(), *others)

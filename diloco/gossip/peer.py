@@ -65,7 +65,7 @@ from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes
 
 if TYPE_CHECKING:
-    from diloco.transport.gate import Gate
+    from diloco.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class GossipPeer:
         self,
         name: str,
         rank: PeerRank,
-        gate: Gate,
+        endpoint: Endpoint,
         events: Events,
         chronicle: SwapRecord,
         checkpoint: Checkpoint | None = None,
@@ -95,16 +95,16 @@ class GossipPeer:
     ) -> None:
         """`data`: fingerprint of the training data, which must be alike for all. `directory`: where checkpoints go, if
         anywhere. `checkpoint`: to go on from."""
-        self.rank, self.gate, self.events, self.chronicle = rank, gate, events, chronicle
+        self.rank, self.endpoint, self.events, self.chronicle = rank, endpoint, events, chronicle
         self.contract, self.site, self.island = rank.contract, rank.site, rank.island
         self.line, self.counter = rank.line, rank.counter
         bridge = self.line.weights
         self.weights = Led(bridge, self.island) if isinstance(bridge, Bridge) else bridge
         """As rank 0 reads and writes them, which holds all of the outer state."""
         self.directory = directory
-        self.do, self.tell = rank.lead(name, events, directory)
+        self.do, self.publish = rank.lead(name, events, directory)
         self._checkpoint = checkpoint
-        self.keeper = Keeper(self.tell, events.emit, self._begin_save)
+        self.keeper = Keeper(self.publish, events.emit, self._begin_save)
         self.tokens = 0
         """Trained by this peer, in all its lives that these weights come from."""
         self.discarded_tokens = 0
@@ -113,12 +113,12 @@ class GossipPeer:
         if checkpoint is not None:
             self.tokens = checkpoint.value("own_tokens", int)
             self.known_tokens = checkpoint.value("run_tokens", int)
-        welcome = gate.welcome
+        welcome = endpoint.welcome
         me = Member(name, new_incarnation(), "")
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
-        terms, runtime = gossip_terms(self.contract, self.site, self.line, data), gate.runtime
-        told = (self._on_reason, self._on_met)
-        self.exchange = Swapping(me, terms, runtime.link, lineage, runtime.loop, *told)
+        terms, runtime = gossip_terms(self.contract, self.site, self.line, data), endpoint.runtime
+        reported = (self._on_reason, self._on_met)
+        self.exchange = Swapping(me, terms, runtime.link, lineage, runtime.loop, *reported)
         self.address = ""
         self.progress = Progress()
         self.spread: float | None = None  # found at the last swap, before it
@@ -168,13 +168,13 @@ class GossipPeer:
             checkpoint = self._checkpoint
             yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
             book_restored(self.line, checkpoint)
-        network, welcome = self.site.network, self.gate.welcome
+        network, welcome = self.site.network, self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.line.layout.digest, self.exchange.terms.data)
-        served = self.gate.runtime.serve(self.exchange, network.listen)
+        served = self.endpoint.runtime.serve(self.exchange, network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
-        self.gate.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
-        self.exchange.start(self.address, self.gate.directory.addresses)
+        self.endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
+        self.exchange.start(self.address, self.endpoint.directory.addresses)
         if welcome is not None and not self._resumed:
             yield from self._copy_state([member.address for member in welcome.members])
         self.report(phase=Phase.WAITING, version=self.version)
@@ -182,7 +182,7 @@ class GossipPeer:
         if welcome is not None:
             self.exchange.greet(welcome.members[0])
             self.exchange.meet(welcome.members[1:])
-        self._presence = self.gate.appear(self.exchange)
+        self._presence = self.endpoint.appear(self.exchange)
         self._on_met([self.name])
         self.events.emit(Listening(self.address, self.ticket))
 
@@ -204,7 +204,7 @@ class GossipPeer:
             steps = tuple(fragment.steps for fragment in state.fragments)
             yield from self.do(Adopt(state.version, steps, taken.stays), state)
             book_adoption(self.line, taken)
-            self.tell(StateCopied(state.version, state.digest))
+            self.publish(StateCopied(state.version, state.digest))
             return
         raise StateError(f"nobody gives the state: {'; '.join(causes)}"[:500], "try again, or raise timeouts.join_s")
 
@@ -217,7 +217,7 @@ class GossipPeer:
 
         A joiner waits in any case until it knows somebody, which takes one greeting.
         """
-        welcome = self.gate.welcome
+        welcome = self.endpoint.welcome
         least = max(1 if self.tokens else self.contract.membership.start_peers, 2 if welcome else 1)
         deadline_s = monotonic_s() + self.site.timeouts.join_s
         while not self.asked_to_leave():
@@ -268,7 +268,7 @@ class GossipPeer:
                     self._swap(swap, weights, phase)
                 case Failed(swap, reason):
                     self._led = None if self._led is not None and self._led[0] is swap else self._led
-                    self.tell(RoundSkipped(self.version + 1, reason))
+                    self.publish(RoundSkipped(self.version + 1, reason))
         if self._wants_a_swap() and not self.exchange.busy:
             self._invite()
         self.position()
@@ -315,7 +315,7 @@ class GossipPeer:
             return CountedWeights(local, exact, self._steps, self.line.trained.tokens)
         self._drop()
         self._steps, self._moved = 0, True
-        self.tell(RoundSkipped(self.version + 1, "the progress is not finite and is discarded"))
+        self.publish(RoundSkipped(self.version + 1, "the progress is not finite and is discarded"))
         return None
 
     def _swap(self, swap: Swap, theirs: Tensor, phase: str) -> None:
@@ -341,14 +341,14 @@ class GossipPeer:
             self.exchange.applied(swap)
         else:
             self.exchange.give(swap, mine.exact)
-        self._tell(swap.partner.peer, swap.leads, mine.tokens, apart, seconds)
+        self._publish(swap.partner.peer, swap.leads, mine.tokens, apart, seconds)
 
     def _step_alone(self) -> None:
         """The mean of one is its own: DiLoCo with one peer."""
         mine, seconds = self._count(), {"inner": self._inner_s}
         if mine is not None:
             self._move_anchor(mine, mine.exact, seconds)
-            self._tell(self.name, True, mine.tokens, None, seconds)
+            self._publish(self.name, True, mine.tokens, None, seconds)
 
     def _move_anchor(self, mine: CountedWeights, mean: Tensor, seconds: dict[str, float]) -> None:
         before = self.line.state.fragments[0]
@@ -361,7 +361,7 @@ class GossipPeer:
         self.line.trained.tokens -= mine.tokens
         self._led, self._moved = None, True
 
-    def _tell(
+    def _publish(
         self, partner: str, leads: bool, inner_tokens: int, apart: float | None, seconds: Mapping[str, float]
     ) -> None:
         """Our anchor has moved: those who ask are told so, and an event."""
@@ -370,7 +370,7 @@ class GossipPeer:
         self.report(version=self.version, pace=self._watch.round())
         self.exchange.hold(self.line.state)
         wire = self.counter.sample()
-        self.tell(
+        self.publish(
             SwapApplied(
                 version=self.version,
                 partner=partner,
@@ -437,7 +437,7 @@ class GossipPeer:
             yield Wait(None, PAUSE_S)
 
     def close(self) -> None:
-        """Take back the record in the directory and end the exchange. The gate is the caller's."""
+        """Take back the record in the directory and end the exchange. The endpoint is the caller's."""
         if self._presence is not None:
             self._presence.end()
         self.exchange.stop()

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from diloco.base.clock import monotonic_s
 from diloco.base.memory import floats
+from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Member, Progress
-from diloco.base.workers import worker
 from diloco.compress import Codec, PayloadError
 from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
@@ -185,7 +185,7 @@ class Swapping(Background):
         self._swaps = Swaps(me.peer)
         self._admission = Admission(terms.run, terms.contract)
         self._on_reason, self._on_met = on_reason, on_met
-        self._pool = worker("decode")
+        self._pool = one_thread("decode")
         self._news: deque[News] = deque()
         self._arriving: Arriving | None = None
         self._answer: Outgoing | None = None
@@ -316,7 +316,7 @@ class Swapping(Background):
             self._spawn(self._look_for(member))
 
     async def _look_for(self, member: Member) -> None:
-        greeting = m.Greeting(self.acquaintances.tell(monotonic_s()), False)
+        greeting = m.Greeting(self.acquaintances.publish(monotonic_s()), False)
         with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
             await self.link.deliver(member.address, self._envelope(greeting))
 
@@ -380,7 +380,7 @@ class Swapping(Background):
             self._spawn(self._greet(stranger, answer=False))
 
     async def _greet(self, member: Member, answer: bool) -> None:
-        await self._deliver(member, m.Greeting(self.acquaintances.tell(monotonic_s()), answer))
+        await self._deliver(member, m.Greeting(self.acquaintances.publish(monotonic_s()), answer))
 
     def _invite(self, member: Member) -> None:
         swap = self._swaps.lead(member)
@@ -436,7 +436,7 @@ class Swapping(Background):
 
     async def _stream_once(self, to: Member, kind: Kind, outgoing: Outgoing) -> tuple[str, bool]:
         """What went wrong, and whether to try again."""
-        terms, known = self.terms, self.acquaintances.tell(monotonic_s())
+        terms, known = self.terms, self.acquaintances.publish(monotonic_s())
         number = outgoing.swap.number
         header = StreamHeader(terms.run, terms.contract, self.lineage, self.me, kind, number, 0, 0, known)
         try:

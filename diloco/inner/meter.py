@@ -118,7 +118,7 @@ class Usage:
         self._tokens += tokens
         self._inner_s += seconds
 
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Fields of a "usage" event; what is not known is None. Begins anew."""
         wall_s = monotonic_s() - self._since_s
         flops = None if self.flops_per_token is None else self._tokens * self.flops_per_token

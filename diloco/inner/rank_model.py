@@ -1,6 +1,6 @@
 """The inner side of one rank: data, model, inner loop. All ranks of an island make the same calls in the same order.
 
-Rank 0 alone reads data; the rows of a step are told to all, and each trains on its own.
+Rank 0 alone reads data; the rows of a step are sent to all, and each trains on its own.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RankModel:
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         """All ranks make theirs together. Raises ConfigError when they do not fit the model."""
         self.dataset = open_dataset(contract.data, Path(site.data.root)) if island.leads else None
-        told = island.share(json.dumps(_facts_of(self.dataset)) if self.dataset is not None else "")
-        self.vocab_size, self.blocks_per_epoch, self.fingerprint = json.loads(told)
+        about = island.share(json.dumps(_facts_of(self.dataset)) if self.dataset is not None else "")
+        self.vocab_size, self.blocks_per_epoch, self.fingerprint = json.loads(about)
         check_device(site, contract, island.device.type)
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
@@ -141,7 +141,9 @@ class RankModel:
         """
         self._trace_if_due()
         with self.inner.phases.host("data"):
-            block = self._told(block, (self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1))
+            block = self._shared_rows(
+                block, (self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1)
+            )
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
@@ -180,7 +182,7 @@ class RankModel:
         """What this rank has of these sequences."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
-    def _told(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    def _shared_rows(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Rank 0's rows of tokens."""
         block = torch.empty(shape, dtype=torch.int64) if block is None else block.contiguous()
         return self.island.share_tensor(block)
@@ -195,7 +197,7 @@ class RankModel:
             loss = evaluate(self.model, heldout, batch_size, device) if heldout is not None else 0.0
             return float(self.island.share(repr(loss)))
         shape = json.loads(self.island.share(json.dumps(heldout.shape) if heldout is not None else ""))
-        blocks = self._told(heldout, tuple(shape))
+        blocks = self._shared_rows(heldout, tuple(shape))
         loss = evaluate(self.model, self._piece(blocks), batch_size, device, self.ranks)
         return self.island.mean(loss) if self.mesh.size("cp") > 1 else loss
 
@@ -211,15 +213,15 @@ class RankModel:
             "peak_flops_per_rank": self.usage.peak_flops,
         }
 
-    def told(self) -> dict[str, Any]:
+    def version_fields(self) -> dict[str, Any]:
         """Fields of `VersionClosed` that tell of inner steps."""
         return {"lr": self.inner.lr, "expert_imbalance": tuple(self.inner.expert_imbalance())}
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since they were told last."""
-        told = self.island.gather(json.dumps(memory_of(self.island.device)))
-        memory = tuple(RankMemory(*json.loads(one)) for one in told)
-        return {**self.usage.told(), "memory": memory}
+        """Fields of `HardwareUsed`, since it was asked last."""
+        memories = self.island.gather(json.dumps(memory_of(self.island.device)))
+        memory = tuple(RankMemory(*json.loads(one)) for one in memories)
+        return {**self.usage.fields(), "memory": memory}
 
     # ------------------------------------------------------------ checkpoints (`Trains`)
 

@@ -387,7 +387,7 @@ def _summary(
     settings = dict(contract)
     compared = [row for row in versions if row.reports > 1 and row.digests]
     comparisons = {curve.key: _cost(curve) for curve in curves[1:]}
-    told = {
+    reported = {
         **_cost(curves[0]),
         "versions": versions[-1].version if versions else 0,
         "peers": max((row.members for row in versions), default=0),
@@ -399,7 +399,7 @@ def _summary(
         "comparisons": comparisons,
         "baseline": {"name": "ddp", **comparisons["ddp"]} if "ddp" in comparisons else None,
     }
-    return {**told, **written}
+    return {**reported, **written}
 
 
 def _cost(curve: Curve) -> dict[str, float | None]:

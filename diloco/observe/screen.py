@@ -178,8 +178,8 @@ class Screen:
 
     def _table(self) -> Table:
         used = [peer.used for peer in self.state.peers.values() if peer.used]
-        told = {"MFU": any(one.mfu is not None for one in used), "memory": any(one.memory for one in used)}
-        known = [name for name, is_known in told.items() if is_known]
+        reported = {"MFU": any(one.mfu is not None for one in used), "memory": any(one.memory for one in used)}
+        known = [name for name, is_known in reported.items() if is_known]
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
         table.add_column("peer", no_wrap=True, max_width=18)
         table.add_column("", no_wrap=True, min_width=8)
@@ -200,8 +200,8 @@ class Screen:
         yield readable_count(peer.tokens_per_s)
         mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
         memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
-        told = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
-        yield from (told[name] for name in known)
+        reported = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
+        yield from (reported[name] for name in known)
         yield readable_bytes(peer.wire_bytes_sent)
         yield Text(_last(peer.latest), style="dim")
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from diloco.base.types import Commit
 from diloco.outer.fragments import Fragment
-from diloco.outer.merge import Carry, Mix, carry, foresee, left_out
+from diloco.outer.merge import Carry, Mix, carry, eager_step, left_out
 from diloco.outer.state import FragmentState
 
 if TYPE_CHECKING:
-    from diloco.outer.line import Line, Sent
+    from diloco.outer.line import Line, PendingContribution
 
 
 class Eager(Carry):
-    """`foresee` (arXiv 2502.12996): while a contribution is on its way, its own share of the mean is applied already.
+    """`eager_step` (arXiv 2502.12996): a contribution's own share of the mean is applied while it is on its way.
 
     Host memory: a fragment's anchor and slots once more for each fragment.
     """
@@ -29,29 +29,31 @@ class Eager(Carry):
         self.own: dict[int, FragmentState] = {}
         """By fragment: the outer steps that this peer's contributions alone would have made."""
 
-    def sent(self, line: Line, sent: Sent, fragment: Fragment, gradient: Tensor | None, share: float) -> Sent:
+    def sent(
+        self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
+    ) -> PendingContribution:
         """Moves the fragment's local weights to where the outer step will have them, as far as that is known."""
         assert gradient is not None
         before = line.state.fragments[fragment.index]
         own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
-        foreseen = foresee(replace(own, steps=before.steps), gradient, share, line.optimizer)
-        line.weights.write(fragment, before.anchor + foreseen.anchor)
+        own_share = eager_step(replace(own, steps=before.steps), gradient, share, line.optimizer)
+        line.weights.write(fragment, before.anchor + own_share.anchor)
         local = line.weights.read(fragment)  # as rounded to the parameters' dtype
-        return replace(sent, local=local, unsent=local + gradient, foreseen=foreseen)
+        return replace(sent, local=local, base_if_skipped=local + gradient, own_share=own_share)
 
-    def withdrawn(self, line: Line, sent: Sent) -> None:
+    def withdrawn(self, line: Line, sent: PendingContribution) -> None:
         """Takes out of the local weights what it foresaw."""
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.weights.rounded(fragment, line.state.fragments[fragment.index].anchor)
-        line.weights.write(fragment, carry(line.weights.read(fragment), sent.unsent, anchor))
+        line.weights.write(fragment, carry(line.weights.read(fragment), sent.base_if_skipped, anchor))
 
-    def counted(self, line: Line, sent: Sent, commit: Commit, fragment: Fragment, steps: int) -> None:
+    def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
         """What it foresaw has happened, but not in parts that omit this peer."""
-        assert sent.foreseen is not None
-        own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(sent.unsent))
+        assert sent.own_share is not None
+        own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(sent.base_if_skipped))
         for start, stop in left_out(line.peer, commit, fragment):
-            self._fade(line, own.part(start, stop), steps, sent.foreseen.part(start, stop))
-        self.own[fragment.index] = sent.foreseen
+            self._fade(line, own.part(start, stop), steps, sent.own_share.part(start, stop))
+        self.own[fragment.index] = sent.own_share
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
         """Only the momentum of its own contributions goes on."""

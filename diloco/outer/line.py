@@ -26,7 +26,7 @@ MAX_VALUE = torch.finfo(torch.float32).max / 2
 
 
 @dataclass
-class Trained:
+class UncommittedProgress:
     """What inner steps were done since a commit counted us last."""
 
     tokens: int = 0
@@ -42,18 +42,18 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingContribution:
     """A contribution on its way. Tensors are flat fp32, of its fragment."""
 
     contribution: Contribution
     local: Tensor | None
     """The local weights just after it was sent: what has changed since is progress of the next contribution. None
     while nothing has (`keep_local`)."""
-    unsent: Tensor
+    base_if_skipped: Tensor
     """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
     target: Tensor | None = None
     """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
-    foreseen: FragmentState | None = None
+    own_share: FragmentState | None = None
     """What `eager` took ahead of the outer step."""
     passed: Commit | None = None
     """The first version that we could not apply and that counts it, for all we know: it is no progress any more,
@@ -84,8 +84,8 @@ class Line:
     commit: Commit | None = None
     diverged: bool = False
     """Our state turned out to be another than that of `commit`."""
-    trained: Trained = field(default_factory=Trained)
-    sent: Sent | None = None
+    trained: UncommittedProgress = field(default_factory=UncommittedProgress)
+    sent: PendingContribution | None = None
     """The contribution that others may hold already: until its version closes it is offered again unchanged."""
     ranks: Ranks = field(default_factory=Alone)
     merge: Carry = field(default_factory=Carry)
@@ -136,10 +136,10 @@ class Line:
         """How a contribution is to be measured now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
         return Measure(self.staleness, self.trainers, overlaps)
 
-    def applying(self, commit: Commit, counted: bool, spare: bool) -> Apply:
-        """How a version is to be applied now. Rank 0. `spare`: nobody else reads the state before it."""
+    def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
+        """How a version is to be applied now. Rank 0. `state_unused`: nobody else reads the state before it."""
         omitted = any(entry.peer == self.peer for entry in commit.omitted)
-        in_place = spare and counted and not (omitted or self.merge.needs_gradient)
+        in_place = state_unused and counted and not (omitted or self.merge.needs_gradient)
         return Apply(commit.to_bytes().decode(), counted, in_place)
 
 
@@ -158,7 +158,7 @@ def withdraw(line: Line) -> None:
         line.merge.withdrawn(line, sent)
 
 
-def keep_residual(line: Line, sent: Sent, fragment: Fragment, commit: Commit | None = None) -> None:
+def keep_residual(line: Line, sent: PendingContribution, fragment: Fragment, commit: Commit | None = None) -> None:
     """What the codec dropped of what was sent is the residual; of the parts that `commit` counts, or of all."""
     if sent.target is not None:
         counts = [commit is None or commit.counts(line.peer, part) for part in range(fragment.parts)]
@@ -208,7 +208,7 @@ def weights_to_keep(line: Line) -> Iterator[None]:
     A checkpoint holds these, for a contribution that is on its way is progress after a restart. All ranks together.
     """
     sent = line.sent
-    if sent is None or sent.foreseen is None:
+    if sent is None or sent.own_share is None:
         yield
         return
     fragment = line.layout.fragments[sent.contribution.fragment]
@@ -249,9 +249,9 @@ def complete(line: Line, state: FragmentState) -> None:
     if fragment is None or fragment.lanes == 1:
         return
     own = state.own_hashes
-    told = line.ranks.gather(" ".join(text for name in own for text in own[name].values()))
+    reported = line.ranks.gather(" ".join(text for name in own for text in own[name].values()))
     hashes = {name: [""] * fragment.parts for name in own}
-    for lane, text in enumerate(told):
+    for lane, text in enumerate(reported):
         cuts = fragment.on_lane(lane, fragment.lanes).cuts
         for (name, part), digest in zip(((name, part) for name in own for part in cuts), text.split(), strict=True):
             hashes[name][part] = digest

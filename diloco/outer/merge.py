@@ -16,7 +16,7 @@ from diloco.outer.fragments import Fragment, Weights
 from diloco.outer.state import FragmentState, OuterOptimizer, tiles
 
 if TYPE_CHECKING:
-    from diloco.outer.line import Line, Sent
+    from diloco.outer.line import Line, PendingContribution
 
 
 class Carry:
@@ -28,11 +28,13 @@ class Carry:
     needs_gradient = False
     """Whether the pseudo-gradient is needed whole when it is sent, and the old anchor when its version closes."""
 
-    def sent(self, line: Line, sent: Sent, fragment: Fragment, gradient: Tensor | None, share: float) -> Sent:
+    def sent(
+        self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
+    ) -> PendingContribution:
         """A contribution was made: of `gradient`, flat fp32, which will weigh `share` of the mean. Returns it."""
         return sent
 
-    def withdrawn(self, line: Line, sent: Sent) -> None:
+    def withdrawn(self, line: Line, sent: PendingContribution) -> None:
         """It comes to nothing."""
 
     def land(self, line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
@@ -41,8 +43,8 @@ class Carry:
         `old`, `new`: anchors before and after, flat fp32. `counted`: the version counts what was sent.
         """
         sent = line.sent
-        unsent = line.weights.rounded(fragment, old) if sent is None else sent.unsent
-        base = sent.local if counted and sent is not None else unsent
+        base_if_skipped = line.weights.rounded(fragment, old) if sent is None else sent.base_if_skipped
+        base = sent.local if counted and sent is not None else base_if_skipped
         omitted = left_out(line.peer, commit, fragment) if counted else []
         if not omitted and not (counted and self._mixes):
             carry_fragment(line.weights, fragment, base, new)
@@ -53,7 +55,7 @@ class Carry:
             after = self._landed(local, base, onto, at) if counted else carry_piece(local, base, onto, at).clone()
             for start, stop in omitted:
                 here = slice(max(start - at.start, 0), max(stop - at.start, 0))
-                after[here] = carry(local[here], unsent[at][here], onto[at][here])
+                after[here] = carry(local[here], base_if_skipped[at][here], onto[at][here])
             return after
 
         line.weights.change(fragment, merged)
@@ -63,7 +65,7 @@ class Carry:
     def _landed(self, local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
         return carry_piece(local, base, anchor, at).clone()
 
-    def counted(self, line: Line, sent: Sent, commit: Commit, fragment: Fragment, steps: int) -> None:
+    def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
         """A version counts what was sent. `steps`: outer steps of the fragment before it."""
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
@@ -142,7 +144,7 @@ def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     return local * alpha + anchor * (1.0 - alpha)
 
 
-def foresee(own: FragmentState, gradient: Tensor, share: float, optimizer: OuterOptimizer) -> FragmentState:
+def eager_step(own: FragmentState, gradient: Tensor, share: float, optimizer: OuterOptimizer) -> FragmentState:
     """What the outer step will do with our own share of a mean that is still on its way (arXiv 2502.12996, eager).
 
     `own`: the steps that our contributions alone would have made, of a zero anchor; `gradient`, flat fp32: the

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from diloco.base.types import Commit, Counted
 from diloco.outer.fragments import Fragment
-from diloco.outer.line import Trained, complete, keep_local, keep_residual
+from diloco.outer.line import UncommittedProgress, complete, keep_local, keep_residual
 from diloco.outer.merge import carry, carry_fragment
 from diloco.outer.state import OuterState
 
 if TYPE_CHECKING:
-    from diloco.outer.line import Line, Sent
+    from diloco.outer.line import Line, PendingContribution
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
         return None
     sent = line.sent.contribution
     mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
-    told = [line.sent.passed] if line.sent.passed is not None and line.sent.passed.lineage == commit.lineage else []
-    return mine if any(mine in version.counted for version in (*told, commit)) else None
+    reported = [line.sent.passed] if line.sent.passed is not None and line.sent.passed.lineage == commit.lineage else []
+    return mine if any(mine in version.counted for version in (*reported, commit)) else None
 
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
@@ -61,7 +61,7 @@ def book_adoption(line: Line, adoption: Adoption) -> None:
     if adoption.stays:
         return
     line.commit = adoption.commit
-    line.trained = Trained(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
+    line.trained = UncommittedProgress(line.trained.tokens - adoption.given_up, 0)  # the lease is another one, too
     if not line.trained.tokens:
         line.since = line.state.version
 
@@ -93,12 +93,12 @@ def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
 
 
-def _moved(line: Line, fragment: Fragment, sent: Sent, old: Tensor, new: Tensor) -> Sent:
+def _moved(line: Line, fragment: Fragment, sent: PendingContribution, old: Tensor, new: Tensor) -> PendingContribution:
     """What was sent stays sent, and the anchor under it turned out to be another."""
     rounded = partial(line.weights.rounded, fragment)
     base, onto = rounded(old), rounded(new)
     local = None if sent.local is None else rounded(carry(sent.local, base, onto))
-    return replace(sent, local=local, unsent=carry(sent.unsent, base, onto))
+    return replace(sent, local=local, base_if_skipped=carry(sent.base_if_skipped, base, onto))
 
 
 def drop(line: Line) -> None:

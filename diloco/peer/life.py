@@ -63,7 +63,7 @@ class AgreedLife:
         self._outcome: Future[Skip | None] | None = None
         """Of the contribution on its way."""
         peer.asked_to_leave = lambda: self.leaving
-        self._hide()
+        self._set_overlap()
 
     # ------------------------------------------------------------ what others ask
 
@@ -121,14 +121,14 @@ class AgreedLife:
                 break  # without inner steps to do, rounds that are skipped at once would follow each other at once
             yield from self.round()
         if self.leaving and not self.peer.done and self.line.trained.tokens and self._patient(monotonic_s()):
-            yield from self._surviving(run_round(self, 0, 0))
+            yield from self._guarded(run_round(self, 0, 0))
 
     def round(self) -> Life[Sequence[Closed] | Skip]:
         """One round, as long as speed and exchange ask for. Returns as `diloco.round.run_round`."""
         yield from self._size()
         steps = self._cadence.before(self.line.trained.tokens)
-        outcome = yield from self._surviving(run_round(self, steps, self._cadence.overlap))
-        outcome = yield from self._counted(outcome)
+        outcome = yield from self._guarded(run_round(self, steps, self._cadence.overlap))
+        outcome = yield from self._offer_until_counted(outcome)
         self.sync_now = False
         return outcome
 
@@ -161,12 +161,12 @@ class AgreedLife:
             discarded_tokens=peer.journal.discarded_tokens,
         )
 
-    def _counted(self, outcome: Sequence[Closed] | Skip) -> Life[Sequence[Closed] | Skip]:
+    def _offer_until_counted(self, outcome: Sequence[Closed] | Skip) -> Life[Sequence[Closed] | Skip]:
         """Who was not counted may offer again at once, for the next version (`_offers_again`)."""
         times = 0
         while not isinstance(outcome, Skip) and self._offers_again(outcome, times):
             times += 1
-            again = yield from self._surviving(run_round(self, 0, 0))
+            again = yield from self._guarded(run_round(self, 0, 0))
             if isinstance(again, Skip):
                 break
             outcome = [*outcome, *again]
@@ -188,7 +188,7 @@ class AgreedLife:
         at_once = membership.policy == "async" and line.state.version >= membership.sync_versions
         return at_once and not self.contract.sync.overlap and times < OFFERED_AGAIN
 
-    def _surviving(self, round_: Life[Sequence[Closed] | Skip]) -> Life[Sequence[Closed] | Skip]:
+    def _guarded(self, round_: Life[Sequence[Closed] | Skip]) -> Life[Sequence[Closed] | Skip]:
         """The outcome of a round, whatever happens to it."""
         peer = self.peer
         self._round_steps, self._outcome = 0, None
@@ -204,7 +204,7 @@ class AgreedLife:
             outcome = Skip(f"the progress is not finite and is discarded: {error}")
             peer.drop(outcome.reason)
         if isinstance(outcome, Skip):
-            peer.tell(RoundSkipped(self.line.state.version + 1, outcome.reason))
+            peer.publish(RoundSkipped(self.line.state.version + 1, outcome.reason))
         peer.keep_local()
         peer.report(phase=Phase.TRAINING)
         return outcome
@@ -278,8 +278,8 @@ class AgreedLife:
         if self.contract.rounds_vary:
             fastest, sync_s = yield from answered(self.peer.exchange.speeds())
             self._cadence = Cadence.fitted(self.contract, pace, fastest, sync_s)
-            self._hide()
+            self._set_overlap()
 
-    def _hide(self) -> None:
+    def _set_overlap(self) -> None:
         """The exchange has as long as the overlapped steps take, before anybody waits for it."""
         self.peer.exchange.overlap_tokens = self._cadence.overlap * self.contract.tokens_per_step

@@ -42,7 +42,7 @@ from diloco.outer.line import Diverged, book, expect
 from diloco.outer.resync import adoption, book_adoption, book_drop
 from diloco.outer.state import OuterState
 from diloco.peer.rank import PeerRank, now
-from diloco.peer.schedule import Finish
+from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import check_alike, lane_terms, lanes_of, rules_of, serve_bps_of, timing_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
@@ -56,7 +56,7 @@ from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes
 
 if TYPE_CHECKING:
-    from diloco.transport.gate import Gate
+    from diloco.transport.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Peer:
         self,
         name: str,
         rank: PeerRank,
-        gate: Gate,
+        endpoint: Endpoint,
         events: Events,
         chronicle: PeerRecord,
         checkpoint: Checkpoint | None = None,
@@ -93,18 +93,18 @@ class Peer:
     ) -> None:
         """`data`: fingerprint of the training data, when leases say who trains on which block of it. `directory`:
         where ledger and checkpoints go, if anywhere. `checkpoint`: to go on from."""
-        self.rank, self.gate, self.events, self.chronicle = rank, gate, events, chronicle
+        self.rank, self.endpoint, self.events, self.chronicle = rank, endpoint, events, chronicle
         self.contract, self.site, self.island = rank.contract, rank.site, rank.island
         self.line, self.counter = rank.line, rank.counter
         self.directory = directory
-        self.do, self.tell = rank.lead(name, events, directory)
+        self.do, self.publish = rank.lead(name, events, directory)
         terms = self._terms(data)
-        self.ending = Finish.of(self.contract, terms.rules.policy.max_peers)
+        self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint = checkpoint
-        welcome = gate.welcome
+        welcome = endpoint.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
-        link, loop = gate.runtime.link, gate.runtime.loop
+        link, loop = endpoint.runtime.link, endpoint.runtime.loop
         forks = welcome.forks if welcome else ()
         self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)
         self.address = ""
@@ -118,12 +118,12 @@ class Peer:
             resumed=checkpoint is not None,
         )
         self.journal = Journal(opening, self.line, directory, self.site.storage, self._warn)
-        self.keeper = Keeper(self.tell, events.emit, self._begin_save)
+        self.keeper = Keeper(self.publish, events.emit, self._begin_save)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()
         self.asked_to_leave: Callable[[], bool] = lambda: False
-        self._told_s = monotonic_s()
+        self._reported_s = monotonic_s()
         self._presence: Presence | None = None
 
     # ------------------------------------------------------------ deciding
@@ -168,20 +168,20 @@ class Peer:
         if self._checkpoint is not None:
             yield from self._restore(self._checkpoint)
         network = self.site.network
-        welcome = self.gate.welcome
+        welcome = self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
-        served = self.gate.runtime.serve(self.exchange, network.listen)
+        served = self.endpoint.runtime.serve(self.exchange, network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
-        self.gate.open_directory(self.contract.run.name, self._warn)
-        self.exchange.start(self.address, self.gate.directory.addresses, self._meet_ranks(welcome))
+        self.endpoint.open_directory(self.contract.run.name, self._warn)
+        self.exchange.start(self.address, self.endpoint.directory.addresses, self._meet_ranks(welcome))
         self.journal.opened(self.contract)
         if welcome is not None:
             self.drop("the run may have counted it before the restart")
             self._meet_members(welcome)
             yield from self._get_state(welcome)
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
-        self._presence = self.gate.appear(self.exchange)
+        self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
     def _restore(self, checkpoint: Checkpoint) -> Life[None]:
@@ -189,7 +189,7 @@ class Peer:
         book_restored(self.line, checkpoint)
         self.journal.trained_tokens = self.line.trained.tokens
         if self.line.commit is not None:
-            self.ending.passed(self.line.commit, copied=True)
+            self.ending.on_commit(self.line.commit, copied=True)
 
     def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:
         """Have the other ranks open their lanes. Returns where those listen."""
@@ -212,7 +212,7 @@ class Peer:
         return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
 
     def _meet_members(self, welcome: Welcome) -> None:
-        found = self.gate.directory.lookup()
+        found = self.endpoint.directory.lookup()
         known = {member.peer: member for member in (*found.values(), *welcome.members)}
         if self.name in known and self.line.commit is None:
             self._check_namesake(known[self.name].address)
@@ -221,7 +221,7 @@ class Peer:
     def _check_namesake(self, address: str) -> None:
         """Raises EvictedError where another peer of our name answers now. It may be a former life of ours, which does
         not; at our own address, we answer."""
-        answer = self.gate.runtime.answer_of(address)
+        answer = self.endpoint.runtime.answer_of(address)
         there = answer.members[0] if answer is not None else None
         if there is not None and there.peer == self.name and there.incarnation != self.exchange.machine.me.incarnation:
             cause = f"the run has a live peer named {self.name}, at {address}"
@@ -254,17 +254,17 @@ class Peer:
             tokens = f"{taken.discarded:,} tokens sent before the copy"
             self._warn(f"{tokens} count as discarded: a version may have counted them")
         if offer.commit is not None and offer.commit != before:
-            self.ending.passed(offer.commit, copied=True)
+            self.ending.on_commit(offer.commit, copied=True)
         self.exchange.hold(state, offer.commit, copied=True)
         self.chronicle.copied(offer.commit, before)
         wire = self.wire()
-        self.tell(StateCopied(state.version, state.digest, wire.received if wire else None))
+        self.publish(StateCopied(state.version, state.digest, wire.received if wire else None))
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
         failpoints.hit("copying-state")
         now = monotonic_s()
-        if now - self._told_s >= 1.0 or done_bytes == total_bytes:
-            self._told_s = now
+        if now - self._reported_s >= 1.0 or done_bytes == total_bytes:
+            self._reported_s = now
             self.events.emit(StateCopying(done_bytes, total_bytes))
 
     def enter(self, patience: Callable[[], bool]) -> Life[bool]:
@@ -306,11 +306,11 @@ class Peer:
             line.commit = commit
         else:
             mine = expect(line, commit)
-            spare = mine is not None and (yield from self._spare())
-            yield from self.do(line.applying(commit, mine is not None, spare), closed, seconds)
+            state_unused = mine is not None and (yield from self._state_unused())
+            yield from self.do(line.applying(commit, mine is not None, state_unused), closed, seconds)
             book(line, commit, mine)
         self.journal.committed(commit, mine if offered else None)
-        self.ending.passed(commit)
+        self.ending.on_commit(commit)
         self.exchange.hold(line.state, commit)
         if mine is not None and self.progress.first_counted_version < 0:
             self.report(first_counted_version=commit.version)
@@ -319,16 +319,16 @@ class Peer:
         event = self.chronicle.closed(commit, before, mine, seconds)
         seconds.clear()  # of what closes next
         if event is not None:
-            self.tell(event)
+            self.publish(event)
             every = self.site.storage.checkpoint_every
             if self.directory is not None and every and commit.version % every == 0:
                 self.keeper.due(commit.version)
 
-    def _spare(self) -> Life[bool]:
+    def _state_unused(self) -> Life[bool]:
         """Whether the next outer step may be made in the buffers of the state that we stand at."""
         if self.exchange.terms.lane.ahead or self.keeper.busy:
             return False
-        return (yield from answered(self.exchange.spare()))
+        return (yield from answered(self.exchange.state_unused()))
 
     def catch_up(self) -> Life[None]:
         """Apply versions that closed without us; copy the state when they are too many."""
@@ -338,7 +338,7 @@ class Peer:
         except Diverged as error:
             yield from self.diverged(error)
         if self.exchange.behind:
-            self._tell_void_tokens()
+            self._report_void_tokens()
             yield from self.copy_again("too far behind to catch up by commits")
 
     def diverged(self, error: Diverged) -> Life[None]:
@@ -347,12 +347,12 @@ class Peer:
             self.withdraw()
         yield from self.copy_again(str(error))
 
-    def _tell_void_tokens(self) -> None:
+    def _report_void_tokens(self) -> None:
         """Another lineage of the run went on, and ours is void since the two parted."""
         void = self.exchange.void_tokens - self.void_tokens
         if void:
             self.void_tokens += void
-            self.tell(LineageReplaced(self.exchange.machine.lineage, void))
+            self.publish(LineageReplaced(self.exchange.machine.lineage, void))
 
     def copy_again(self, why: str) -> Life[None]:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
@@ -370,7 +370,7 @@ class Peer:
             goodbyes = (yield from answered(self.exchange.said_goodbye())) if old - new else set()
             reasons = _reasons(old - new, goodbyes, before, after)
             left = tuple(Departure(peer, reasons[peer]) for peer in sorted(reasons))
-            self.tell(ViewChanged(after.version, tuple(sorted(new - old)), left))
+            self.publish(ViewChanged(after.version, tuple(sorted(new - old)), left))
 
     def report(self, **changes: str | int | float) -> None:
         """Change what the heartbeats say of us. A loss that is not finite is left out: others refuse such a message."""
@@ -420,7 +420,7 @@ class Peer:
         self.exchange.stop()
 
     def close(self) -> None:
-        """Free everything. The gate is the caller's."""
+        """Free everything. The endpoint is the caller's."""
         self.stop()
         self.rank.close()
         self.journal.close()

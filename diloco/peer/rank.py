@@ -16,7 +16,7 @@ from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoder
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.lane import Ahead, Lane
+from diloco.exchange.lane import Lane, SteppedVersion
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.inner.meter import Usage
 from diloco.island import Island
@@ -67,11 +67,11 @@ class Trains(Protocol):
     def facts(self) -> dict[str, Any]:
         """Fields of `Started` that tell of model and hardware."""
 
-    def told(self) -> dict[str, Any]:
+    def version_fields(self) -> dict[str, Any]:
         """Fields of `VersionClosed` that tell of inner steps."""
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since they were told last."""
+        """Fields of `HardwareUsed`, since it was asked last."""
 
 
 class PeerRank:
@@ -103,22 +103,22 @@ class PeerRank:
     # ------------------------------------------------------------ rank 0 decides
 
     def lead(self, name: str, events: Events, directory: Path | None) -> tuple[Do, Callable[[Event], None]]:
-        """This is rank 0. Where events and checkpoints go. Returns `do` and `tell`."""
+        """This is rank 0. Where events and checkpoints go. Returns `do` and `publish`."""
         self.line.peer, self.events = name, events
         self.folder = (directory or Path()) / "checkpoints"
-        return self.do, self.tell
+        return self.do, self.publish
 
     def do(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
         """On rank 0: have every rank do this, this one included. `own`: what only this rank holds of it."""
         self.island.decide(decision)
         yield from self.perform(decision, own, seconds)
 
-    def tell(self, event: Event) -> None:
+    def publish(self, event: Event) -> None:
         """On rank 0: record what happened, and tell the subscribers of every rank."""
         assert self.events is not None
         self.events.emit(event)
         stamped = json.dumps(to_json(Stamped(0.0, 0.0, self.line.peer, event))) if self.island.size > 1 else ""
-        now(self.do(d.Tell(stamped), event))
+        now(self.do(d.Publish(stamped), event))
 
     def perform(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
         """Do to this rank's part what rank 0 decides. `own`: what only rank 0 holds of it."""
@@ -132,7 +132,7 @@ class PeerRank:
                 withdraw(line)
             case d.Apply():
                 closed = own if own is not None else self._closed(Commit.from_bytes(decision.commit.encode()))
-                version = closed if isinstance(closed, Ahead) else SteppedHere(line, closed)
+                version = closed if isinstance(closed, SteppedVersion) else SteppedHere(line, closed)
                 yield from apply(line, version, decision, seconds)
                 self._hold()
             case d.Adopt():
@@ -145,8 +145,8 @@ class PeerRank:
                 self._restore(decision, own)
             case d.Save():
                 self.save_part(local=decision.local)
-            case d.Tell():
-                self._tell(own or _event_of(decision))
+            case d.Publish():
+                self._publish(own or _event_of(decision))
             case d.Evaluate():
                 with weights_at_anchor(line):
                     self.val_loss = self.trains.evaluate()
@@ -187,7 +187,7 @@ class PeerRank:
             self._first.rates(self._runtime.link.send_bps, sent, received)
         self.island.all(True)
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         self.caused.append(event)
         for subscriber in self.subscribers:
             subscriber(event)
@@ -249,7 +249,7 @@ class PeerRank:
             self._runtime.close()
 
 
-def _event_of(decision: d.Tell) -> Event:
+def _event_of(decision: d.Publish) -> Event:
     stamped = from_json(json.loads(decision.event))
     assert stamped is not None
     return stamped.event

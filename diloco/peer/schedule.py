@@ -70,7 +70,7 @@ class Cadence:
 
 
 @dataclass
-class Finish:
+class RunEnd:
     """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
@@ -80,7 +80,7 @@ class Finish:
 
     total_tokens: int
     fragments: int
-    under_way: bool
+    may_leave_progress: bool
     """Whether there may be progress that the version that has the tokens leaves over, also of its own fragment."""
     max_peers: int | None = None
     """`Policy.max_peers`."""
@@ -88,18 +88,18 @@ class Finish:
     version: int = 0
 
     @staticmethod
-    def of(contract: Contract, max_peers: int | None = None) -> Finish:
+    def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
         """The contract's."""
-        under_way = contract.sync.overlap > 0 or contract.membership.policy != "sync"
-        return Finish(contract.run.total_tokens, contract.sync.fragments, under_way, max_peers)
+        may_leave_progress = contract.sync.overlap > 0 or contract.membership.policy != "sync"
+        return RunEnd(contract.run.total_tokens, contract.sync.fragments, may_leave_progress, max_peers)
 
     def further_versions(self, commit: Commit) -> int:
         """How many follow the one that has the tokens."""
         trainers = sum(not member.witness for member in commit.view)
         turns = max(math.ceil(trainers / (self.max_peers or math.inf)), 1)
-        return turns * self.fragments - (0 if self.under_way else 1)
+        return turns * self.fragments - (0 if self.may_leave_progress else 1)
 
-    def passed(self, commit: Commit, copied: bool = False) -> None:
+    def on_commit(self, commit: Commit, copied: bool = False) -> None:
         """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:

@@ -131,11 +131,11 @@ class Chronicle:
             flight_s=flight_s,
             state_digest=self.rank.line.state.digest,
             repeats=self.reader.repeats if self.reader is not None else None,
-            **self.rank.trains.told(),
+            **self.rank.trains.version_fields(),
         )
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """The line stands at a copied state: no version closed here, so nobody told of its lease."""
+        """The line stands at a copied state: no version closed here, so its lease is not known yet."""
         if self.reader is not None:
             self.reader.copied(commit, before)
 

@@ -43,7 +43,7 @@ from diloco.run.past import Past, past_of, peer_name
 from diloco.run.run import Leading, Run
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.stateful import Stateful
-from diloco.transport.gate import Gate, listening
+from diloco.transport.endpoint import Endpoint, listening
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Entrance:
     """What rank 0 knows when it enters a run: found, joined or resumed."""
 
     contract: Contract
-    gate: Gate
+    endpoint: Endpoint
     name: str
     directory: Path | None
     checkpoint: Checkpoint | None = None
@@ -146,14 +146,14 @@ def _enter(
         cause = f"{past.folder} is of contract {past.contract_digest[:12]}, the one given is {agreed.digest[:12]}"
         raise ConfigError(cause, "resume with the contract of that folder, or choose another")
     checkpoint = past.checkpoint() if past is not None else None
-    gate = Gate(listening(site, address), lanes)
+    endpoint = Endpoint(listening(site, address), lanes)
     try:
         contract = agreed
         if address is not None:
             tickets = [address, *(past.tickets if past is not None else ())]
-            contract = gate.knock(",".join(tickets))
+            contract = endpoint.fetch_contract(",".join(tickets))
         elif past is not None:
-            contract = asked_members(past, gate) or agreed
+            contract = asked_members(past, endpoint) or agreed
         if contract is None:
             assert checkpoint is not None
             contract = checkpoint.contract
@@ -161,21 +161,21 @@ def _enter(
             checkpoint = None
         if folder is not None:
             make_folder(folder, site)
-        return Entrance(contract, gate, peer_name(site, checkpoint), folder, checkpoint)
+        return Entrance(contract, endpoint, peer_name(site, checkpoint), folder, checkpoint)
     except BaseException:
-        gate.close()
+        endpoint.close()
         raise
 
 
-def asked_members(past: Past, gate: Gate) -> Contract | None:
+def asked_members(past: Past, endpoint: Endpoint) -> Contract | None:
     """The contract of a member of the life before that answers now: the run goes on, and is joined. None: nobody does,
     and it is founded anew."""
-    answering = [ticket for ticket in past.tickets if gate.runtime.answer_of(ticket.partition("/")[0]) is not None]
+    answering = [ticket for ticket in past.tickets if endpoint.runtime.answer_of(ticket.partition("/")[0]) is not None]
     for ticket in answering:
         try:
-            return gate.knock(ticket)
+            return endpoint.fetch_contract(ticket)
         except DilocoError:
-            gate.welcome = None  # another run is there by now
+            endpoint.welcome = None  # another run is there by now
     return None
 
 
@@ -209,16 +209,16 @@ def open_run(
     raise as ResourceError.
     """
     entrance = _together(enter, island)
-    told = json.loads(island.share(_told(entrance) if entrance is not None else ""))
-    contract = contract_from_json(told["contract"])
-    closing: list[Callable[[], None]] = [entrance.gate.close] if entrance is not None else []
+    common = json.loads(island.share(_common(entrance) if entrance is not None else ""))
+    contract = contract_from_json(common["contract"])
+    closing: list[Callable[[], None]] = [entrance.endpoint.close] if entrance is not None else []
     try:
         parts = build(contract)
         rank = PeerRank(contract, site, island, parts.weights, parts.trains)
         closing.append(rank.close)
         leading = _leading(entrance, rank, parts, closing) if entrance is not None else None
-        folder = Path(told["directory"]) if told["directory"] else None
-        run = Run(rank, told["name"], folder, told["steps"], leading)
+        folder = Path(common["directory"]) if common["directory"] else None
+        run = Run(rank, common["name"], folder, common["steps"], leading)
         yield from run.begin()
     except BaseException:
         for close in reversed(closing):
@@ -228,7 +228,7 @@ def open_run(
 
 
 def _together(enter: Callable[[], Entrance], island: Island) -> Entrance | None:
-    """What rank 0 makes, or why it cannot, which all are told."""
+    """What rank 0 makes, or why it cannot, which all ranks learn."""
     if not island.leads:
         why = island.share()
         if why:
@@ -243,7 +243,7 @@ def _together(enter: Callable[[], Entrance], island: Island) -> Entrance | None:
     return entrance
 
 
-def _told(entrance: Entrance) -> str:
+def _common(entrance: Entrance) -> str:
     """What the other ranks are to know."""
     steps = entrance.checkpoint.meta.get("run_steps", 0) if entrance.checkpoint is not None else 0
     folder = str(entrance.directory.resolve()) if entrance.directory is not None else ""
@@ -258,7 +258,7 @@ def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: list[Cal
     closing.append(events.close)
     reader = parts.reader(rank, entrance) if parts.reader is not None else None
     chronicle = Chronicle(rank, events.emit, reader)
-    about = (name, rank, entrance.gate, events, chronicle, entrance.checkpoint, parts.data, folder)
+    about = (name, rank, entrance.endpoint, events, chronicle, entrance.checkpoint, parts.data, folder)
     peer: Peer | GossipPeer
     life: AgreedLife | GossipLife
     if rank.contract.membership.policy == "gossip":
@@ -271,7 +271,7 @@ def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: list[Cal
     chronicle.peer = peer
 
     def close() -> None:
-        entrance.gate.close()
+        entrance.endpoint.close()
         events.close()
 
     closing.append(peer.close)

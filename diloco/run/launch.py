@@ -25,7 +25,7 @@ from diloco.run.options import CARD, PeerOptions, checked
 from diloco.run.past import Past, past_of, peer_name, saved_us
 from diloco.run.trainer import Trainer, device_of
 from diloco.storage.checkpoint import Checkpoint, load
-from diloco.transport.gate import Gate, listening
+from diloco.transport.endpoint import Endpoint, listening
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,12 @@ def _enter(
     past = None if options.join else _past_of(options, site, given, checkpoint)
     if checkpoint is None and past is not None:
         checkpoint = past.checkpoint()
-    gate = Gate(site, lanes_of(site, island))
+    endpoint = Endpoint(site, lanes_of(site, island))
     try:
         if options.join:
-            agreed: Contract | None = knock(options.join, gate, listener, stop)
+            agreed: Contract | None = fetch_contract(options.join, endpoint, listener, stop)
         else:
-            agreed = (asked_members(past, gate) if past is not None else None) or given
+            agreed = (asked_members(past, endpoint) if past is not None else None) or given
         contract = _contract(agreed, checkpoint)
         name = peer_name(site, checkpoint)
         if options.name and options.name != name:
@@ -78,9 +78,9 @@ def _enter(
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
         directory = open_directory(options, site, contract, name, checkpoint)
         listeners = [event_card(directory), listener]
-        return Entrance(contract, gate, name, directory, checkpoint, listeners, stop)
+        return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop)
     except BaseException:
-        gate.close()
+        endpoint.close()
         raise
 
 
@@ -153,10 +153,12 @@ def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def knock(tickets: str, gate: Gate, listener: Callable[[Stamped], None], stop: Callable[[], bool]) -> Contract:
-    """`Gate.knock`, and a word to whoever watches when nobody answers at once."""
-    events = Events(None, gate.site.peer.name or "", [listener])  # our own file is in a folder that the run names
-    return gate.knock(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
+def fetch_contract(
+    tickets: str, endpoint: Endpoint, listener: Callable[[Stamped], None], stop: Callable[[], bool]
+) -> Contract:
+    """`Endpoint.fetch_contract`, and a word to whoever watches when nobody answers at once."""
+    events = Events(None, endpoint.site.peer.name or "", [listener])  # our own file is in a folder that the run names
+    return endpoint.fetch_contract(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
 
 
 def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contract:

@@ -41,7 +41,7 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
         operator = Member("operator", 0, "")
         run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
         envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
-        told: list[str] = []
+        reported: list[str] = []
         silent: dict[str, DilocoError] = {}
         refused: dict[str, m.Reply] = {}
         for entry in known.values():
@@ -52,18 +52,18 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
                     silent[entry["peer"]] = error
                     continue
                 if reply is m.Reply.OK:
-                    told.append(entry["peer"])
+                    reported.append(entry["peer"])
                 else:
                     refused[entry["peer"]] = reply
-        if silent and not (told or refused):
+        if silent and not (reported or refused):
             raise next(iter(silent.values()))
-        if not told:
+        if not reported:
             reasons = ", ".join(f"{name} ({reply.name})" for name, reply in refused.items()) or "no other member lives"
             raise UsageError(
                 f"nobody takes {peer} for dead: {reasons}",
                 "STALE: a later life of it is there; else see `diloco status` of a member that the others hear",
             )
-        return told, list(silent), refused
+        return reported, list(silent), refused
     finally:
         runtime.close()
 

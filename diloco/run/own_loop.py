@@ -78,7 +78,7 @@ class OwnLoop:
         self._state.load(checkpoint.groups.get(STATE, Pieces(())))
 
     def evaluate(self) -> float | None:
-        """Nobody told us how."""
+        """A loop that is not ours does that by itself."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -89,11 +89,11 @@ class OwnLoop:
             "device": device_name(self.island.device),
         }
 
-    def told(self) -> dict[str, Any]:
+    def version_fields(self) -> dict[str, Any]:
         """No more than a run knows by itself."""
         return {}
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since they were told last."""
-        told = self.island.gather(json.dumps(memory_of(self.island.device)))
-        return {**self.usage.told(), "memory": tuple(RankMemory(*json.loads(one)) for one in told)}
+        """Fields of `HardwareUsed`, since it was asked last."""
+        memories = self.island.gather(json.dumps(memory_of(self.island.device)))
+        return {**self.usage.fields(), "memory": tuple(RankMemory(*json.loads(one)) for one in memories)}

@@ -275,7 +275,7 @@ class Run:
         started = leading.chronicle.started(
             contract.run.name, contract.digest, line.state.version, contract.run.total_tokens
         )
-        rank.tell(started)
+        rank.publish(started)
         yield life.ready(0)
         yield from life.live()
         wall_s = monotonic_s() - leading.chronicle.began_s
@@ -283,7 +283,7 @@ class Run:
             yield life.ready(0)
         self.ending = yield from life.end()
         wire = leading.peer.wire()
-        rank.tell(Ended(**vars(self.ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s))
+        rank.publish(Ended(**vars(self.ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s))
         if leading.peer.directory is not None:
             yield from leading.peer.keeper.last(line.state.version)
 

@@ -130,11 +130,11 @@ def _efficiency(measured: Measured, base: Measured) -> float:
 
 
 def _started(job: Job, seconds: float, folder: Path) -> Measured:
-    told, found = folder / "job.json", folder / "measured.json"
+    reported, found = folder / "job.json", folder / "measured.json"
     found.unlink(missing_ok=True)
-    told.write_text(json.dumps({"contract": job.contract.to_json(), "site": job.site.model_dump_json(),
+    reported.write_text(json.dumps({"contract": job.contract.to_json(), "site": job.site.model_dump_json(),
                                 "seconds": seconds, "found": str(found)}))  # fmt: skip
-    code = run_once(job.ranks, "diloco.run.scaling", [str(told)], GRACE_S)
+    code = run_once(job.ranks, "diloco.run.scaling", [str(reported)], GRACE_S)
     if not found.is_file():
         cause = f"the {job.ranks} ranks ended " + (f"with exit code {code}" if code else "before they had measured")
         raise ResourceError(cause, "their output says why")
@@ -188,11 +188,11 @@ def limited(site: Site) -> Site:
 def main(arguments: Sequence[str]) -> None:
     """Entry point of one rank."""
     end_with_launcher()
-    told: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
-    contract, site = contract_from_json(told["contract"]), Site.model_validate_json(told["site"])
-    measured = measure(contract, site, Island.here(device_of(site)), told["seconds"])
+    reported: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
+    contract, site = contract_from_json(reported["contract"]), Site.model_validate_json(reported["site"])
+    measured = measure(contract, site, Island.here(device_of(site)), reported["seconds"])
     if measured is not None:
-        Path(told["found"]).write_text(json.dumps(asdict(measured)))
+        Path(reported["found"]).write_text(json.dumps(asdict(measured)))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
 from diloco.peer.peer import left, settled
-from diloco.peer.schedule import Finish
+from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import lane_terms, rules_of, timing_of
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
-from diloco.run.launch import event_card, knock, open_directory
+from diloco.run.launch import event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
 from diloco.run.past import peer_name
-from diloco.transport.gate import Gate, listening
+from diloco.transport.endpoint import Endpoint, listening
 from diloco.transport.presence import Presence
 from diloco.transport.runtime import reachable
 
@@ -46,34 +46,34 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
     """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
     assert options.join is not None
     site = listening(open_site(options), options.join)
-    gate = Gate(site)
+    endpoint = Endpoint(site)
     try:
-        contract = knock(options.join, gate, listener, stop)
+        contract = fetch_contract(options.join, endpoint, listener, stop)
         if contract.membership.policy == "gossip":
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)
         directory = open_directory(options, site, contract, name)
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
-        return Witness(name, contract, gate, events).run(stop)
+        return Witness(name, contract, endpoint, events).run(stop)
     finally:
-        gate.close()
+        endpoint.close()
 
 
 class Witness:
     """One witness's life."""
 
-    def __init__(self, name: str, contract: Contract, gate: Gate, events: Events) -> None:
+    def __init__(self, name: str, contract: Contract, endpoint: Endpoint, events: Events) -> None:
         self.contract = contract
-        self.gate = gate
+        self.endpoint = endpoint
         self.events = events
         me = Member(name, new_incarnation(), "", witness=True)
-        assert gate.welcome is not None
-        lineage = gate.welcome.lineage
-        runtime = gate.runtime
-        forks = gate.welcome.forks
+        assert endpoint.welcome is not None
+        lineage = endpoint.welcome.lineage
+        runtime = endpoint.runtime
+        forks = endpoint.welcome.forks
         self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
         self.version, self.tokens = -1, 0
-        self.ending = Finish.of(contract, self.exchange.terms.rules.policy.max_peers)
+        self.ending = RunEnd.of(contract, self.exchange.terms.rules.policy.max_peers)
 
     def run(self, stop: Callable[[], bool]) -> WitnessEnding:
         """Listen, ask to be taken in, vote; say goodbye at the end."""
@@ -87,22 +87,22 @@ class Witness:
 
     def _live(self, stop: Callable[[], bool]) -> Life[str]:
         reason = yield from self._vote(stop)
-        yield from settled(self.exchange, self.gate.site)
-        yield from left(self.exchange, self.gate.site)
+        yield from settled(self.exchange, self.endpoint.site)
+        yield from left(self.exchange, self.endpoint.site)
         return reason
 
     def _enter(self) -> Presence:
-        gate, welcome = self.gate, self.gate.welcome
+        endpoint, welcome = self.endpoint, self.endpoint.welcome
         assert welcome is not None
-        network = gate.site.network
-        served = gate.runtime.serve(self.exchange, network.listen)
+        network = endpoint.site.network
+        served = endpoint.runtime.serve(self.exchange, network.listen)
         address = network.advertise or reachable(served, welcome.members[0].address)
-        gate.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
-        self.exchange.start(address, gate.directory.addresses)
+        endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
+        self.exchange.start(address, endpoint.directory.addresses)
         self.exchange.meet(welcome.members)
         self.exchange.report(Progress(phase=Phase.JOINING))
         self.events.emit(Listening(address, f"{address}/{self.contract.digest[:12]}"))
-        return gate.appear(self.exchange)
+        return endpoint.appear(self.exchange)
 
     def _vote(self, stop: Callable[[], bool]) -> Life[str]:
         refused_s = monotonic_s()
@@ -114,13 +114,13 @@ class Witness:
                 return "the run is complete"
             if self.exchange.refused is not Reply.FENCED:
                 refused_s = monotonic_s()
-            elif monotonic_s() - refused_s > 3 * self.gate.site.timeouts.suspect_s:
+            elif monotonic_s() - refused_s > 3 * self.endpoint.site.timeouts.suspect_s:
                 raise EvictedError(f"the run has a live peer named {self.exchange.name}", "choose another peer.name")
         return "left"
 
     def _on_closed(self, closed: Closed) -> None:
         commit = closed.commit
-        self.ending.passed(commit, copied=self.version < 0)
+        self.ending.on_commit(commit, copied=self.version < 0)
         self.version, self.tokens = commit.version, commit.tokens
         self.exchange.report(Progress(phase=Phase.WITNESS, version=commit.version))
         names = tuple(counted.peer for counted in commit.counted)
@@ -130,13 +130,13 @@ class Witness:
         self.events.emit(Remark(reason, routine))
 
     def _terms(self) -> Terms:
-        contract, welcome = self.contract, self.gate.welcome
+        contract, welcome = self.contract, self.endpoint.welcome
         assert welcome is not None
         return Terms(
             contract_json=contract.to_json().encode(),
             rules=rules_of(contract, parts=()),
-            timing=timing_of(self.gate.site),
-            lane=lane_terms(contract, self.gate.site, Layout(())),
+            timing=timing_of(self.endpoint.site),
+            lane=lane_terms(contract, self.endpoint.site, Layout(())),
             layout_digest=welcome.layout,
             total_tokens=contract.run.total_tokens,
             data=welcome.data,

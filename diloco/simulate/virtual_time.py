@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from diloco.base.clock import going_by
 from diloco.base.life import Life
-from diloco.base.workers import InPlace, in_place
+from diloco.base.threads import InPlace, in_place
 
 T = TypeVar("T")
 

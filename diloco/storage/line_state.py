@@ -11,7 +11,7 @@ from torch import Tensor
 from diloco.config.contract import Contract
 from diloco.island.slices import Slice
 from diloco.outer.eager import Eager
-from diloco.outer.line import Line, Trained
+from diloco.outer.line import Line, UncommittedProgress
 from diloco.outer.resync import adopt
 from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
@@ -41,8 +41,8 @@ def save_line(line: Line, contract: Contract) -> Contents:
 
 def line_slices(line: Line) -> dict[str, list[Slice]]:
     """What this rank holds of the outer state, of residuals, and of what `eager` foresees."""
-    foreseen = line.merge.own if isinstance(line.merge, Eager) else {}
-    own = [(f"{index}/{name}", slot) for index, state in foreseen.items() for name, slot in state.slots.items()]
+    own_share = line.merge.own if isinstance(line.merge, Eager) else {}
+    own = [(f"{index}/{name}", slot) for index, state in own_share.items() for name, slot in state.slots.items()]
     return {
         "outer": _flat_slices(line, line.state.buffers()),
         "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
@@ -74,11 +74,11 @@ def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
             flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
         )
 
-    state, residuals, foreseen = read_together(line.ranks, read)
+    state, residuals, own_share = read_together(line.ranks, read)
     adopt(line, state)
     line.residuals.update((int(index), flat) for index, flat in residuals.items())
     if isinstance(line.merge, Eager):
-        for name, flat in foreseen.items():
+        for name, flat in own_share.items():
             index, _, slot = name.partition("/")
             own = line.merge.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
             line.merge.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
@@ -87,5 +87,5 @@ def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
 def book_restored(line: Line, checkpoint: Checkpoint) -> None:
     """After that: the commit, and what was trained and is not committed. Rank 0. Raises StateError."""
     line.commit = checkpoint.commit
-    line.trained = Trained(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.trained = UncommittedProgress(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
     line.since = line.state.version

@@ -144,10 +144,10 @@ class Keeper:
     """A peer's checkpoints, on rank 0: when there is time for one, and what is told of it."""
 
     def __init__(
-        self, tell: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
+        self, publish: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
     ) -> None:
-        """`tell`: an event of the run's; `remark`: one of this process's. `begin`: has all ranks begin one."""
-        self._tell, self._remark, self._begin = tell, remark, begin
+        """`publish`: an event of the run's; `remark`: one of this process's. `begin`: has all ranks begin one."""
+        self._publish, self._remark, self._begin = publish, remark, begin
         self._begun: _Begun | None = None
 
     def due(self, version: int) -> None:
@@ -200,4 +200,4 @@ class Keeper:
 
     def _written(self, begun: _Begun, written: Written) -> None:
         total_s = written.at_s - begun.since_s
-        self._tell(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
+        self._publish(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))

@@ -1,1 +1,1 @@
-"""Reaching other peers: this process's gate, links (gRPC, in memory), sockets, directory, presence, pacing."""
+"""Reaching other peers: this process's endpoint, links (gRPC, in memory), sockets, directory, presence, pacing."""

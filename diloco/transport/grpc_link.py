@@ -56,7 +56,7 @@ and what gRPC keeps of an address, connected or not, is 60 kB."""
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]
 _REPLY_KEY = "diloco-reply"
 _MAX_DETAIL = 1000
-_TELL_S = 0.02
+_REPORT_S = 0.02
 """Least time between two progress reports of a stream's receiver."""
 _CONTROL, _BULK = 0, 1
 """Connections to one address: control messages, and from here on bulk."""
@@ -211,7 +211,7 @@ class GrpcLink(Link):
         line.calls += 1
         try:
             await self._forget_unused()
-            with _weather(address):
+            with _link_error(address):
                 yield line
         finally:
             line.calls -= 1
@@ -450,7 +450,7 @@ def _reply(answer: control_pb2.DeliverReply) -> Reply:
 
 
 @contextmanager
-def _weather(address: str) -> Iterator[None]:
+def _link_error(address: str) -> Iterator[None]:
     """gRPC's errors as the link's."""
     try:
         yield
@@ -617,7 +617,7 @@ class _Peer(PeerServicer):
             self._service.on_bytes(header)
             for part in joined:
                 yield part
-            if monotonic_s() - reported_at_s >= _TELL_S:
+            if monotonic_s() - reported_at_s >= _REPORT_S:
                 await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))
                 reported_at_s = monotonic_s()
         _parsed(Joiner.finish, joiner)

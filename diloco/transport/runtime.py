@@ -19,7 +19,7 @@ from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 
 T = TypeVar("T")
 
-KNOCK_S = 10.0
+JOIN_PATIENCE_S = 10.0
 """Seconds for which a joiner tries an address before it reports that nobody listens there."""
 STARTING_S = 120.0
 """The same for one that answers that it is starting: its directory, and the ranks of its island, take their time."""
@@ -68,8 +68,8 @@ class Runtime:
         what the member says.
 
         `say` is told why it takes so long; `wanted`: whether anybody still waits. Raises UnreachableError when none
-        answered for `KNOCK_S` (`STARTING_S`); and IncompatibleError, or what `check` raises of DilocoErrors, when
-        somebody answered and nobody passed: where one peer was, another run's may be by now.
+        answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or a DilocoError of `check`, when somebody
+        answered and nobody passed: where one peer was, another run's may be by now.
         """
         began_s, said = monotonic_s(), ""
         while True:
@@ -85,7 +85,7 @@ class Runtime:
                     others.append(error)
             if others:
                 raise others[0]
-            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else KNOCK_S
+            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else JOIN_PATIENCE_S
             why = "; ".join(error.cause for error in silent)
             if not wanted():
                 raise Interrupted(f"stopped before anybody answered: {why}")

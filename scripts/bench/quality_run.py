@@ -38,7 +38,7 @@ from diloco.protocol.streams import Welcome
 from diloco.run.door import Entrance
 from diloco.run.trainer import Trainer
 from diloco.simulate.local.processes import die_with_parent
-from diloco.simulate.memory_gate import MemoryGate, MemoryRuntime
+from diloco.simulate.memory_endpoint import MemoryEndpoint, MemoryRuntime
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.simulate.virtual_time import VirtualLoop, lived, virtual_time
 
@@ -164,7 +164,7 @@ class Fleet:
         welcome: Welcome | None = None
         for name in self._speeds:
             runtime = MemoryRuntime(self._network, loop, f"{name}:1", RPC_S)
-            peer = self._peer(name, MemoryGate(self._site(name), runtime, welcome))
+            peer = self._peer(name, MemoryEndpoint(self._site(name), runtime, welcome))
             await lived(peer.open())
             peer.run.subscribe(partial(self._on_event, peer))
             peer.line.encode = partial(self._encoded, peer.line, peer.line.encode)
@@ -173,8 +173,8 @@ class Fleet:
             self.peers.append(peer)
         await asyncio.gather(*(lived(peer.live()) for peer in self.peers))
 
-    def _peer(self, name: str, gate: Any) -> Trainer:
-        return Trainer(lambda: Entrance(self.contract, gate, name, None), gate.site, Island(0, 1, CPU))
+    def _peer(self, name: str, endpoint: Any) -> Trainer:
+        return Trainer(lambda: Entrance(self.contract, endpoint, name, None), endpoint.site, Island(0, 1, CPU))
 
     def _site(self, name: str) -> Site:
         tree = {

@@ -15,7 +15,7 @@ from typing import Any, Final
 from diloco.accounts.audit import audit
 from diloco.base.clock import unix_s
 from diloco.base.errors import UsageError
-from diloco.simulate.chaos.fleet import Fleet, Life
+from diloco.simulate.chaos.fleet import Fleet, FleetLife
 from diloco.simulate.chaos.network import Network, Rule
 
 SPEEDS: Final = {"a": 1.0, "b": 0.8, "c": 0.6, "d": 0.35, "e": 0.7}
@@ -144,13 +144,13 @@ class Absences:
     def _reach(self, version: int) -> None:
         self._until(lambda: all(_has_reached(life, version) for life in self.fleet.living()), f"all are at {version}")
 
-    def _next_round(self) -> tuple[Life, float, int]:
+    def _next_round(self) -> tuple[FleetLife, float, int]:
         """The one that goes; when a version has just closed, which all have, and which version that is."""
         version = self._version() + 1
         self._reach(version)
         return self.fleet.life("d"), unix_s(), version
 
-    def _back(self, what: str, life: Life, began_s: float, before: int) -> Row:
+    def _back(self, what: str, life: FleetLife, began_s: float, before: int) -> Row:
         """Wait until a version counts it."""
         back_s = unix_s()
         found: list[Mapping[str, Any]] = []
@@ -162,7 +162,7 @@ class Absences:
         self._until(counted, f"{life.name} is counted")
         return self._row(what, life, began_s, before, found[0])
 
-    def _row(self, what: str, absent: Life, began_s: float, before: int, counted: Mapping[str, Any] | None) -> Row:
+    def _row(self, what: str, absent: FleetLife, began_s: float, before: int, counted: Mapping[str, Any] | None) -> Row:
         ended_s = unix_s()
         others = [_waits(life, began_s, ended_s) for life in self.fleet.living() if life.name != absent.name]
         return Row(
@@ -222,12 +222,12 @@ def line(row: Row) -> str:
     return f"{row.what:<26}{cells}{counted}  {'yes' if row.holds else 'NO'}"
 
 
-def _has_reached(life: Life, version: int) -> bool:
+def _has_reached(life: FleetLife, version: int) -> bool:
     latest = life.version
     return latest is not None and latest["version"] >= version
 
 
-def _waits(life: Life, began_s: float, ended_s: float) -> list[float]:
+def _waits(life: FleetLife, began_s: float, ended_s: float) -> list[float]:
     """Seconds waited in each round. All versions that close in one round report the same wait."""
     events = (event for event in life.of("version") if began_s <= event["time"] <= ended_s)
     return list({event["seconds"]["exchange"]: None for event in events if "exchange" in event["seconds"]})

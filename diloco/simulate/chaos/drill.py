@@ -18,7 +18,7 @@ from typing import Any, Final
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
 from diloco.simulate.chaos.fault import Fault
-from diloco.simulate.chaos.fleet import POLL_S, Fleet, Life, empty_folder
+from diloco.simulate.chaos.fleet import POLL_S, Fleet, FleetLife, empty_folder
 from diloco.simulate.chaos.network import Network, Rule
 from diloco.simulate.chaos.verdict import verdict
 
@@ -211,12 +211,12 @@ class Drill:
         self._does[kind](fault)
         self._after(self._dice.uniform(*self.options.every_s), self._next_fault)
 
-    def _bearable(self, kind: str, healthy: Sequence[Life], spare: int) -> bool:
+    def _bearable(self, kind: str, healthy: Sequence[FleetLife], spare: int) -> bool:
         if kind in GENTLE:
             return bool(healthy)
         return len(healthy) == len(self.fleet.living()) if kind == "split" else spare > 0
 
-    def _victims(self, kind: str, healthy: Sequence[Life]) -> tuple[str, ...]:
+    def _victims(self, kind: str, healthy: Sequence[FleetLife]) -> tuple[str, ...]:
         count = len(healthy) // 2 if kind == "split" else 1
         return tuple(sorted(life.name for life in self._dice.sample(healthy, count)))
 
@@ -224,7 +224,7 @@ class Drill:
     def _founder_died(self) -> bool:
         return any(fault.kind == "founder dies" for fault in self.faults)
 
-    def _healthy(self) -> list[Life]:
+    def _healthy(self) -> list[FleetLife]:
         """Peers at work that no fault holds up and that are back from the last one."""
         busy = {
             name for fault in self.faults if not fault.back_s and fault.kind not in GENTLE for name in fault.victims
@@ -289,10 +289,10 @@ class Drill:
         fault.victims = (self._join_new().name,)
         self._mend(fault)
 
-    def _join_new(self) -> Life:
+    def _join_new(self) -> FleetLife:
         return self.fleet.join(next(self._names), *self._entries())
 
-    def _entries(self) -> list[Life]:
+    def _entries(self) -> list[FleetLife]:
         """Two members to come in through: one may be struck before it is asked."""
         members = self._healthy() or self.fleet.living()
         return self._dice.sample(members, min(2, len(members)))

@@ -30,7 +30,7 @@ PORTS = range(20_000, 30_000)
 
 
 @dataclass
-class Life:
+class FleetLife:
     """One process of a peer, from its start to its end. Times are unix seconds, as in its events."""
 
     name: str
@@ -89,16 +89,16 @@ class Fleet:
         self.network = network
         self.own: Mapping[str, Sequence[str]] = {}
         """More settings of a peer's site, by its name."""
-        self.lives: list[Life] = []
+        self.lives: list[FleetLife] = []
         self._ports: dict[str, tuple[int, str]] = {}
 
     # ------------------------------------------------------------ who is there
 
-    def living(self) -> list[Life]:
+    def living(self) -> list[FleetLife]:
         """Lives whose process runs."""
         return [life for life in self.lives if life.lives]
 
-    def life(self, name: str) -> Life:
+    def life(self, name: str) -> FleetLife:
         """The latest life of a peer."""
         return next(life for life in reversed(self.lives) if life.name == name)
 
@@ -121,14 +121,14 @@ class Fleet:
 
     # ------------------------------------------------------------ coming
 
-    def found(self, name: str, resume: bool = False) -> Life:
+    def found(self, name: str, resume: bool = False) -> FleetLife:
         """Begin the run, or begin it anew from this peer's checkpoints; returns when others can join."""
         how = itertools.chain([str(self.contract)], *(("--set", text) for text in self.overrides))
         life = self._start(name, ["--resume", str(self.directory / name)] if resume else list(how))
         self.until(lambda: (life.directory / "peer.json").exists(), f"{name} listens", START_S)
         return life
 
-    def join(self, name: str, *through: Life, resume: bool = False, armed: str = "") -> Life:
+    def join(self, name: str, *through: FleetLife, resume: bool = False, armed: str = "") -> FleetLife:
         """Start a peer, `through` any of these. `resume`: from its own checkpoints, if it has any; else it comes back
         with an empty folder.
 
@@ -151,7 +151,7 @@ class Fleet:
         for life in self.lives:
             life.directory = aside if life.directory == folder else life.directory
 
-    def _start(self, name: str, how: Sequence[str], armed: str = "") -> Life:
+    def _start(self, name: str, how: Sequence[str], armed: str = "") -> FleetLife:
         directory = self.directory / name
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "peer.json").unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class Fleet:
         arguments = ["peer", *how, *named, "--dir", str(directory), *itertools.chain(*(("--set", it) for it in site))]
         log = directory / f"log-{sum(life.name == name for life in self.lives)}.txt"
         child = Child(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})
-        life = Life(name, child, directory, unix_s(), written, armed)
+        life = FleetLife(name, child, directory, unix_s(), written, armed)
         if self.network is not None:
             self.network.belongs(life.child.pid, name)
         self.lives.append(life)
@@ -180,28 +180,28 @@ class Fleet:
 
     # ------------------------------------------------------------ going
 
-    def kill(self, life: Life) -> None:
+    def kill(self, life: FleetLife) -> None:
         """End a life with SIGKILL."""
         life.child.send(signal.SIGKILL)
         self.died(life)
 
-    def died(self, life: Life) -> None:
+    def died(self, life: FleetLife) -> None:
         """It was killed, by us or by itself at a failpoint."""
         life.child.wait()
         life.read()
         life.ending, life.ended_s = "killed", unix_s()
 
-    def stop(self, life: Life) -> None:
+    def stop(self, life: FleetLife) -> None:
         life.child.send(signal.SIGSTOP)
         life.stops.append((unix_s(), 0.0))
 
-    def resume(self, life: Life) -> None:
+    def resume(self, life: FleetLife) -> None:
         """The end of a stop."""
         began_s, _ = life.stops.pop()
         life.stops.append((began_s, unix_s()))
         life.child.send(signal.SIGCONT)
 
-    def ask_to_leave(self, life: Life) -> None:
+    def ask_to_leave(self, life: FleetLife) -> None:
         life.ending, life.ended_s = "left", unix_s()
         life.child.ask_to_leave()
 
@@ -249,7 +249,7 @@ class SeenVersion(NamedTuple):
     counted: tuple[str, ...]
 
 
-def commits(lives: Sequence[Life]) -> list[SeenVersion]:
+def commits(lives: Sequence[FleetLife]) -> list[SeenVersion]:
     """All versions in these lives' events, in order."""
     first: dict[int, SeenVersion] = {}
     for event in sorted(

@@ -18,7 +18,7 @@ from diloco.accounts.ledger import LEDGER, read_ledger
 from diloco.base.clock import unix_s
 from diloco.config.load import load_site
 from diloco.observe.event_log import EventLine
-from diloco.simulate.chaos.fleet import Fleet, Life, commits
+from diloco.simulate.chaos.fleet import Fleet, FleetLife, commits
 
 SURVIVORS: Final = ("a", "b", "c")
 KNOWN_DEAD_S: Final = 1.0
@@ -146,14 +146,14 @@ class Sweep:
 
     # ------------------------------------------------------------ how
 
-    def _victim(self, armed: str) -> Life:
+    def _victim(self, armed: str) -> FleetLife:
         self.fleet.until(lambda: self._counts(SURVIVORS, 2), "the survivors are among themselves", ANSWER_S)
         return self._join(armed)
 
-    def _join(self, armed: str) -> Life:
+    def _join(self, armed: str) -> FleetLife:
         return self.fleet.join(next(self._victims), self.fleet.life(SURVIVORS[0]), armed=armed)
 
-    def _survivors(self) -> list[Life]:
+    def _survivors(self) -> list[FleetLife]:
         return [self.fleet.life(name) for name in SURVIVORS]
 
     def _counts(self, names: Sequence[str], times: int) -> bool:
@@ -161,7 +161,7 @@ class Sweep:
         latest = [life.of("version")[-times:] for life in self._survivors()]
         return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in latest)
 
-    def _first(self, life: Life, condition: Callable[[EventLine], bool]) -> EventLine:
+    def _first(self, life: FleetLife, condition: Callable[[EventLine], bool]) -> EventLine:
         """The first version event of that kind, waited for."""
         found: list[EventLine] = []
 
@@ -255,7 +255,7 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def _lost_tokens(life: Life) -> int:
+def _lost_tokens(life: FleetLife) -> int:
     """Tokens that a life trained and neither committed nor still has, by its ledger."""
     totals = read_ledger(life.directory / LEDGER).records[-1].totals
     return totals.trained - totals.committed - totals.uncommitted

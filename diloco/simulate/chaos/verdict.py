@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from diloco.accounts.audit import audit
-from diloco.simulate.chaos.fleet import Fleet, Life, SeenVersion, commits
+from diloco.simulate.chaos.fleet import Fleet, FleetLife, SeenVersion, commits
 
 if TYPE_CHECKING:
     from diloco.simulate.chaos.fault import Fault
@@ -58,7 +58,9 @@ def verdict(
 # ---------------------------------------------------------------- throughput
 
 
-def throughput(lives: Sequence[Life], faults: Sequence[Fault], quiet_until_s: float, ended_s: float) -> dict[str, Any]:
+def throughput(
+    lives: Sequence[FleetLife], faults: Sequence[Fault], quiet_until_s: float, ended_s: float
+) -> dict[str, Any]:
     """The share, and what it is made of."""
     chain = commits(lives)
     quiet = [seen for seen in chain if seen.at_s <= quiet_until_s]
@@ -90,13 +92,13 @@ def _rate(quiet: Sequence[SeenVersion]) -> float:
     return (full[-1].tokens - full[0].tokens) / (full[-1].at_s - full[0].at_s) / peers
 
 
-def _present(life: Life, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
+def _present(life: FleetLife, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
     """From when to when this life belonged to the run; nothing if it never did."""
     end_s = {"": math.inf, "left": life.ended_s, "killed": _last_counted(life, chain)}[life.ending]
     return [(entered_s, end_s) for entered_s in _entered(life, chain)]
 
 
-def _absences(life: Life, faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> Iterator[tuple[float, float]]:
+def _absences(life: FleetLife, faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> Iterator[tuple[float, float]]:
     """When it was stopped or cut off meanwhile, without overlaps."""
     stops = [(began_s, over_s or math.inf) for began_s, over_s in life.stops]
     cuts = [(fault.began_s, fault.ended_s or math.inf) for fault in faults if life.name in fault.cut]
@@ -107,14 +109,14 @@ def _absences(life: Life, faults: Sequence[Fault], chain: Sequence[SeenVersion])
                 from_s = max(from_s, over_s)
 
 
-def _trained(life: Life, span: tuple[float, float]) -> int:
+def _trained(life: FleetLife, span: tuple[float, float]) -> int:
     """Tokens of inner steps in that time, from its progress events, two a second."""
     early = [0, *(event["tokens"] for event in life.of("progress") if event["time"] <= span[0])]
     later = [early[-1], *(event["tokens"] for event in life.of("progress") if event["time"] <= span[1])]
     return int(later[-1] - early[-1])
 
 
-def _entered(life: Life, chain: Sequence[SeenVersion]) -> list[float]:
+def _entered(life: FleetLife, chain: Sequence[SeenVersion]) -> list[float]:
     """When a version's view first included it, by its own account, as the only entry; none if that never was.
 
     If an earlier life of that name was still in the view: when the version before the first that counts it was made.
@@ -124,7 +126,7 @@ def _entered(life: Life, chain: Sequence[SeenVersion]) -> list[float]:
     return [*views, *(seen.at_s for seen in chain if seen.version + 1 in counted)][:1]
 
 
-def _last_counted(life: Life, chain: Sequence[SeenVersion]) -> float:
+def _last_counted(life: FleetLife, chain: Sequence[SeenVersion]) -> float:
     within = [seen.at_s for seen in chain if life.began_s <= seen.at_s <= life.ended_s and life.name in seen.counted]
     return within[-1] if within else life.ended_s
 

@@ -25,7 +25,7 @@ from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
 from diloco.outer.average import mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
-from diloco.outer.line import Line, Sent
+from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
 from diloco.outer.outlier import MIN_RMS
 from diloco.protocol import messages as m
@@ -102,7 +102,7 @@ class Invariants:
 
     # ------------------------------------------------------------ what peers report
 
-    def made(self, host: Host, sent: Sent, pieces: tuple[int, ...]) -> None:
+    def made(self, host: Host, sent: PendingContribution, pieces: tuple[int, ...]) -> None:
         """A peer measured a contribution."""
         c = sent.contribution
         entry = Counted(host.name, c.base_version, c.weight, c.tokens, c.blocks)
@@ -393,7 +393,7 @@ class Books:
         self.invariants.trained_tokens += tokens
         return noises()[piece % NOISES]
 
-    def measured(self, sent: Sent) -> None:
+    def measured(self, sent: PendingContribution) -> None:
         """All uncommitted pieces of a fragment went into a contribution."""
         index = sent.contribution.fragment
         self._sent_pieces = tuple(self.uncommitted[index])
@@ -437,7 +437,9 @@ class Books:
             decoded = codecs[fragment.group_of(part)].decode(self._sent_parts[part], stop - start)
             residual[start:stop] = target - decoded
 
-    def adopted(self, sent: Sent | None, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
+    def adopted(
+        self, sent: PendingContribution | None, mine: Counted | None, discarded_tokens: int, before: Commit | None
+    ) -> None:
         """The state was copied. What was sent is counted in it, or was given up as it may be, unless it stays sent."""
         if sent is not None and self.line.sent is None:
             fragment = self.line.layout.fragments[sent.contribution.fragment]
@@ -492,7 +494,7 @@ class Books:
         for fragment, total in zip(self.line.layout.fragments, self.sums, strict=True):
             sent, base = self.line.sent, self.line.state.fragments[fragment.index].anchor
             if sent is not None and sent.contribution.fragment == fragment.index:
-                base = sent.unsent  # `eager` shows what is on its way at its expected effect
+                base = sent.base_if_skipped  # `eager` shows what is on its way at its expected effect
             progress = read_fragment(self.line.parameters, fragment) - base
             error = (progress - total).abs_().max().item()
             if not error <= TOLERANCE:

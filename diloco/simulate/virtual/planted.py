@@ -21,7 +21,7 @@ from diloco.outer import line as line_of
 from diloco.outer.average import mean_into
 from diloco.outer.feedback import left_over
 from diloco.outer.fragments import Fragment, write_fragment
-from diloco.outer.line import Line, Sent, Trained
+from diloco.outer.line import Line, PendingContribution, UncommittedProgress
 from diloco.protocol import electorate, leases
 from diloco.protocol import messages as m
 from diloco.protocol.admission import Admission
@@ -89,13 +89,13 @@ def _early_divisor() -> Iterator[None]:
 
 
 def _early_progress() -> Iterator[None]:
-    def measure_and_finish(line: Line, how: Measure, seconds: dict[str, float]) -> Sent:
+    def measure_and_finish(line: Line, how: Measure, seconds: dict[str, float]) -> PendingContribution:
         """A contribution counts as committed once it was sent."""
         sent = measure(line, how, seconds)
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor
         write_fragment(line.parameters, fragment, anchor)
-        line.trained = Trained()
+        line.trained = UncommittedProgress()
         return replace(sent, local=anchor)
 
     with _replaced(training, "measure", measure_and_finish):

@@ -18,7 +18,17 @@ from diloco.compress import PayloadError
 from diloco.config.site import StorageSection
 from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Weights
-from diloco.outer.line import Diverged, Line, Sent, Trained, book, expect, keep_local, weights_to_keep, withdraw
+from diloco.outer.line import (
+    Diverged,
+    Line,
+    PendingContribution,
+    UncommittedProgress,
+    book,
+    expect,
+    keep_local,
+    weights_to_keep,
+    withdraw,
+)
 from diloco.outer.resync import adopt, adoption, book_adoption, book_drop, drop
 from diloco.outer.state import OuterState
 from diloco.outer.stepping import SteppedHere
@@ -40,10 +50,10 @@ APPLY_S = 0.02
 POLL_S = 0.2
 
 
-def step_outer(line: Line, closed: Closed, spare: bool = False) -> Counted | None:
+def step_outer(line: Line, closed: Closed, state_unused: bool = False) -> Counted | None:
     """Apply a version that closed to a line of one rank, at once. Returns its entry in it, if it counts one.
 
-    `spare`: nobody else reads the state before it, which may be overwritten.
+    `state_unused`: nobody else reads the state before it, which may be overwritten.
 
     Raises Diverged when the version was made on another state, and PayloadError when the mean is no mean.
     """
@@ -57,7 +67,7 @@ def step_outer(line: Line, closed: Closed, spare: bool = False) -> Counted | Non
         if error.uncounted:
             take_back(line)
         raise
-    for wait in apply(line, SteppedHere(line, closed), line.applying(commit, mine is not None, spare), {}):
+    for wait in apply(line, SteppedHere(line, closed), line.applying(commit, mine is not None, state_unused), {}):
         raise AssertionError(f"it waits: {wait}")
     book(line, commit, mine)
     return mine
@@ -170,7 +180,7 @@ class Training:
         adopt_state(line, snapshot.state, snapshot.commit)
         for name, tensor in snapshot.local.items():
             line.parameters[name].copy_(tensor)
-        line.trained = Trained(snapshot.tokens, snapshot.blocks)
+        line.trained = UncommittedProgress(snapshot.tokens, snapshot.blocks)
         self.books.restored(snapshot)
 
     def _enter(self) -> None:
@@ -269,7 +279,7 @@ class Training:
         self.waiting_since_s = self.host.world.now
         self.host.later(self.host.world.setup.patience_s, self._withdraw, self.waiting_since_s)
 
-    def _falsified(self, sent: Sent) -> Sent:
+    def _falsified(self, sent: PendingContribution) -> PendingContribution:
         parts, fragment = sent.contribution.parts, self.line.layout.fragments[sent.contribution.fragment]
         codecs = [self.line.codecs[fragment.group_of(part)] for part in range(fragment.parts)]
         parts = falsified(self.host.lie, parts, codecs)

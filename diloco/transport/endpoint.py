@@ -20,7 +20,7 @@ from diloco.transport.runtime import Runtime, reachable
 logger = logging.getLogger(__name__)
 
 
-class Gate:
+class Endpoint:
     """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
 
     def __init__(self, site: Site, lanes: int = 1) -> None:
@@ -37,7 +37,7 @@ class Gate:
         self.runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / lanes, site.network.streams)
         self.welcome: Welcome | None = None
 
-    def knock(
+    def fetch_contract(
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
         """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and

@@ -10,7 +10,7 @@ from typing import Any
 _in_place = False
 
 
-def worker(name: str) -> Executor:
+def one_thread(name: str) -> Executor:
     """A thread of that name, which does what it is given in order."""
     return InPlace() if _in_place else ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -30,7 +30,7 @@ class InPlace(Executor):
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """Meanwhile `worker` makes no threads in this whole process: a simulation's clock could not wait for them."""
+    """Meanwhile `one_thread` makes no threads in this whole process: a simulation's clock could not wait for them."""
     global _in_place
     before, _in_place = _in_place, True
     try:

@@ -1,4 +1,4 @@
-"""A peer's way out of a process that it never leaves: `diloco.transport.gate.Gate` on a network in memory."""
+"""A peer's way out of a process that it never leaves: `diloco.transport.endpoint.Endpoint` on a network in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MemoryRuntime:
         """Nobody has another's directory to ask for."""
 
 
-class MemoryGate:
+class MemoryEndpoint:
     """Whoever made it has asked a member for its `welcome`; None: the peer founds the run."""
 
     def __init__(self, site: Site, runtime: MemoryRuntime, welcome: Welcome | None) -> None:
@@ -45,7 +45,7 @@ class MemoryGate:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """Nothing about correctness rests on it."""
 
-    def appear(self, exchange: object) -> MemoryGate:
+    def appear(self, exchange: object) -> MemoryEndpoint:
         """The presence in it."""
         return self
 
