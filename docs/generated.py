@@ -1,4 +1,4 @@
-"""The reference pages, made from the sources: keys, commands, exit codes, modules. Nothing of it is committed.
+"""The reference pages, made from the sources: keys, events, commands, exit codes, modules. Nothing of it is committed.
 
 `fill` replaces `<!-- generated: NAME -->` in the text of a page; `python docs/generated.py NAME` prints one part.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
@@ -136,6 +137,31 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+# ---------------------------------------------------------------- events
+
+
+def events() -> str:
+    """Every kind of event, with its fields."""
+    from diloco.config.template import docs_of
+    from diloco.observe import events as module
+
+    classes = {node.name: node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)}
+    text = []
+    for kind, event in sorted(module.KINDS.items()):
+        docs = docs_of(classes[event.__name__])
+        fields = dataclasses.fields(event)  # type: ignore[arg-type]
+        rows = [_event_field(field, docs.get(field.name, "")) for field in fields]
+        text += [f"## `{kind}`", "", inspect.cleandoc(event.__doc__ or ""), ""]
+        text += [table(("field", "type", "", "meaning"), rows)] if rows else []
+    return "\n".join(text)
+
+
+def _event_field(field: dataclasses.Field[Any], doc: str) -> Row:
+    """Its name in files, its type as the source has it, and whether it may be missing."""
+    free = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    return f"`{field.metadata.get('json', field.name)}`", f"`{field.type}`", "may be missing" if free else "", doc
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -222,6 +248,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "contract": contract,
     "site": site,
     "commands": commands,
+    "events": events,
     "exit-codes": exit_codes,
     "modules": modules,
 }

@@ -380,3 +380,14 @@ def logging_command(level: str | None) -> subprocess.CompletedProcess[str]:
     )
     command = [sys.executable, "-c", program + "cli.run()"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32", "linux"])
+def test_elsewhere_one_line_says_what_works(
+    system: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("sys.argv", ["diloco", "--version"])
+    with pytest.raises(SystemExit):
+        cli.run()
+    assert len(capsys.readouterr().err.splitlines()) == (system != "linux")

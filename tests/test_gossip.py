@@ -22,9 +22,9 @@ from diloco.data.order import block_at, own_seed
 from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
+from diloco.gossip.settling import Settling
 from diloco.gossip.swaps import MAX_SERVED, Stage, Swap, Swaps
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
-from diloco.peer.schedule import Settling
 from diloco.protocol.messages import Acquaintance, Reply
 from tests.gossips import contract
 

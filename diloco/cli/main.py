@@ -16,6 +16,11 @@ from diloco.cli import bench, config, init, inspect, operate, peer, plan, simula
 from diloco.observe.readable import printable
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+ELSEWHERE = {
+    "darwin": "note: peers are tested on Linux only; on macOS bytes on the wire are not counted\n",
+    "win32": "note: hivemind does not run on Windows: plans, audits and reports work here, peers in WSL 2\n",
+}
+"""By `sys.platform`: what works there."""
 
 app = typer.Typer(
     help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
@@ -59,6 +64,7 @@ def run() -> NoReturn:
     arguments = sys.argv[1:]
     if arguments[:1] == ["simulate"] and "--virtual" in arguments:  # its name before it was a command of its own
         arguments = ["virtual", *(argument for argument in arguments[1:] if argument != "--virtual")]
+    sys.stderr.write(ELSEWHERE.get(sys.platform, ""))
     try:
         app(arguments, standalone_mode=True)
     except DilocoError as error:

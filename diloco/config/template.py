@@ -56,11 +56,12 @@ def key_docs(section: type[Section]) -> dict[str, str]:
         if issubclass(kind, Section):
             body = ast.parse(inspect.getsource(kind)).body[0]
             assert isinstance(body, ast.ClassDef)
-            found |= _docs_of(body)
+            found |= docs_of(body)
     return found
 
 
-def _docs_of(body: ast.ClassDef) -> dict[str, str]:
+def docs_of(body: ast.ClassDef) -> dict[str, str]:
+    """The text that follows each field of a class, by name."""
     return {
         key.target.id: inspect.cleandoc(text.value.value)
         for key, text in zip(body.body, body.body[1:], strict=False)

@@ -33,6 +33,7 @@ from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
 from diloco.gossip.pairing import CountedWeights, Pairing, check_partner, pair_mean, settle, spread
+from diloco.gossip.settling import Settling
 from diloco.gossip.swapping import Agreed, Failed, Here, Swapping
 from diloco.gossip.swaps import Swap
 from diloco.gossip.terms import SwapRecord, gossip_terms
@@ -54,7 +55,7 @@ from diloco.outer.resync import adoption, book_adoption, book_drop
 from diloco.outer.state import OuterState
 from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
-from diloco.peer.schedule import Settling, Stopwatch
+from diloco.peer.schedule import Stopwatch
 from diloco.peer.terms import check_alike
 from diloco.protocol.messages import Acquaintance
 from diloco.storage.checkpoint import Checkpoint

@@ -139,7 +139,7 @@ def _open_to_append(path: Path) -> int:
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
             cause = f"another process, or another run in this one, writes to {path.parent}"
-            raise ResourceError(cause, "wait until that peer has ended, or choose another --dir") from error
+            raise ResourceError(cause, "wait until that peer has ended, or choose another folder (--dir)") from error
         raise _unwritable(path, error) from error
     return descriptor
 
