@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, progress_in
 from diloco.cli.stopping import raise_when_stopped
 
 config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=True)
@@ -76,7 +75,8 @@ def data_pack(
     from diloco.data.tokenizers import open_tokenizer
 
     raise_when_stopped()  # a shard half written is deleted
-    result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, None if as_json else _print_progress)
+    progress = None if as_json else progress_in("bytes")
+    result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, progress)
     if as_json:
         print(
             json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
@@ -87,9 +87,3 @@ def data_pack(
 
 def _files(count: int) -> str:
     return "1 file" if count == 1 else f"{count:,} files"
-
-
-def _print_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done:,} of {total:,} bytes")
-        sys.stderr.write("\n" if done >= total else "")

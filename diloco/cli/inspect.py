@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from diloco.base.errors import StateError
-from diloco.cli.options import AsJson, PeerFolders
+from diloco.cli.options import AsJson, PeerFolders, progress_in
 from diloco.cli.stopping import raise_when_stopped
 
 commands = typer.Typer()
@@ -68,7 +67,7 @@ def replay(
     from diloco.accounts.replay import replay as replay_folders
     from diloco.accounts.replay import replay_text
 
-    result = replay_folders(directories, _root(data_root, *directories), _print_versions)
+    result = replay_folders(directories, _root(data_root, *directories), progress_in("commits"))
     print(json.dumps(result.tree(), indent=2) if as_json else replay_text(result))
     raise typer.Exit(0 if result.exact else 1)
 
@@ -118,9 +117,3 @@ def _root(given: Path | None, *folders: Path) -> Path:
 
 def _checkpoints_of(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
-
-
-def _print_versions(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done:,} of {total:,} commits")
-        sys.stderr.write("\n" if done == total else "")

@@ -1,7 +1,9 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how they show progress."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,3 +25,13 @@ Insecure = Annotated[
 PeerFolders = Annotated[
     list[Path], typer.Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")
 ]
+
+
+def progress_in(unit: str) -> Callable[[int, int], None]:
+    """A way to show how many of all are done; on a terminal only."""
+
+    def show(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{done:,} of {total:,} {unit}" + ("\n" if done >= total else ""))
+
+    return show

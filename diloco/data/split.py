@@ -9,7 +9,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from diloco.data.dataset import TokenArray, block_count
+from diloco.config.contract import DataSection
+from diloco.data.dataset import ArrayDataset, TokenArray, block_count, fingerprint
+
+
+def split_dataset(
+    documents: Mapping[str, Sequence[TokenArray]],
+    section: DataSection,
+    vocab_size: int,
+    told_apart_by: Sequence[int],
+    where: str,
+) -> ArrayDataset:
+    """The dataset of `documents` in memory. Its fingerprint is that of both parts, and of `told_apart_by`."""
+    length = section.sequence_length
+    training, heldout = split(documents, section.holdout, length)
+    digest = fingerprint(length, *told_apart_by, training, heldout)
+    return ArrayDataset(
+        [training], [heldout], sequence_length=length, vocab_size=vocab_size, fingerprint=digest, where=where
+    )
 
 
 def split(
@@ -20,15 +37,16 @@ def split(
     Whole files are held out where that comes near the share `holdout` of the tokens; with few files, whole
     documents; with few documents, the end of the text.
     """
-    by_file = {name: sum(map(len, arrays)) for name, arrays in documents.items()}
-    by_document = {f"{name}#{i}": len(array) for name, arrays in documents.items() for i, array in enumerate(arrays)}
-    for unit, sizes in (("file", by_file), ("document", by_document)):
+    single = {f"{name}#{i}": [array] for name, arrays in documents.items() for i, array in enumerate(arrays)}
+    for units in (documents, single):
+        sizes = {name: sum(map(len, arrays)) for name, arrays in units.items()}
         chosen = choose(sizes, holdout)
         if sum(sizes[name] for name in chosen) > sequence_length:
-            named = _named(documents, by_document=unit == "document")
-            return _concatenate(a for n, a in named if n not in chosen), _concatenate(
-                a for n, a in named if n in chosen
+            training, heldout = (
+                _concatenate(array for name in units if (name in chosen) == held for array in units[name])
+                for held in (False, True)
             )
+            return training, heldout
     return tail(_concatenate(itertools.chain.from_iterable(documents.values())), holdout, sequence_length)
 
 
@@ -53,14 +71,6 @@ def tail(tokens: TokenArray, holdout: float, sequence_length: int) -> tuple[Toke
 
 def _hash(name: str) -> bytes:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
-def _named(documents: Mapping[str, Sequence[TokenArray]], by_document: bool) -> list[tuple[str, TokenArray]]:
-    return [
-        (f"{name}#{i}" if by_document else name, array)
-        for name, arrays in documents.items()
-        for i, array in enumerate(arrays)
-    ]
 
 
 def _concatenate(arrays: Iterable[TokenArray]) -> TokenArray:

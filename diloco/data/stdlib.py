@@ -13,9 +13,9 @@ import numpy as np
 
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
-from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
+from diloco.data.dataset import Dataset
 from diloco.data.files import read_bytes, walk
-from diloco.data.split import split
+from diloco.data.split import split_dataset
 from diloco.data.tokenizer import ByteTokenizer
 
 _SKIP_FOLDERS = frozenset(
@@ -45,12 +45,4 @@ def read_library(folder: Path, section: DataSection) -> Dataset:
     }
     if not documents:
         raise DataError(f"{folder} holds no source of the standard library (*.py)", "use data.source = 'text'")
-    training, heldout = split(documents, section.holdout, section.sequence_length)
-    return ArrayDataset(
-        [training],
-        [heldout],
-        sequence_length=section.sequence_length,
-        vocab_size=ByteTokenizer.vocab_size,
-        fingerprint=fingerprint(section.sequence_length, training, heldout),
-        where=str(folder),
-    )
+    return split_dataset(documents, section, ByteTokenizer.vocab_size, (), str(folder))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from diloco.config.contract import DataSection
-from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
+from diloco.data.dataset import Dataset
 from diloco.data.documents import pieces
 from diloco.data.files import TEXT_SUFFIXES, find
-from diloco.data.split import split
+from diloco.data.split import split_dataset
 from diloco.data.tokenizers import open_tokenizer
 
 
@@ -25,12 +25,5 @@ def open_text(section: DataSection, root: Path) -> Dataset:
         file.relative_to(root).as_posix(): [piece.tokens for piece in pieces(file, tokenizer, section.text_field)]
         for file in find(section.paths, root, TEXT_SUFFIXES)
     }
-    training, heldout = split(documents, section.holdout, section.sequence_length)
-    return ArrayDataset(
-        [training],
-        [heldout],
-        sequence_length=section.sequence_length,
-        vocab_size=tokenizer.vocab_size,
-        fingerprint=fingerprint(section.sequence_length, tokenizer.vocab_size, training, heldout),
-        where=f"{', '.join(section.paths)} in {root}",
-    )
+    where = f"{', '.join(section.paths)} in {root}"
+    return split_dataset(documents, section, tokenizer.vocab_size, (tokenizer.vocab_size,), where)

@@ -9,6 +9,7 @@ waits. Reductions cost nothing beside their bytes, and computing takes as long a
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -91,12 +92,9 @@ def nearest_bandwidth(
     wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, grid_bps: Sequence[float]
 ) -> int:
     """Index of that bandwidth of a rising grid whose utilisation is nearest to the wanted one."""
-    low, high = 0, len(grid_bps) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if utilisation(sync, parameters, peers, step_s, grid_bps[middle]) >= wanted:
-            high = middle
-        else:
-            low = middle
-    reached = [utilisation(sync, parameters, peers, step_s, grid_bps[index]) for index in (low, high)]
-    return low if abs(reached[0] - wanted) <= abs(reached[1] - wanted) else high
+
+    def reached(link_bps: float) -> float:
+        return utilisation(sync, parameters, peers, step_s, link_bps)
+
+    above = bisect_left(grid_bps, wanted, 1, len(grid_bps) - 1, key=reached)
+    return min(above - 1, above, key=lambda index: abs(reached(grid_bps[index]) - wanted))
