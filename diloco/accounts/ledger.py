@@ -358,7 +358,8 @@ def open_ledger(directory: Path, warn: Callable[[str], None]) -> Ledger:
     try:
         return Ledger(DiskFile(path), warn)
     except OSError as error:
-        raise ResourceError(f"cannot write the ledger {path}: {error.strerror}", "choose another folder (--dir)") from error
+        cause = f"cannot write the ledger {path}: {error.strerror}"
+        raise ResourceError(cause, "choose another folder (--dir)") from error
     except DamagedLine as error:
         raise _damaged(path, error) from error
 

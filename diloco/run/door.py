@@ -185,7 +185,8 @@ def make_folder(directory: Path, site: Site) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         remember(directory, site)
     except OSError as error:
-        raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another folder (--dir)") from error
+        cause = f"cannot write to {directory}: {error.strerror}"
+        raise ResourceError(cause, "choose another folder (--dir)") from error
 
 
 @dataclass(frozen=True)
