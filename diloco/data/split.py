@@ -17,13 +17,13 @@ def split_dataset(
     documents: Mapping[str, Sequence[TokenArray]],
     section: DataSection,
     vocab_size: int,
-    told_apart_by: Sequence[int],
+    distinguished_by: Sequence[int],
     where: str,
 ) -> ArrayDataset:
-    """The dataset of `documents` in memory. Its fingerprint is that of both parts, and of `told_apart_by`."""
+    """The dataset of `documents` in memory. Its fingerprint is that of both parts, and of `distinguished_by`."""
     length = section.sequence_length
     training, heldout = split(documents, section.holdout, length)
-    digest = fingerprint(length, *told_apart_by, training, heldout)
+    digest = fingerprint(length, *distinguished_by, training, heldout)
     return ArrayDataset(
         [training], [heldout], sequence_length=length, vocab_size=vocab_size, fingerprint=digest, where=where
     )
