@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,13 +23,12 @@ hypothesis.settings.load_profile("diloco")
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Slow tests, which mostly start processes and wait for them, queue in two workers, a file's in one, while another
-    takes all others: those marked `slow(queued=False)`, too, and those that name a group of their own."""
+    """Slow tests, which mostly start processes and wait for them, queue in one worker, while another takes all others:
+    those marked `slow(queued=False)`, too, and those that name a group of their own."""
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):
-            queue = zlib.crc32(item.path.name.encode()) % 2
-            item.add_marker(pytest.mark.xdist_group(f"slow{queue}"))
+            item.add_marker(pytest.mark.xdist_group("slow"))
 
 
 @pytest.fixture(autouse=True)

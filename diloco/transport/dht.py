@@ -278,7 +278,6 @@ async def _serve(pipe: Connection, parent: int) -> None:
     watching.cancel()
     with suppress(TimeoutError):
         await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
-    _silence()  # asyncio may say at exit that a p2pd is left behind, or that the loop of its pipes is closed
 
 
 async def _receive_settings(pipe: Connection) -> _Settings:
@@ -296,7 +295,7 @@ async def _receive_settings(pipe: Connection) -> _Settings:
 
 
 def _end_with(parent: int) -> None:
-    """Cancel the current task at SIGTERM, and (Linux) at the death of the parent, SIGKILL included."""
+    """Cancel the current task, silently, at SIGTERM, and (Linux) at the death of the parent, SIGKILL included."""
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -305,7 +304,7 @@ def _end_with(parent: int) -> None:
         if os.getppid() != parent:
             _end_silently(task)
 
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    loop.add_signal_handler(signal.SIGTERM, _end_silently, task)
     # The kernel also sends it when only the thread that forked us ends: then the parent is still the parent.
     loop.add_signal_handler(signal.SIGHUP, end_if_orphaned)
     if sys.platform == "linux":
@@ -321,7 +320,8 @@ async def _end_without(p2pd: Any, task: asyncio.Task[Any] | None) -> None:
 
 
 def _end_silently(task: asyncio.Task[Any]) -> None:
-    """The parent is gone, or p2pd. The parent's terminal is somebody else's now; or the parent says what happened."""
+    """The parent wants no more, or is gone, or p2pd is. asyncio would say that a p2pd is left behind, where its start
+    was cut short, and that the loop of its pipes is closed."""
     _silence()
     task.cancel()
 
