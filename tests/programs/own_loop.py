@@ -80,7 +80,8 @@ def main(told: dict[str, Any]) -> None:
             time.sleep(told.get("pause_s", 0.0))
             run.step(tokens=ROWS, loss=loss.item())
             if run.steps - began_at == told.get("stop_at"):
-                until(lambda: any(Path(folder, "checkpoints").glob("v*")), "a checkpoint is written", 30.0)
+                newest = Path(folder, "checkpoints", f"v{run.version:08}")
+                until(newest.is_dir, "the newest version is saved", 30.0)
                 out.with_suffix(f".{rank}.stopped").touch()
                 time.sleep(120.0)  # somebody kills it
         with run.anchor():
