@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench-overlap"
-ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 3, 8, 0.05, 64
+ROUNDS, STEPS, STEP_S, BATCH_TOKENS = 5, 8, 0.05, 64
 """One round alone may meet whatever else the machine does."""
 
 

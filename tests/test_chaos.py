@@ -229,12 +229,12 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     contract = tmp_path / "contract.toml"
     contract.write_text((ROOT / "configs" / "chaos.toml").read_text().replace("steps = 100", "steps = 8"))
     options = DrillOptions(
-        contract, tmp_path / "peers", 3, 0.5, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
+        contract, tmp_path / "peers", 3, 0.75, quiet_s=5.0, seed=2, step_s=0.05, every_s=(3.0, 5.0), clean=False
     )
     result = run_drill(options, lambda text: None)
     assert result["violation_texts"] == []
-    assert result["faults"] >= 3
-    assert result["versions"] >= 5  # it trained between faults; how often is a matter of the machine
+    assert result["faults"] >= 5
+    assert result["versions"] > result["faults"]  # it trained between them; how fast is a matter of the machine
 
 
 @pytest.mark.slow
@@ -246,6 +246,6 @@ def test_under_async_nobody_waits_for_a_stopped_peer(tmp_path: Path) -> None:
     result = run_absences(ROOT / "configs" / "chaos.toml", tmp_path, scale, ["stop"], lines.append)
     assert not result["violations"]
     (stopped,) = result["rows"]
-    assert stopped["longest_wait_s"] < scale.stop_s / 2, lines
+    assert stopped["longest_wait_s"] < 1.0, lines
     assert stopped["versions"] >= 2
     assert stopped["tokens"] > 0

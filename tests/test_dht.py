@@ -242,7 +242,7 @@ def test_gives_up_on_a_silent_address_in_time() -> None:
             started = time.monotonic()
             with pytest.raises(UnreachableError):
                 directory.join([silent], timeout_s=2.0)
-            assert time.monotonic() - started < 30.0
+            assert time.monotonic() - started < 4.0
             assert set(directory.lookup(timeout_s=60.0)) == {"a"}
 
 
@@ -306,7 +306,7 @@ def test_a_frozen_node_costs_no_more_than_the_timeout() -> None:
     assert not directory.announce(member("a"), version=0, timeout_s=0.2)
     assert not any(directory.lookup(timeout_s=0.001) for _ in range(500))  # more than a pipe holds
     directory.close(timeout_s=0.2)
-    assert time.monotonic() - started < 60.0
+    assert time.monotonic() - started < 10.0
     assert not session(leader_of(directory))
 
 

@@ -328,7 +328,7 @@ def test_a_service_that_does_not_read_stalls_the_sender(net):
         started = time.monotonic()
         with pytest.raises(LinkSlow):
             await net.link.send_parts(address, HEADER, parts(), 0.5)
-        assert time.monotonic() - started < 20.0
+        assert time.monotonic() - started < 2.0
         assert made < 100, "memory must stay bounded"
         assert len(service.parts) == 1
         await until(lambda: service.ended == ["CancelledError"])
@@ -424,16 +424,16 @@ def test_nobody_there_is_down_at_once(net):
         started = time.monotonic()
         for ask in (
             net.link.deliver(address, ENVELOPE),
-            net.link.send_parts(address, HEADER, endless(), 60.0),
-            net.link.hello(address, 60.0),
-            net.link.fetch_commits(address, 0, LIMITS, 60.0),
-            net.link.fetch_mean(address, "digest", LIMITS, 60.0),
-            net.link.fetch_state_offer(address, 60.0),
-            anext(net.link.fetch_state(address, "digest", [0], MIB, 60.0)),
+            net.link.send_parts(address, HEADER, endless(), 5.0),
+            net.link.hello(address, 5.0),
+            net.link.fetch_commits(address, 0, LIMITS, 5.0),
+            net.link.fetch_mean(address, "digest", LIMITS, 5.0),
+            net.link.fetch_state_offer(address, 5.0),
+            anext(net.link.fetch_state(address, "digest", [0], MIB, 5.0)),
         ):
             with pytest.raises(LinkDown):
                 await ask
-        assert time.monotonic() - started < 10.0
+        assert time.monotonic() - started < 0.5
 
     play(net, scenario)
 
@@ -451,7 +451,7 @@ def test_death_in_the_middle_of_a_stream_is_down(net):
     async def scenario(net: Net) -> None:
         service = Listener()
         address = await net.start(service)
-        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 60.0))
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 5.0))
         await until(lambda: len(service.parts) > 3)
         await net.kill(address)
         with pytest.raises(LinkDown):
@@ -464,7 +464,7 @@ def test_a_cancelled_sender_cancels_the_service(net):
     async def scenario(net: Net) -> None:
         service = Listener()
         address = await net.start(service)
-        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 60.0))
+        sending = asyncio.create_task(net.link.send_parts(address, HEADER, endless(), 5.0))
         await until(lambda: len(service.parts) > 3)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -1012,10 +1012,10 @@ def test_a_stopped_process_is_slow_and_a_killed_one_down():
             stopped = time.monotonic()
             with pytest.raises(LinkSlow):
                 await net.link.deliver(address, ENVELOPE)
-            assert time.monotonic() - stopped < 10.0
+            assert time.monotonic() - stopped < 0.5 + 0.5
             with pytest.raises(LinkSlow):
                 await sending
-            assert time.monotonic() - stopped < 20.0
+            assert time.monotonic() - stopped < 1.0 + 1.0
             process.send_signal(signal.SIGCONT)
             await asyncio.sleep(0.1)
             assert await net.link.deliver(address, ENVELOPE) is m.Reply.OK
@@ -1027,7 +1027,7 @@ def test_a_stopped_process_is_slow_and_a_killed_one_down():
                 await sending
             with pytest.raises(LinkDown):
                 await net.link.deliver(address, ENVELOPE)
-            assert time.monotonic() - killed < 10.0
+            assert time.monotonic() - killed < 0.5
 
     play(GrpcNet, scenario)
 
