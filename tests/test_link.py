@@ -30,7 +30,8 @@ from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer,
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport import grpc_link
 from diloco.transport.address import is_loopback, join_address, split_address
-from diloco.transport.grpc_link import GrpcLink, Server, serve, server_credentials
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import Server, serve, server_credentials
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import MEASURED_S, MIN_VERSIONS, Uplink
 from diloco.wire import chunks, convert
@@ -978,7 +979,7 @@ def test_two_servers_on_one_port_is_an_error_with_a_way_out():
 
 SERVER = """
 import asyncio, sys
-from diloco.transport.grpc_link import serve
+from diloco.transport.grpc_server import serve
 from tests.peers import KEYS
 from tests.test_link import Listener
 

@@ -22,7 +22,8 @@ from diloco.outer.average import BadTerm, fold
 from diloco.outer.outlier import MIN_RMS, outlier
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Kind, Part
-from diloco.transport.grpc_link import GrpcLink, serve
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import serve
 from diloco.transport.link import Link
 from tests.local import LocalPeer, LocalWorld
 from tests.peers import KEYS, secure_channel

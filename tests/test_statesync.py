@@ -40,7 +40,8 @@ from diloco.peer.terms import serve_bps_of
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import StateOffer
 from diloco.simulate.memory_link import MemoryNetwork
-from diloco.transport.grpc_link import GrpcLink, serve
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import serve
 from diloco.transport.link import LinkRefused
 from diloco.transport.pace import BURST_S, SERVE_BPS_PER_CORE, RateLimit
 from tests.fronts import drive

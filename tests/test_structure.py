@@ -42,7 +42,6 @@ FILES_TOO_LONG = {
     "diloco/simulate/virtual/invariants.py",
     "diloco/storage/checkpoint.py",
     "diloco/transport/dht.py",
-    "diloco/transport/grpc_link.py",
 }
 FOLDERS_TOO_FULL = {"diloco/simulate/virtual"}
 NAMES_WITH_TWO_MEANINGS = """

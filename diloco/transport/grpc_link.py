@@ -1,43 +1,40 @@
-"""The exchange's seam over gRPC: `GrpcLink` asks other peers, `serve` answers them.
+"""The exchange's seam over gRPC: `GrpcLink` asks other peers, `grpc_server.serve` answers them.
 
 Both live on one asyncio loop and thread, and speak TLS: see `keys.py`. Nothing that arrives is trusted: addresses are
 checked before they are dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress:
 a stopped process keeps its sockets open, so every wait for the other side has a deadline here, none is left to TCP.
 """
-# ruff: noqa: N802  (the proto file names the methods)
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; a lost peer is weather: no line on stderr for it
-
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from diloco.base.clock import monotonic_s
-from diloco.base.errors import ResourceError, UsageError
+from diloco.base.errors import UsageError
 from diloco.base.types import Closed
 from diloco.identity.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.address import join_address, split_address
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.grpc_calls import REPLY_KEY, keep_freed_memory, parsed, progress
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.outbox import Outbox
 from diloco.transport.pace import RateLimit, Uplink
 from diloco.wire import convert
-from diloco.wire.chunks import MESSAGE_BYTES, Damaged, Joiner, Pace, cut
+from diloco.wire.chunks import MESSAGE_BYTES, Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
-from diloco.wire.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
+from diloco.wire.v1.peer_pb2_grpc import PeerStub
 
 if TYPE_CHECKING:
     from diloco.wire.v1.peer_pb2_grpc import PeerAsyncStub
@@ -53,25 +50,13 @@ UNUSED_S: Final = 300.0
 """After so long without a call, or twice that, an address is forgotten: whoever comes back has another port, as a rule,
 and what gRPC keeps of an address, connected or not, is 60 kB."""
 
-_EOF = grpc.aio.EOF  # type: ignore[attr-defined]
-_REPLY_KEY = "diloco-reply"
-_MAX_DETAIL = 1000
-_REPORT_S = 0.02
-"""Least time between two progress reports of a stream's receiver."""
 _CONTROL, _BULK = 0, 1
 """Connections to one address: control messages, and from here on bulk."""
 _FIRST_MESSAGE_BYTES = 1 << 19
 """Bound on a stream's first message: the line may have become slow since the last one. At 1 Mb/s one takes 4 s."""
-_FETCH_MESSAGE_BYTES = 1 << 18
-"""Messages of an answer; nobody tells how fast they are taken. At 1 Mb/s one takes 2 s."""
 
-T = TypeVar("T")
 M = TypeVar("M")
-Context = grpc.aio.ServicerContext[Any, Any]
 PartsCall = grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
-
-
-# ---------------------------------------------------------------- asking
 
 
 class GrpcLink(Link):
@@ -87,7 +72,7 @@ class GrpcLink(Link):
     """
 
     def __init__(self, rpc_s: float, keys: Keys, send_bps: float = 0.0, streams: int = 1) -> None:
-        _keep_freed_memory()
+        keep_freed_memory()
         self._rpc_s = rpc_s
         self._credentials = channel_credentials(keys)
         self._lines: dict[str, _Line] = {}
@@ -128,12 +113,12 @@ class GrpcLink(Link):
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
         async with self._line(address) as line:
             answer = _there(await line.peer().Hello(request, timeout=timeout_s))
-        return _parsed(convert.welcome_from_wire, answer)
+        return parsed(convert.welcome_from_wire, answer)
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         async with self._line(address) as line:
             answer = _there(await line.peer().Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
-        return _parsed(convert.lanes_from_wire, answer)
+        return parsed(convert.lanes_from_wire, answer)
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
@@ -145,7 +130,7 @@ class GrpcLink(Link):
             async for reply in replies:
                 if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
                     raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
-                commit = _parsed(convert.commit_from_wire, reply.header.commit)
+                commit = parsed(convert.commit_from_wire, reply.header.commit)
                 mean = await _read_mean(replies, reply.header.parts, limits)
                 limits = replace(limits, total_bytes=limits.total_bytes - sum(map(len, mean)))
                 found.append(Closed(commit, mean))
@@ -166,7 +151,7 @@ class GrpcLink(Link):
         async with self._line(address) as line:
             request = peer_pb2.FetchStateOfferRequest(have=have)
             answer = _there(await line.peer().FetchStateOffer(request, timeout=timeout_s))
-        return _parsed(convert.state_offer_from_wire, answer)
+        return parsed(convert.state_offer_from_wire, answer)
 
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
@@ -179,7 +164,7 @@ class GrpcLink(Link):
             aclosing(_replies(line.peer(_BULK).FetchState(request), stall_s)) as replies,
         ):
             async for reply in replies:
-                for part in _parsed(joiner.join, reply.chunks):
+                for part in parsed(joiner.join, reply.chunks):
                     if part.index != next(wanted, None):
                         raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
                     yield part.index, part.payload
@@ -408,7 +393,7 @@ async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> As
     stream = aiter(call)
     try:
         while True:
-            async with _progress(stall_s):
+            async with progress(stall_s):
                 reply = await anext(stream, None)
             if reply is None:
                 return
@@ -426,7 +411,7 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) ->
         reply = await anext(replies, None)
         if reply is None or reply.WhichOneof("content") != "chunks":
             raise LinkRefused(Reply.MALFORMED, f"a mean ends after {len(payloads)} of {count} parts")
-        for part in _parsed(joiner.join, reply.chunks):
+        for part in parsed(joiner.join, reply.chunks):
             if part.index != len(payloads):
                 raise LinkRefused(Reply.MALFORMED, f"part {part.index} of a mean where {len(payloads)} should be")
             payloads.append(part.payload)
@@ -443,7 +428,7 @@ def _there(answer: M | None) -> M:
 
 
 def _reply(answer: control_pb2.DeliverReply) -> Reply:
-    reply, detail = _parsed(convert.reply_from_wire, answer)
+    reply, detail = parsed(convert.reply_from_wire, answer)
     if detail:
         raise LinkRefused(reply, detail)
     return reply
@@ -486,211 +471,5 @@ def _plain(details: str) -> str:
 
 def _refusal(error: grpc.aio.AioRpcError) -> Reply:
     metadata: Any = error.trailing_metadata() or ()
-    name = dict(metadata).get(_REPLY_KEY, "")
+    name = dict(metadata).get(REPLY_KEY, "")
     return Reply.__members__.get(str(name), Reply.MALFORMED)
-
-
-# ---------------------------------------------------------------- answering
-
-
-class Server:
-    """A listening service."""
-
-    def __init__(self, server: grpc.aio.Server, address: str) -> None:
-        self._server = server
-        self.address = address
-        """`host:port` that it listens on, with the real port."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and cancel those that are not done after `grace_s`."""
-        await self._server.stop(grace_s)
-
-
-async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0) -> Server:
-    """Answer other peers that show the same `keys` at `listen` (`host:port`; port 0 takes a free one).
-
-    A stream whose other end neither sends nor takes anything for `idle_s` is ended: longer than any honest pause, as
-    that of a peer that waits for contributions before it has a mean to send.
-
-    Raises ResourceError when the port is taken, UsageError when `listen` is no address.
-    """
-    _keep_freed_memory()
-    host, port = split_address(listen)
-    server = grpc.aio.server(
-        options=[
-            ("grpc.so_reuseport", 0),  # or a second peer on the same port would silently get half of the calls
-            ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-            ("grpc.http2.max_ping_strikes", 0),  # the pings of GrpcLink are no abuse
-        ]
-    )
-    add_PeerServicer_to_server(_Peer(service, idle_s), server)
-    try:
-        bound = server.add_secure_port(join_address(host, port), server_credentials(keys))
-    except RuntimeError as error:
-        raise ResourceError(
-            f"cannot listen on {listen}: the port is taken, or the address is not this machine's",
-            "stop what listens there (`ss -ltnp` shows it), or set network.listen to another port or to port 0",
-        ) from error
-    await server.start()
-    return Server(server, join_address(host, bound))
-
-
-def server_credentials(keys: Keys) -> grpc.ServerCredentials:
-    """Those of a server that only talks to who has the same keys."""
-    pair = keys.private_key, keys.certificate
-    return grpc.ssl_server_credentials([pair], root_certificates=keys.certificate, require_client_auth=True)
-
-
-class _Peer(PeerServicer):
-    """Turns messages into calls of the service."""
-
-    def __init__(self, service: Service, idle_s: float) -> None:
-        self._service = service
-        self._idle_s = idle_s
-
-    async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.Welcome:
-        async with _refusing(context):
-            _parsed(convert.check_version, request.wire_version)
-            return convert.welcome_to_wire(self._service.on_hello())
-
-    async def Deliver(self, request: control_pb2.Sealed, context: Context) -> control_pb2.DeliverReply:
-        return await _replying(self._deliver(request))
-
-    async def SendParts(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
-            reply = await _replying(self._receive(context))
-            await self._write(context, parts_pb2.SendPartsReply(reply=reply))
-
-    async def FetchCommits(self, request: parts_pb2.FetchCommitsRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
-            for closed in await self._service.on_fetch_commits(request.since):
-                header = parts_pb2.CommitHeader(commit=convert.commit_to_wire(closed.commit), parts=len(closed.parts))
-                await self._write(context, parts_pb2.FetchCommitsReply(header=header))
-                await self._write_parts(context, _numbered(closed.parts), parts_pb2.FetchCommitsReply)
-
-    async def FetchMean(self, request: parts_pb2.FetchMeanRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
-            payloads = await self._service.on_fetch_mean(request.mean_digest)
-            if payloads is None:
-                raise LinkRefused(Reply.STALE, "that mean is not here")
-            await self._write(context, parts_pb2.FetchMeanReply(parts=len(payloads)))
-            await self._write_parts(context, _numbered(payloads), parts_pb2.FetchMeanReply)
-
-    async def FetchStateOffer(self, request: peer_pb2.FetchStateOfferRequest, context: Context) -> peer_pb2.StateOffer:
-        async with _refusing(context):
-            return convert.state_offer_to_wire(await self._service.on_state_offer(request.have))
-
-    async def FetchState(self, request: parts_pb2.FetchStateRequest, context: Context) -> None:  # type: ignore[override]
-        async with _refusing(context):
-            for index in request.chunks:
-                payload = await self._service.on_state_chunk(request.digest, index)
-                if payload is None:
-                    raise LinkRefused(Reply.STALE, f"chunk {index} of that state is not here")
-                for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, Pace(_FETCH_MESSAGE_BYTES)):
-                    await self._service.on_state_bytes(sum(len(chunk.payload) for chunk in reply.chunks.chunks))
-                    await self._write(context, reply)
-
-    async def Lanes(self, request: peer_pb2.LanesRequest, context: Context) -> peer_pb2.LanesReply:
-        return peer_pb2.LanesReply(addresses=self._service.on_lanes())
-
-    async def Status(self, request: peer_pb2.StatusRequest, context: Context) -> peer_pb2.StatusReply:
-        return peer_pb2.StatusReply(json=self._service.on_status())
-
-    async def _deliver(self, request: control_pb2.Sealed) -> Reply:
-        return await self._service.on_envelope(_parsed(convert.unseal, request))
-
-    async def _receive(self, context: Context) -> Reply:
-        first = await self._read(context)
-        if first is None or first.WhichOneof("content") != "header":
-            raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
-        header = _parsed(convert.header_from_wire, first.header)
-        async with aclosing(self._parts(context, header)) as parts:
-            return await self._service.on_parts(header, parts)
-
-    async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
-        joiner = Joiner(self._service.max_part_bytes)
-        reported_at_s = 0.0
-        while (request := await self._read(context)) is not None:
-            if request.WhichOneof("content") != "chunks":
-                raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
-            joined = _parsed(joiner.join, request.chunks)
-            self._service.on_bytes(header)
-            for part in joined:
-                yield part
-            if monotonic_s() - reported_at_s >= _REPORT_S:
-                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))
-                reported_at_s = monotonic_s()
-        _parsed(Joiner.finish, joiner)
-
-    async def _read(self, context: Context) -> Any | None:
-        """The next message of a stream; None at its end."""
-        try:
-            async with _progress(self._idle_s):
-                request = await context.read()
-        except DecodeError as error:
-            raise LinkRefused(Reply.DAMAGED, "no message") from error
-        return None if request is _EOF else request
-
-    async def _write(self, context: Context, message: Message) -> None:
-        async with _progress(self._idle_s):
-            await context.write(message)
-
-    async def _write_parts(self, context: Context, parts: Iterable[Part], message: type[Any]) -> None:
-        for reply in cut(parts, message, Pace(_FETCH_MESSAGE_BYTES)):
-            await self._write(context, reply)
-
-
-def _numbered(payloads: Sequence[bytes]) -> Iterator[Part]:
-    return (Part(index, payload) for index, payload in enumerate(payloads))
-
-
-async def _replying(work: Awaitable[Reply]) -> control_pb2.DeliverReply:
-    try:
-        return convert.reply_to_wire(await work)
-    except LinkRefused as error:
-        return convert.reply_to_wire(error.reply, _detail(error))
-
-
-@asynccontextmanager
-async def _refusing(context: Context) -> AsyncIterator[None]:
-    """A refusal goes back as a gRPC status with its reply beside it."""
-    try:
-        yield
-    except LinkRefused as error:
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _detail(error), ((_REPLY_KEY, error.reply.name),))
-    except LinkSlow as error:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
-
-
-def _detail(error: LinkRefused) -> str:
-    return str(error).removeprefix(f"{error.reply.name.lower()}: ")[:_MAX_DETAIL]
-
-
-# ---------------------------------------------------------------- both
-
-
-@asynccontextmanager
-async def _progress(within_s: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(within_s):
-            yield
-    except TimeoutError:
-        raise LinkSlow(f"no progress for {within_s:g} s") from None
-
-
-def _parsed(convert_: Callable[[M], T], message: M) -> T:
-    try:
-        return convert_(message)
-    except Damaged as error:
-        raise LinkRefused(Reply.DAMAGED, str(error)) from error
-    except ValueError as error:
-        raise LinkRefused(Reply.MALFORMED, str(error)) from error
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to 16 MiB instead of giving their pages back to the kernel.
-
-    It raises its thresholds (mallopt(3), M_MMAP_THRESHOLD) to the largest block ever freed. Before that, the pages of
-    every message are faulted in anew: 1.5 instead of 0.6 CPU-s per GB sent.
-    """
-    bytes(16 << 20)

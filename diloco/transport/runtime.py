@@ -14,7 +14,8 @@ from diloco.identity.keys import VARIABLE, keys_from_environment
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.transport.address import join_address, split_address
-from diloco.transport.grpc_link import GrpcLink, Server, serve
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import Server, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 
 T = TypeVar("T")
