@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.compress import Codec, PayloadError, bundle, open_codec
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.outer.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, unpack
 from diloco.outer.fragments import Layout
 from diloco.outer.radial import radial_mean

@@ -28,7 +28,7 @@ from diloco.compress.e3m0 import E3M0Codec
 from diloco.compress.extra.sign import SignCodec
 from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 
 KINDS = (
     {"name": "fp32"},

@@ -14,7 +14,7 @@ from diloco.base.errors import ConfigError
 from diloco.base.memory import MIN_BYTES, empty_as, floats
 from diloco.compress import Codec, kernels, open_codec
 from diloco.compress.extra import dct
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.island import Island
 from diloco.island.slices import Pieces, Slice
 from diloco.kernels import build

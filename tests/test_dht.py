@@ -24,7 +24,8 @@ from diloco.base.types import Member
 from diloco.config.site import Site
 from diloco.protocol.streams import Welcome
 from diloco.transport import presence as presence_module
-from diloco.transport.dht import MAX_RECORD_BYTES, MAX_TTL_S, TTL_S, Directory, _parse_record, _Records
+from diloco.transport.dht import TTL_S, Directory
+from diloco.transport.dht_node import MAX_RECORD_BYTES, MAX_TTL_S, _parse_record, _Records
 from diloco.transport.endpoint import Endpoint
 from diloco.transport.presence import Presence
 from diloco.transport.sockets import _socket_inodes
@@ -122,7 +123,7 @@ def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch:
 
     records = _Records(Node(), "run")
     for now_s in (86_400.0, 0.0, 10.0, 0.0):  # set right, and then a little back
-        monkeypatch.setattr("diloco.transport.dht.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
+        monkeypatch.setattr("diloco.transport.dht_node.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
         asyncio.run(records.store("a", b"{}", TTL_S))
     assert expirations == pytest.approx([86_400 + TTL_S, TTL_S, 10 + TTL_S, 10 + TTL_S + 0.001], abs=1e-6)
 
@@ -564,9 +565,8 @@ def directory_of(peer: PeerProcess) -> int:
     """The pid of a peer's directory process."""
     pid = json.loads((peer.directory / "peer.json").read_text())["pid"]
     children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return next(
-        int(child) for some in children for child in some if b"run_node" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
+    names = {int(child): Path(f"/proc/{child}/comm").read_text() for some in children for child in some}
+    return next(child for child, name in names.items() if name == "directory\n")
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from diloco.base.types import Counted, Omitted
 from diloco.compress import open_codec
-from diloco.config.contract import CodecSection, OuterSection
+from diloco.config.codec import CodecSection
+from diloco.config.contract import OuterSection
 from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.line import Line, PendingContribution, keep_local, weights_at_anchor

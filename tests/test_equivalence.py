@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco.compress import Codec, open_codec
-from diloco.config.contract import CodecSection, OuterSection
+from diloco.config.codec import CodecSection
+from diloco.config.contract import OuterSection
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
 from diloco.outer.merge import carry

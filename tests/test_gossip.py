@@ -25,7 +25,8 @@ from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spr
 from diloco.gossip.settling import Settling
 from diloco.gossip.swaps import MAX_SERVED, Stage, Swap, Swaps
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
-from diloco.protocol.messages import Acquaintance, Reply
+from diloco.protocol.gossip_messages import Acquaintance
+from diloco.protocol.messages import Reply
 from tests.gossips import contract
 
 NOLOCO = Pairing(0.7, 0.5)

@@ -24,11 +24,12 @@ from diloco.config.contract import CodecSection
 from diloco.exchange import statesync
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
-from diloco.gossip.swapping import Arriving
 from diloco.gossip.swaps import Stage, Swap
+from diloco.gossip.transfer import Arriving
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
-from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
+from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
+from diloco.protocol.messages import Envelope, Evict, Heartbeat, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.storage.checkpoint import load
 from diloco.transport.grpc_link import GrpcLink

@@ -30,13 +30,15 @@ from diloco.base.errors import ResourceError
 from diloco.base.ranks import Alone
 from diloco.base.types import Contribution
 from diloco.compress import PayloadError, open_codec
-from diloco.config.contract import CodecChoice, Contract, OuterSection
+from diloco.config.codec import CodecChoice
+from diloco.config.contract import Contract, OuterSection
 from diloco.config.site import Site
 from diloco.exchange import engine
 from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
-from diloco.exchange.lane import Lane, LaneEvents
+from diloco.exchange.lane import Lane
+from diloco.exchange.lane_terms import LaneEvents
 from diloco.exchange.lanes import FirstRank, RankListener, RemoteLane
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island

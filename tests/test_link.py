@@ -26,6 +26,7 @@ from diloco.base.types import Closed, Commit, Leases, Member, Progress
 from diloco.identity.keys import keys_of
 from diloco.outer.average import mean_digest
 from diloco.protocol import messages as m
+from diloco.protocol.gossip_messages import Acquaintance
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport import grpc_link
@@ -41,7 +42,7 @@ from tests.peers import KEYS, secure_channel
 
 ALICE = Member("alice", 7, "127.0.0.1:1")
 ENVELOPE = m.Envelope("run", "contract", "lineage", ALICE, "view", 1, m.Gather(4, 1, "for a test"))
-WORD = m.Acquaintance(ALICE, 3, Progress(tokens=5), 0.25, 1.5)
+WORD = Acquaintance(ALICE, 3, Progress(tokens=5), 0.25, 1.5)
 HEADER = StreamHeader("run", "contract", "lineage", ALICE, Kind.MEAN, 4, 1, 0, (WORD,))
 WELCOME = Welcome(
     b'{"run":{}}',

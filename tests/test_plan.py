@@ -18,7 +18,8 @@ import torch
 
 from diloco.base.errors import ConfigError, UsageError
 from diloco.compress import open_codec
-from diloco.config.contract import CodecChoice, Contract, ModelSection
+from diloco.config.codec import CodecChoice
+from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_contract
 from diloco.config.presets import PRESETS
 from diloco.config.site import Site

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.accounts.audit import audit, audit_text, chain_of, read_books
+from diloco.accounts.audit import audit, audit_text
+from diloco.accounts.books import chain_of, read_books
 from diloco.accounts.ledger import sealed_line
 from diloco.accounts.recording import RECORDED, Recorder, recordings
 from diloco.accounts.replay import Replay, Verdict, Workshop, replay, replay_text, shelve

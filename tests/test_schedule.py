@@ -14,7 +14,8 @@ from torch import Tensor
 from diloco.base.errors import ConfigError
 from diloco.base.types import Closed, Commit, Counted, Leases, Member, Omitted
 from diloco.compress import PayloadError, open_codec
-from diloco.config.contract import CodecSection, Contract, OuterSection
+from diloco.config.codec import CodecSection
+from diloco.config.contract import Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.eager import open_merge

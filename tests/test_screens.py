@@ -17,7 +17,7 @@ import zstandard
 import tests.local
 from diloco.base.types import Skip
 from diloco.compress import open_codec
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.outer.average import BadTerm, fold
 from diloco.outer.outlier import MIN_RMS, outlier
 from diloco.protocol.messages import Envelope, Reply

@@ -23,7 +23,7 @@ from diloco.compress.extra.dct import _basis as basis
 from diloco.compress.extra.lowrank import LowRankCodec
 from diloco.compress.floats import FloatCodec
 from diloco.compress.topk import CHUNK, TopKCodec, kept_of
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 
 FP16 = FloatCodec("fp16", torch.float16)
 FP32 = FloatCodec("fp32", torch.float32)

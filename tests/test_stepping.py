@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diloco.compress import PayloadError, open_codec
-from diloco.config.contract import CodecChoice
+from diloco.config.codec import CodecChoice
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import Adam, DelayedNesterov, Nesterov, Sgd, WarmUp

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.protocol import messages as m
+from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -42,7 +43,7 @@ progress = st.builds(Progress, text, whole, whole, whole, number, number, number
 spans = st.lists(st.builds(m.Span, text, whole, whole), max_size=3).map(tuple)
 forks = st.lists(st.builds(m.Fork, text, whole), max_size=3).map(tuple)
 ages = st.floats(0, 1e9)
-acquaintances = st.lists(st.builds(m.Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
+acquaintances = st.lists(st.builds(Acquaintance, members, whole, progress, number, ages), max_size=3).map(tuple)
 bodies = st.one_of(
     st.builds(m.Heartbeat, signed, st.booleans(), st.booleans(), progress, whole, forks),
     st.builds(m.Ready, whole, whole, st.none() | offers, text, signed, maybe_commit, texts),
@@ -56,8 +57,8 @@ bodies = st.one_of(
     st.builds(m.Committed, commits),
     st.builds(m.Goodbye, whole, whole, text, texts, signed, maybe_commit),
     st.builds(m.Evict, text, whole),
-    st.builds(m.Greeting, acquaintances, st.booleans()),
-    st.builds(m.Invite, whole, st.builds(m.Acquaintance, members, whole, progress, number, ages)),
+    st.builds(Greeting, acquaintances, st.booleans()),
+    st.builds(Invite, whole, st.builds(Acquaintance, members, whole, progress, number, ages)),
 )
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(bytes.hex), max_size=3).map(tuple)
 steps = st.lists(whole, max_size=3).map(tuple)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Phase, Progress
 from diloco.protocol import messages as m
+from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader, Welcome
 
 DIGEST = "0123456789abcdef" * 4
@@ -35,7 +36,7 @@ COMMIT = Commit(
 FOUNDING = Commit(0, DIGEST, LINEAGE, -1, (ALICE,), (), (), "", 0, Leases(0, {}), DIGEST)
 OFFER = m.Offer(2, 4096, 8192, 16, leaving=True, send_bps=10**9, slack_s=0.125)
 SPANS = (m.Span("alice", 0, 7), m.Span("größer", 7, 9))
-KNOWN = (m.Acquaintance(ALICE, 12, PROGRESS, 0.5, 0.0), m.Acquaintance(WITNESS, 1, NOT_COUNTED, age_s=2.5))
+KNOWN = (Acquaintance(ALICE, 12, PROGRESS, 0.5, 0.0), Acquaintance(WITNESS, 1, NOT_COUNTED, age_s=2.5))
 REASON = "größer sent nothing for 12 s"
 
 BODIES: dict[str, m.Body] = {
@@ -55,8 +56,8 @@ BODIES: dict[str, m.Body] = {
     "goodbye": m.Goodbye(4, 2, "alice", ("bob",), 1, COMMIT),
     "goodbye-least": m.Goodbye(4, 2, ""),
     "evict": m.Evict("bob", 99),
-    "greeting": m.Greeting(KNOWN, answer=True),
-    "invite": m.Invite(6, KNOWN[1]),
+    "greeting": Greeting(KNOWN, answer=True),
+    "invite": Invite(6, KNOWN[1]),
 }
 ENVELOPES = {
     name: m.Envelope("run-a", DIGEST, LINEAGE, ALICE, DIGEST[::-1], sequence, body)

@@ -18,7 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.audit import Book, chain_of, read_books, saved_state
+from diloco.accounts.audit import saved_state
+from diloco.accounts.books import Book, chain_of, read_books
 from diloco.accounts.chain import Chain
 from diloco.accounts.recording import Recording, recordings
 from diloco.base.errors import StateError, UsageError

@@ -14,7 +14,7 @@ from diloco.compress.int4 import Int4Codec
 from diloco.compress.int8 import Int8Codec
 from diloco.compress.topk import TopKCodec
 from diloco.compress.zstd import ZstdCodec
-from diloco.config.contract import CodecChoice, CodecSection
+from diloco.config.codec import CodecChoice, CodecSection
 
 __all__ = ["Codec", "PayloadError", "open_codec", "open_codecs"]
 

@@ -32,7 +32,7 @@ from diloco.compress.binned import BinnedCodec
 from diloco.compress.codec import Codec, PayloadError, check_size
 from diloco.compress.floats import FloatCodec
 from diloco.compress.int8 import Int8Codec
-from diloco.config.contract import CodecChoice
+from diloco.config.codec import CodecChoice
 
 CHUNK = 4096
 INDEX_BITS = 12

@@ -24,7 +24,8 @@ from diloco.base.life import done
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.background import Background, settle
-from diloco.exchange.lane import Lane, LaneTerms
+from diloco.exchange.lane import Lane
+from diloco.exchange.lane_terms import LaneTerms
 from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json

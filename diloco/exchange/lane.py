@@ -12,26 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from diloco.base import failpoints
-from diloco.base.hashing import content_hash
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
-from diloco.compress import Codec, PayloadError
+from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
+from diloco.exchange.lane_terms import LaneEvents, LaneTerms, SteppedVersion
 from diloco.exchange.outlets import Outlets, Precedence
-from diloco.exchange.work import BadContribution, Work
-from diloco.outer.average import max_part_bytes
-from diloco.outer.fragments import Layout
-from diloco.outer.state import ELEMENT_BYTES, FragmentState, OuterOptimizer, OuterState, StateChunk
+from diloco.exchange.work import BadContribution, Work, hashed
+from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.outer.stepping import Stepping
-from diloco.outer.weighing import Weighing
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
@@ -48,73 +43,6 @@ a state that is copied all parts come first, and rank 0 may have them faster tha
 
 Key = tuple[int, int]
 """The version being made, and the attempt at it."""
-
-
-@dataclass(frozen=True)
-class LaneTerms:
-    """Settings of the run that a lane needs."""
-
-    layout: Layout
-    """Layout of the parts that are held here. Without fragments for a witness."""
-    codecs: Sequence[Codec]
-    """By group of parameters (`Fragment.group_of`)."""
-    optimizer: OuterOptimizer
-    weighing: Weighing
-    stall_s: float
-    max_norm_ratio: float = 0.0
-    """A contribution that is so many times larger than the others' is refused; 0: none is."""
-    radial: bool = False
-    """Lengths and directions are averaged apart (`diloco.outer.radial`)."""
-    ahead: bool = True
-    """Outer steps are made part by part as the mean arrives; else in place, when the version is applied."""
-
-    @property
-    def max_part_bytes(self) -> int:
-        """Largest part that others send, in bytes."""
-        return max_part_bytes(self.layout, self.codecs)
-
-
-@dataclass(frozen=True, slots=True)
-class SteppedVersion(Closed):
-    """A version that the lane averages and steps on a thread of its own, from the state that its commit names.
-
-    It is a `diloco.base.life.Stepped`.
-    """
-
-    stepping: Stepping
-    stepper: Executor
-    averaging: Future[None]
-    stepped: Future[FragmentState] | None
-    """None: in place, once it is asked for."""
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Spent by step of the line."""
-        return self.stepping.seconds
-
-    def averaged(self) -> Future[None]:
-        """Raises PayloadError when the mean is no mean."""
-        return self.averaging
-
-    def outer(self, in_place: bool) -> Future[FragmentState]:
-        """The fragment's next state."""
-        return self.stepped or self.stepper.submit(self.stepping.outer, self.parts, in_place)
-
-
-class LaneEvents(Protocol):
-    """Receiver of a lane's events: the exchange, in this process or on another rank."""
-
-    def on_event(self, event: m.Event, content: bytes = b"") -> None:
-        """Takes an event. `content`: for a part of a mean, its `content_hash`."""
-
-    def on_lost(self, member: Member) -> None:
-        """A stream to this member broke."""
-
-    def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
-        """Whether a stream may be read; waits until the reduction that it belongs to has begun here."""
-
-    def failed(self, error: BaseException) -> None:
-        """The lane is of no use any more."""
 
 
 def _fitted(work: Work, receiver: str, part: Part) -> Part:
@@ -544,7 +472,7 @@ class Lane(Background):
             return
         failpoints.hit("before-fold")
         try:
-            mean, content = await self._loop.run_in_executor(self._folder, _folded, work, part, omitted)
+            mean, content = await self._loop.run_in_executor(self._folder, work.fold, part, omitted)
         except BadContribution as error:
             self._head.on_event(m.ContributionRefused(*key, error.sender, str(error)))
             return
@@ -558,7 +486,7 @@ class Lane(Background):
         commit it. Steps by it, if we can."""
         stepping = self._stepping if self.work is work else None  # another version's by now
         check = work.check_mean if stepping is None else stepping.take
-        return await self._loop.run_in_executor(self._stepper, _checked, check, part, mean)
+        return await self._loop.run_in_executor(self._stepper, hashed, check, part, mean)
 
 
 async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
@@ -566,13 +494,3 @@ async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
     if isinstance(parts, Encoded) and parts.ready(index):
         return parts[index]
     return await asyncio.to_thread(parts.__getitem__, index)
-
-
-def _checked(check: Callable[[int, bytes], None], part: int, mean: bytes) -> bytes:
-    check(part, mean)
-    return content_hash(mean)
-
-
-def _folded(work: Work, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
-    mean = work.fold(part, omitted)
-    return mean, content_hash(mean)

@@ -7,8 +7,9 @@ or one from each contributor where the codec gathers them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from diloco.base.hashing import content_hash
 from diloco.base.types import Contribution
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
@@ -124,8 +125,9 @@ class Work:
         """Keep what was checked by `expects` and `check_mean`."""
         self.mean[part] = payload
 
-    def fold(self, part: int, omitted: Sequence[str]) -> bytes:
-        """The encoded mean of one part that I own, in the order of the contributors. Changes nothing: any thread may.
+    def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
+        """The encoded mean of one part that I own, in the order of the contributors, and its `content_hash`. Changes
+        nothing: any thread may.
 
         The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
         """
@@ -134,9 +136,10 @@ class Work:
         terms = [(entry.weight, payloads[entry.peer]) for entry in counted]
         try:
             tokens = [entry.tokens for entry in counted]
-            return fold(terms, self._elements(part), self.codec(part), self.max_norm_ratio, tokens, self.radial)
+            mean = fold(terms, self._elements(part), self.codec(part), self.max_norm_ratio, tokens, self.radial)
         except BadTerm as error:
             raise BadContribution(counted[error.index].peer, str(error)) from error
+        return mean, content_hash(mean)
 
     def keep(self, part: int, mean: bytes) -> bool:
         """My mean of one part; frees what it was made of. False if the part has another owner by now."""
@@ -173,3 +176,9 @@ class Work:
 
     def _elements(self, part: int) -> int:
         return self.fragment.size_of(part)
+
+
+def hashed(check: Callable[[int, bytes], None], part: int, mean: bytes) -> bytes:
+    """`content_hash` of a part of a mean that passes a check. Raises what `check` raises."""
+    check(part, mean)
+    return content_hash(mean)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from diloco.base.types import Member, Phase, Progress
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.gossip_messages import Acquaintance
 
 MAX_KNOWN = 4095
 """Others; with this peer as many as one message may tell of. Of more, those that were heard of longest ago go."""

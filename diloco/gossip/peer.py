@@ -34,9 +34,10 @@ from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
 from diloco.gossip.pairing import CountedWeights, Pairing, check_partner, pair_mean, settle, spread
 from diloco.gossip.settling import Settling
-from diloco.gossip.swapping import Agreed, Failed, Here, Swapping
+from diloco.gossip.swapping import Swapping
 from diloco.gossip.swaps import Swap
 from diloco.gossip.terms import SwapRecord, gossip_terms
+from diloco.gossip.transfer import Agreed, Failed, Here
 from diloco.island.bridge import Bridge, Led
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
@@ -57,7 +58,7 @@ from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import Stopwatch
 from diloco.peer.terms import check_alike
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.gossip_messages import Acquaintance
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
 from diloco.storage.saving import Keeper

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from diloco.gossip.acquaintances import Acquaintances
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.gossip_messages import Acquaintance
 
 
 def gossip_status_json(acquaintances: Acquaintances, terms: Mapping[str, Any], reason: str, now: float) -> str:

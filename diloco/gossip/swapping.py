@@ -18,29 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from diloco.base.clock import monotonic_s
-from diloco.base.memory import floats
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Member, Progress
-from diloco.compress import Codec, PayloadError
+from diloco.compress import PayloadError
 from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.status import gossip_status_json
 from diloco.gossip.swaps import Stage, Swap, Swaps
+from diloco.gossip.transfer import Agreed, Arriving, Failed, GossipTerms, Here, Outgoing
 from diloco.outer.average import max_part_bytes
-from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.state import OuterOptimizer, OuterState
+from diloco.outer.state import OuterState
 from diloco.protocol import messages as m
 from diloco.protocol.admission import Admission
-from diloco.protocol.rules import Timing
+from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit
@@ -61,101 +60,7 @@ MAX_WELCOMED = 64
 """Members that a stranger is told of; the first it greets tells it of the others."""
 
 
-@dataclass(frozen=True)
-class GossipTerms:
-    """What the exchange needs to know of the run."""
-
-    contract_json: bytes
-    run: str
-    contract: str
-    """Its digest."""
-    timing: Timing
-    layout: Layout
-    codecs: Sequence[Codec]
-    """By group of parameters (`Fragment.group_of`)."""
-    optimizer: OuterOptimizer
-    total_tokens: int
-    tokens_per_step: int
-    data: str
-    """Fingerprint of the training data; empty when each peer has its own."""
-    offences_allowed: int
-    serve_bps: float
-    """Limit for serving the state to joiners, bits per second; 0: none."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """For the training thread: hand over the weights for this swap, which we lead."""
-
-    swap: Swap
-
-
-@dataclass(frozen=True)
-class Here:
-    """For the training thread: the other's weights, flat fp32. Apply the swap; who follows then hands over its own."""
-
-    swap: Swap
-    weights: Tensor
-    phase: str
-    """What the other is doing."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """For the training thread: this swap comes to nothing on our side."""
-
-    swap: Swap
-    reason: str
-
-
 News = Agreed | Here | Failed
-
-
-class Arriving:
-    """The other's weights as they come: over several streams, and again after one broke."""
-
-    def __init__(self, swap: Swap, fragment: Fragment, codecs: Sequence[Codec]) -> None:
-        self.swap = swap
-        self.values = floats(fragment.elements)
-        self.missing = set(range(fragment.parts))
-        self._fragment, self._codecs = fragment, codecs
-
-    def take(self, part: Part) -> None:
-        """Decode one part to its place, the first time that it comes. Raises PayloadError."""
-        if part.index >= self._fragment.parts:
-            raise PayloadError(f"part {part.index} of weights in {self._fragment.parts} parts")
-        if part.index not in self.missing:
-            return  # sent again; with all others here, somebody reads the values by now
-        start, stop = self._fragment.part_bounds(part.index)
-        codec = self._codecs[self._fragment.group_of(part.index)]
-        if len(part.payload) > codec.max_bytes(stop - start):
-            raise PayloadError(f"part {part.index} has {len(part.payload)} bytes")
-        codec.decode_into(part.payload, self.values[start:stop])
-        self.missing.discard(part.index)
-
-
-class Outgoing:
-    """Our weights, encoded part by part as the network takes them, once."""
-
-    def __init__(self, swap: Swap, weights: Tensor, fragment: Fragment, codecs: Sequence[Codec]) -> None:
-        self.swap = swap
-        self._weights, self._fragment, self._codecs = weights, fragment, codecs
-        self._encoded: list[bytes] = []
-
-    async def parts(self) -> AsyncGenerator[Part]:
-        """All of them, from the first. Several may read at once."""
-        for index in range(self._fragment.parts):
-            while index >= len(self._encoded):
-                payload = await asyncio.to_thread(self._encode, index)
-                if index == len(self._encoded):
-                    self._encoded.append(payload)
-            if len(self._encoded) == self._fragment.parts:
-                self._weights = self._weights[:0].clone()  # what is encoded is enough from now on
-            yield Part(index, self._encoded[index])
-
-    def _encode(self, index: int) -> bytes:
-        start, stop = self._fragment.part_bounds(index)
-        return self._codecs[self._fragment.group_of(index)].encode(self._weights[start:stop])
 
 
 class Swapping(Background):
@@ -179,7 +84,7 @@ class Swapping(Background):
         self.acquaintances = Acquaintances(me)
         self.others_tokens = 0
         """Trained by all others, as far as is known."""
-        self._alive: Sequence[m.Acquaintance] = ()
+        self._alive: Sequence[Acquaintance] = ()
         self.reason = ""
         self._fragment = terms.layout.fragments[0]
         self._swaps = Swaps(me.peer)
@@ -234,7 +139,7 @@ class Swapping(Background):
         known = self.acquaintances
         known.progress, known.spread, known.swap_s = progress, spread, swap_s
 
-    def alive(self) -> Sequence[m.Acquaintance]:
+    def alive(self) -> Sequence[Acquaintance]:
         """The others that may be met."""
         return self._alive
 
@@ -316,7 +221,7 @@ class Swapping(Background):
             self._spawn(self._look_for(member))
 
     async def _look_for(self, member: Member) -> None:
-        greeting = m.Greeting(self.acquaintances.publish(monotonic_s()), False)
+        greeting = Greeting(self.acquaintances.publish(monotonic_s()), False)
         with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
             await self.link.deliver(member.address, self._envelope(greeting))
 
@@ -328,7 +233,7 @@ class Swapping(Background):
             self.reason = reason
             self._on_reason(reason, routine)
 
-    def _hear(self, words: Sequence[m.Acquaintance]) -> None:
+    def _hear(self, words: Sequence[Acquaintance]) -> None:
         new = self.acquaintances.hear(words, monotonic_s())
         self._refresh()
         if new:
@@ -380,7 +285,7 @@ class Swapping(Background):
             self._spawn(self._greet(stranger, answer=False))
 
     async def _greet(self, member: Member, answer: bool) -> None:
-        await self._deliver(member, m.Greeting(self.acquaintances.publish(monotonic_s()), answer))
+        await self._deliver(member, Greeting(self.acquaintances.publish(monotonic_s()), answer))
 
     def _invite(self, member: Member) -> None:
         swap = self._swaps.lead(member)
@@ -388,7 +293,7 @@ class Swapping(Background):
             self._spawn(self._lead(swap))
 
     async def _lead(self, swap: Swap) -> None:
-        reply = await self._deliver(swap.partner, m.Invite(swap.number, self.acquaintances.myself()))
+        reply = await self._deliver(swap.partner, Invite(swap.number, self.acquaintances.myself()))
         if reply is m.Reply.OK and self._swaps.agreed(swap):
             self._publish(Agreed(swap))
         else:
@@ -487,12 +392,12 @@ class Swapping(Background):
         if reply is not m.Reply.OK:
             return reply
         match body:
-            case m.Greeting(known, answer) if known and known[0].member == sender:
+            case Greeting(known, answer) if known and known[0].member == sender:
                 self._hear(known)
                 if not answer:
                     self._spawn(self._greet(sender, answer=True))
                 return m.Reply.OK
-            case m.Invite(number, word) if word.member == sender:
+            case Invite(number, word) if word.member == sender:
                 self._hear([word])
                 return self._swaps.invited(sender, number, monotonic_s(), self._patience_s(sender.peer))
         return m.Reply.MALFORMED

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.gossip.swapping import GossipTerms
+from diloco.gossip.transfer import GossipTerms
 from diloco.outer.line import Line
 from diloco.peer.terms import serve_bps_of, timing_of
 

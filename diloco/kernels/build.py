@@ -29,7 +29,7 @@ from diloco.base.errors import ConfigError
 from diloco.base.files import sync_path
 from diloco.compress import Codec, kernels, open_codec
 from diloco.compress.codec import magnitude
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.outer.feedback import with_residual
 from diloco.outer.optimizers import Nesterov
 from diloco.outer.state import FragmentState

@@ -16,7 +16,8 @@ from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoder
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.lane import Lane, SteppedVersion
+from diloco.exchange.lane import Lane
+from diloco.exchange.lane_terms import SteppedVersion
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.inner.meter import Usage
 from diloco.island import Island

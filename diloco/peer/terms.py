@@ -11,7 +11,7 @@ from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.compress.encoding import Encode, encode_now
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.lane import LaneTerms
+from diloco.exchange.lane_terms import LaneTerms
 from diloco.island import Island
 from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Layout, Weights

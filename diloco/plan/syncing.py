@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.config.contract import GATHERED_CODECS, CodecChoice, Contract
+from diloco.config.codec import CodecChoice
+from diloco.config.contract import GATHERED_CODECS, Contract
 
 SENT_BITS = 16
 """Bits of a value where no codec is chosen: the published table assumes it, and gradients under mixed precision have

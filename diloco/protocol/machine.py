@@ -22,6 +22,7 @@ from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.protocol.committing import Committing
 from diloco.protocol.coordinating import Coordinating
+from diloco.protocol.gossip_messages import Greeting, Invite
 from diloco.protocol.parting import Parting
 from diloco.protocol.reducing import Reducing
 from diloco.protocol.tally import Tally
@@ -48,7 +49,7 @@ class Machine(Parting):
         sender, body = envelope.sender, envelope.body
         if self._gone:
             return m.Reply.STALE
-        if isinstance(body, m.Greeting | m.Invite):
+        if isinstance(body, Greeting | Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
             return self._evict(envelope, body)

@@ -14,6 +14,7 @@ from typing import Annotated, Final
 
 from diloco.base.bounds import MaxLength, MinValue
 from diloco.base.types import Commit, Counted, Member, Progress, StateVersion
+from diloco.protocol.gossip_messages import Greeting, Invite
 
 MAX_REASON: Final = 4096
 Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
@@ -206,40 +207,6 @@ class Evict:
     incarnation: int
     """Incarnation of the life that the view had when the operator evicted it: by the time the message arrives there
     may be the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Acquaintance:
-    """A peer's own account of itself, as others pass it on (policy `gossip`)."""
-
-    member: Member
-    beat: int
-    """Counts what it told of itself in this life: the later word holds."""
-    progress: Progress
-    """Its tokens are those of all its lives, as far as its weights come from them."""
-    spread: float = -1.0
-    """Between it and the other of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
-    age_s: Annotated[float, MinValue(0)] = 0.0
-    """Since it said so, as far as those who passed it on can tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """This is me, and these are the others I know."""
-
-    known: tuple[Acquaintance, ...]
-    """The sender first."""
-    answer: bool
-    """To a greeting: it wants none back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Invite:
-    """Swap weights with me. The answer is OK when my stream of parts is awaited."""
-
-    number: int
-    """Counts the swaps that the sender led in this life, from 1."""
-    sender: Acquaintance
 
 
 Body = (

@@ -8,7 +8,8 @@ from typing import Annotated, Final
 
 from diloco.base.bounds import HexDigest, MaxLength, MinLength
 from diloco.base.types import Commit, Member, StateVersion
-from diloco.protocol.messages import Acquaintance, Fork
+from diloco.protocol.gossip_messages import Acquaintance
+from diloco.protocol.messages import Fork
 
 CHUNK_BYTES = 1 << 20
 """Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""

@@ -31,15 +31,9 @@ from diloco.models.export_map import llama_config, to_llama
 from diloco.outer.fragments import Layout, NamedShapes, named_parameters
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
-from diloco.storage.checkpoint import (
-    Checkpoint,
-    load,
-    noted_shapes,
-    outer_state,
-    read_tensors,
-    replacing,
-    write_tensors,
-)
+from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
+from diloco.storage.replacing import replacing
+from diloco.storage.tensor_files import read_tensors, write_tensors
 
 WEIGHTS, CONFIG, ABOUT = "model.safetensors", "config.json", "diloco.json"
 HERE = Path(".")

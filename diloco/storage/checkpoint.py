@@ -24,18 +24,13 @@ import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco.base import failpoints
@@ -46,26 +41,31 @@ from diloco.base.ranks import Alone, Ranks
 from diloco.base.types import Commit
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
-from diloco.island.slices import Box, Pieces, Slice, Slices
+from diloco.island.slices import Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
+from diloco.storage.replacing import FREE_SPACE, path_beside, remove, replacing, sweep, writing
+from diloco.storage.tensor_files import (
+    COPY_AGAIN,
+    FILE,
+    UNREADABLE,
+    JsonValue,
+    TensorFile,
+    groups_of,
+    reason,
+    sha256,
+    write_slices,
+)
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 
-JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 T = TypeVar("T")
 
 _CHECKPOINT = re.compile(r"v(\d{8,18})|\.v(\d{8,18})\.\d{1,9}\.old")
-_LEFTOVER = re.compile(r"\.(v\d{8,18})\.(\d{1,9})\.(tmp|old)")
-_FILE = re.compile(r"([a-z]+)(\.[1-9]\d{0,5})?\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_UNREADABLE = (OSError, SafetensorError, RuntimeError)
-"""Errors of reading tensors; the last from torch, for a file that was deleted after its hash was verified."""
-_FIX = "copy it again from where it is whole, or start without it and join the run"
-_FREE = "free space there, or choose a folder that can be written"
 _ONE_FILE_SYSTEM = "the ranks of an island need one file system: set storage.directory to a folder that all nodes have"
 HASHING = 4
 """Files that are hashed at a time, each on a core of its own."""
@@ -111,9 +111,6 @@ class Checkpoint:
             raise StateError(error.cause[:300], "use a checkpoint that `diloco peer` of this release wrote") from error
 
 
-# ---------------------------------------------------------------- save
-
-
 def save(
     directory: Path,
     version: int,
@@ -135,8 +132,8 @@ def save(
     target = directory / f"v{version:08d}"
     begun = False
     try:
-        with _writing("checkpoint", target):
-            _sweep(directory)
+        with writing("checkpoint", target):
+            sweep(directory)
         with replacing(target, "checkpoint") as beside:
             begun = True
             ranks.share(str(beside.resolve()))
@@ -168,7 +165,7 @@ def _report(folder: Path, groups: Slices, rank: int) -> str:
         return json.dumps({"files": _write_groups(folder, groups, rank)})
     except Exception as error:  # the other ranks wait for this report
         logger.debug("cannot write %s", folder, exc_info=True)
-        return json.dumps({"refused": _reason(error), "fix": _FREE})
+        return json.dumps({"refused": reason(error), "fix": FREE_SPACE})
 
 
 def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValue]:
@@ -176,11 +173,11 @@ def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValu
     for group, slices in groups.items():
         if slices:
             file = folder / (f"{group}.{rank}.safetensors" if rank else f"{group}.safetensors")
-            assert _FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
+            assert FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
             write_slices(file, slices)
             failpoints.hit("mid-checkpoint")
             sync_path(file)
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     return files
 
 
@@ -200,124 +197,25 @@ def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]
     return files
 
 
-def write_slices(path: Path, slices: Sequence[Slice]) -> None:
-    """A new safetensors file at `path`, with what its slices are slices of. Raises SafetensorError."""
-    tensors = {one.box.key: one.local for one in slices}
-    assert len(tensors) == len(slices), f"{path.name}: two slices are one"
-    parts = {one.box.key: [one.box.name, one.box.shape, one.box.offsets] for one in slices if not one.box.whole}
-    write_tensors(path, tensors, {"slices": json.dumps(parts)} if parts else None)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A new safetensors file at `path`. Raises SafetensorError, whatever the disk's reason."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    path.chmod(mode)  # safetensors renames a private file of mode 0600 over it; others may read checkpoints and models
-
-
-@contextmanager
-def replacing(target: Path, what: str) -> Iterator[Path]:
-    """A new folder beside `target` to write files into. When the block ends well, it takes the place of `target`.
-
-    A reader finds the old folder or the new one, complete, at `target` or, between two renames, beside it. `what`
-    names it in errors. Raises ResourceError when the disk does not do as told; `target` then stays as it was.
-    """
-    beside = _beside(target, "tmp")
-    try:
-        with _writing(what, target):
-            _remove(beside)
-            beside.mkdir(parents=True)
-            yield beside
-            for path in (*beside.iterdir(), beside):
-                sync_path(path)
-            _move(beside, target)
-    finally:
-        _remove(beside)
-
-
-def _move(beside: Path, target: Path) -> None:
-    """Rename `beside` to `target`, for which a former `target` makes room."""
-    aside = _beside(target, "old")
-    if target.exists():
-        _remove(aside)
-        target.rename(aside)
-    beside.rename(target)
-    sync_path(target.parent)
-    _remove(aside)
-
-
-def _beside(target: Path, kind: str) -> Path:
-    return target.with_name(f".{target.name}.{os.getpid()}.{kind}")
-
-
-@contextmanager
-def _writing(what: str, path: Path) -> Iterator[None]:
-    """Turn the disk's refusals into ResourceError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise ResourceError(f"cannot write {what} {path}: {_reason(error)}", _FREE) from error
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder, if it is there and can be deleted."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.warning("cannot delete %s: %s", path, _reason(error))
-
-
-def _sweep(directory: Path) -> None:
-    """Delete what dead writers left; what one had put aside without a successor gets its name back."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in directory.iterdir():
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None or _lives(int(match[2])):
-            continue
-        if match[3] == "old" and not path.with_name(match[1]).exists():
-            path.rename(path.with_name(match[1]))
-        else:
-            _remove(path)
-
-
-def _lives(pid: int) -> bool:
-    """Whether another process has this id. Our own is a dead writer's: in a container every life has the same."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def _retain(directory: Path, version: int, keep: int) -> None:
     """Delete all but the newest `keep` up to `version`, if they can be deleted: the new one is there. Later ones belong
     to a history that was left: not ours."""
     try:
         found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
     except OSError as error:
-        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, _reason(error))
+        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, reason(error))
         return
     later = [path.name for number, path in found if number > version]
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
-        leftover = _beside(path, "tmp")
+        leftover = path_beside(path, "tmp")
         try:
             path.rename(leftover)  # half deleted, it must not look like a checkpoint
         except OSError as error:
-            logger.warning("cannot delete %s: %s", path, _reason(error))
+            logger.warning("cannot delete %s: %s", path, reason(error))
         else:
-            _remove(leftover)
-
-
-# ---------------------------------------------------------------- load
+            remove(leftover)
 
 
 def load(path: Path) -> Checkpoint:
@@ -341,7 +239,7 @@ def load(path: Path) -> Checkpoint:
         except StateError as error:
             logger.warning("passed over: %s", error.cause)
             causes.append(error.cause)
-    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", _FIX)
+    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", COPY_AGAIN)
 
 
 def latest(directory: Path) -> Path | None:
@@ -441,14 +339,6 @@ def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
         raise StateError(cause, "use a checkpoint that diloco wrote") from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped copy-on-write. Raises StateError."""
-    try:
-        return load_file(path)
-    except _UNREADABLE as error:
-        raise StateError(f"{path} cannot be read: {_reason(error)}", _FIX) from error
-
-
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(version, folder) of all checkpoints, newest first; one that was put aside after the one in its place."""
     if not directory.is_dir():
@@ -461,14 +351,14 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
 def _read(path: Path) -> Checkpoint:
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
-        files = [_File(path / name, entry) for name, entry in manifest["files"].items()]
+        files = [TensorFile(path / name, entry) for name, entry in manifest["files"].items()]
         with ThreadPoolExecutor(HASHING) as pool:
-            list(pool.map(_File.verify, files))
-        groups = _groups(files)
+            list(pool.map(TensorFile.verify, files))
+        groups = groups_of(files)
         for file in files:
             file.map()
-    except (ValueError, *_UNREADABLE) as error:
-        raise StateError(f"checkpoint {path} is damaged: {_reason(error)}", _FIX) from error
+    except (ValueError, *UNREADABLE) as error:
+        raise StateError(f"checkpoint {path} is damaged: {reason(error)}", COPY_AGAIN) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, manifest["digest"])
 
 
@@ -481,85 +371,10 @@ def reopen(path: Path, digest: str) -> Checkpoint:
         manifest = _parse((path / MANIFEST).read_bytes())
         if manifest["digest"] != digest:
             raise ValueError("it is not the one that rank 0 has")
-        groups = _groups([_File(path / name, entry) for name, entry in manifest["files"].items()])
-    except (ValueError, *_UNREADABLE) as error:
-        raise StateError(f"this rank cannot read checkpoint {path}: {_reason(error)}", _ONE_FILE_SYSTEM) from error
+        groups = groups_of([TensorFile(path / name, entry) for name, entry in manifest["files"].items()])
+    except (ValueError, *UNREADABLE) as error:
+        raise StateError(f"this rank cannot read checkpoint {path}: {reason(error)}", _ONE_FILE_SYSTEM) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, digest)
-
-
-class _File:
-    """A file of tensors, and what the manifest says of it."""
-
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
-        self.path, self._entry = path, entry
-        self._verified = False
-
-    def verify(self) -> None:
-        """Raises ValueError or OSError unless the file is as the manifest has it."""
-        if not self._verified:
-            _verify(self.path, self._entry)
-        self._verified = True
-
-    def boxes(self) -> Iterator[tuple[str, Box, str]]:
-        """Key, place and dtype of each slice, from the header. Raises ValueError, SafetensorError."""
-        with safe_open(self.path, "pt") as file:
-            parts = _slice_names(file.metadata() or {})
-            keys = file.keys()
-            if not parts.keys() <= set(keys):
-                raise ValueError(f"{self.path.name} does not have the slices that it tells of")
-            for key in keys:
-                header = file.get_slice(key)
-                extent = tuple(header.get_shape())
-                name, shape, offsets = parts.get(key, (key, extent, (0,) * len(extent)))
-                yield key, Box(name, tuple(shape), tuple(offsets), extent), header.get_dtype()
-
-    def map(self) -> Mapping[str, Tensor]:
-        """All tensors, by key."""
-        return self._tensors
-
-    @cached_property
-    def _tensors(self) -> Mapping[str, Tensor]:
-        self.verify()
-        return load_file(self.path)
-
-    def tensor(self, key: str) -> Tensor:
-        """Raises StateError."""
-        try:
-            return self._tensors[key]
-        except (ValueError, *_UNREADABLE) as error:
-            raise StateError(f"checkpoint {self.path.parent} is damaged: {_reason(error)}", _FIX) from error
-
-
-def _slice_names(metadata: Mapping[str, str]) -> Mapping[str, tuple[str, list[int], list[int]]]:
-    """By key. Raises ValueError."""
-    parts = json.loads(metadata.get("slices", "{}"))
-    if not isinstance(parts, dict) or not all(_names_slice(entry) for entry in parts.values()):
-        raise ValueError("what it tells of its slices is malformed")
-    return parts
-
-
-def _names_slice(entry: object) -> bool:
-    return (
-        isinstance(entry, list)
-        and len(entry) == 3
-        and isinstance(entry[0], str)
-        and all(isinstance(sizes, list) and all(type(n) is int and n >= 0 for n in sizes) for sizes in entry[1:])
-    )
-
-
-def _groups(files: Sequence[_File]) -> dict[str, Pieces]:
-    """By name. Raises ValueError where slices do not make their tensors whole."""
-    slices: dict[str, list[tuple[Box, Callable[[], Tensor]]]] = {}
-    dtypes: dict[tuple[str, str], str] = {}
-    for file in files:
-        match = _FILE.fullmatch(file.path.name)
-        assert match is not None
-        group = slices.setdefault(match[1], [])
-        for key, box, dtype in file.boxes():
-            group.append((box, partial(file.tensor, key)))
-            if dtypes.setdefault((match[1], box.name), dtype) != dtype:
-                raise ValueError(f"slices of {box.name[:100]!r} are of different types")
-    return {name: Pieces(found) for name, found in slices.items()}
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -582,26 +397,10 @@ def _well_formed(fields: Mapping[str, Any]) -> bool:
     version, files, meta = fields["version"], fields["files"], fields["meta"]
     return (
         (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
-        and all(_FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
+        and all(FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
         and all(entry.keys() == {"bytes", "sha256"} and type(entry["bytes"]) is int for entry in files.values())
         and all(isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) for entry in files.values())
     )
-
-
-def _verify(file: Path, entry: Mapping[str, Any]) -> None:
-    """Raises ValueError or OSError unless the file is there with the size and the hash of the manifest's entry."""
-    if not file.is_file():
-        raise ValueError(f"{file.name} is missing")
-    size = file.stat().st_size
-    if size != entry["bytes"]:
-        raise ValueError(f"{file.name} has {size} bytes, not {entry['bytes']}")
-    if _sha256(file) != entry["sha256"]:
-        raise ValueError(f"{file.name} was changed: its SHA-256 does not fit")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _encode(tree: Mapping[str, Any]) -> bytes:
@@ -610,11 +409,3 @@ def _encode(tree: Mapping[str, Any]) -> bytes:
 
 def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(_encode(fields)).hexdigest()
-
-
-def _reason(error: Exception) -> str:
-    """In one line: what the operating system said, or the error's own words."""
-    if isinstance(error, OSError) and error.strerror:
-        named = Path(error.filename).name if error.filename is not None else ""
-        return f"{named}: {error.strerror}" if named else error.strerror
-    return (str(error) or repr(error)).rpartition("I/O error: ")[2].partition("\n")[0]

@@ -14,8 +14,9 @@ from diloco.outer.eager import Eager
 from diloco.outer.line import Line, UncommittedProgress
 from diloco.outer.resync import adopt
 from diloco.outer.state import OuterState
-from diloco.storage.checkpoint import Checkpoint, JsonValue, flat_buffers, fragment_slices, outer_state, read_together
+from diloco.storage.checkpoint import Checkpoint, flat_buffers, fragment_slices, outer_state, read_together
 from diloco.storage.saving import Contents
+from diloco.storage.tensor_files import JsonValue
 
 
 def save_line(line: Line, contract: Contract) -> Contents:

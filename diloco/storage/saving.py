@@ -33,7 +33,8 @@ from diloco.base.life import Life, answered
 from diloco.island import Island
 from diloco.island.slices import Slice, Slices, chosen, offered, writers_of
 from diloco.observe.events import CheckpointWritten, Event, Remark, Warned
-from diloco.storage.checkpoint import JsonValue, save, save_part
+from diloco.storage.checkpoint import save, save_part
+from diloco.storage.tensor_files import JsonValue
 
 logger = logging.getLogger(__name__)
 

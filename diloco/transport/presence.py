@@ -13,7 +13,8 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol.streams import Welcome
-from diloco.transport.dht import ANNOUNCE_EVERY_S, MAX_MEMBERS, Directory
+from diloco.transport.dht import ANNOUNCE_EVERY_S, Directory
+from diloco.transport.dht_node import MAX_MEMBERS
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress import Codec, open_codec
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.config.load import load_contract
 from diloco.data import open_dataset
 from diloco.inner.loop import InnerLoop

@@ -22,7 +22,7 @@ from random import Random
 import torch
 
 from diloco.compress import Codec, PayloadError, kernels, open_codec
-from diloco.config.contract import CodecSection
+from diloco.config.codec import CodecSection
 from diloco.kernels.build import use_compiled
 from scripts.bench.codec_kinds import KINDS
 

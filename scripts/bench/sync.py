@@ -219,7 +219,7 @@ def asked_systems(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def asked_codecs(options: argparse.Namespace) -> tuple[str, ...]:
-    from diloco.config.contract import CodecSection
+    from diloco.config.codec import CodecSection
 
     names = typing.get_args(CodecSection.model_fields["name"].annotation)
     return known(options.codecs, [*names, *(f"{name}+zstd" for name in names)], "codec") or DEFAULT_CODECS

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress.codec import Codec, PayloadError, check_size, from_bytes, magnitude, saturated, to_bytes
-from diloco.config.contract import CodecChoice
+from diloco.config.codec import CodecChoice
 
 POWER_ITERATIONS = 2
 MAX_VALUE = 2.0**60

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco.compress.blocks import FIXED_POINT, BlockCodec, fixed_point, magnitudes
-from diloco.config.contract import CodecChoice
+from diloco.config.codec import CodecChoice
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class Host:
         if work is None or work.key != key:
             return
         try:
-            mean = work.fold(part, omitted)
+            mean, _ = work.fold(part, omitted)
         except BadContribution as error:
             self.later(WORK_S, self.feed, m.ContributionRefused(*key, error.sender, str(error)))
         else:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.accounts.audit import book_of, chain_of, examine
+from diloco.accounts.audit import examine
+from diloco.accounts.books import book_of, chain_of
 from diloco.accounts.chain import Chain
 from diloco.accounts.ledger import scan
 from diloco.accounts.replay import Replay, Verdict

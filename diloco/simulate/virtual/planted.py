@@ -77,7 +77,7 @@ def _no_majority() -> Iterator[None]:
 def _early_divisor() -> Iterator[None]:
     fold = Work.fold
 
-    def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> bytes:
+    def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """An omitted contributor adds nothing to the sum, but its weight to the divisor."""
         start, stop = work.fragment.part_bounds(part)
         for peer in omitted:

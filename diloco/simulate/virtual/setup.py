@@ -13,7 +13,8 @@ from torch import Tensor
 
 from diloco.compress import Codec, open_codec
 from diloco.compress.topk import TopKCodec
-from diloco.config.contract import SHARED_OPTIMIZERS, CodecSection, OuterSection
+from diloco.config.codec import CodecSection
+from diloco.config.contract import SHARED_OPTIMIZERS, OuterSection
 from diloco.outer.fragments import Fragment, Layout, read_fragment
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
