@@ -167,13 +167,8 @@ def ranks_of(launcher: PeerProcess) -> dict[int, int]:
     """Process id by rank."""
     pid = launcher.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    environments = {int(child): Path(f"/proc/{child}/environ").read_bytes().split(b"\0") for child in children}
-    return {
-        int(entry.removeprefix(b"RANK=")): child
-        for child, entries in environments.items()
-        for entry in entries
-        if entry.startswith(b"RANK=")
-    }
+    names = {int(child): Path(f"/proc/{child}/comm").read_text().strip() for child in children}
+    return {int(name.removeprefix("rank ")): child for child, name in names.items() if name.startswith("rank ")}
 
 
 @contextmanager

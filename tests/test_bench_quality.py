@@ -138,8 +138,8 @@ def test_a_version_counts_who_offers_while_another_has_steps_to_do() -> None:
 
 
 def test_sized_by_speed_all_are_ready_at_once() -> None:
-    """Once each has heard how fast the other is."""
-    sections = {"inner": {"sized_by": "speed", "steps": 4}, "outer": {"weighting": "tokens"}}
+    """Once each has heard how fast the other is. At a rate at which nobody's contribution is absurdly large."""
+    sections = {"inner": {"sized_by": "speed", "steps": 4, "lr": 0.05}, "outer": {"weighting": "tokens"}}
     run = Fleet(contract(run=TWELVE, **sections), ["p0", "p1"], [1.0, 0.25])
     outcome = run.train()
     tokens = [tuple(one.tokens // 32 for one in commit.counted) for commit in run.commits]

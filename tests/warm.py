@@ -1,8 +1,8 @@
 """Processes that begin where all imports are done: those are half of what most of them would take.
 
 Each is forked from a server that did nothing but import (`multiprocessing`'s fork server). A command has a session, a
-folder, an environment and outputs of its own. What `python -m diloco` does beyond that, tests of the launcher and of
-simulations see.
+folder, an environment and outputs of its own, and forks ahead what it will start (`tests.warm_spares`). What
+`python -m diloco` does beyond that, tests of the launcher and of simulations see.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import NoReturn
 
 import torch
 import torch.multiprocessing as mp
+
+from tests.warm_spares import run_diloco
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.warm_imports"])
@@ -79,10 +81,8 @@ def _live(arguments: list[str], output: str, errors: str, cwd: str, environment:
         os.close(opened)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = ["diloco", *arguments]
-    from diloco.__main__ import main
-
-    main()
+    run_diloco(arguments)
+    raise SystemExit
 
 
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
