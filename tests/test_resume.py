@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import signal
@@ -19,8 +18,9 @@ from diloco.accounts.ledger import read_ledger
 from diloco.observe.event_log import read_lines
 from diloco.observe.events import STEPS
 from tests.peers import until
+from tests.programs import own_loop
+from tests.warm import Program
 
-ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0
 pytestmark = pytest.mark.slow
 
@@ -42,10 +42,10 @@ class Loops:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.latest: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Program] = []
+        self.latest: list[Program] = []
 
-    def start(self, name: str, ranks: int = 1, **told: Any) -> list[subprocess.Popen[bytes]]:
+    def start(self, name: str, ranks: int = 1, **told: Any) -> list[Program]:
         """All ranks of one peer."""
         about = {"name": name, "peer": ord(name[0]), "kind": "plain", "out": str(self.folder / name), **told}
         meeting = self.folder / f"meeting-{secrets.token_hex(4)}"
@@ -53,10 +53,7 @@ class Loops:
         (self.folder / f"{name}.address").unlink(missing_ok=True)
         for rank in range(ranks):
             variables = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-            log = (self.folder / f"{name}-{rank}.log").open("ab")
-            command = [sys.executable, "-m", "tests.programs.own_loop", text]
-            environment = {**os.environ, **variables}
-            started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            started.append(Program(own_loop.live, [text], self.folder / f"{name}-{rank}.log", variables=variables))
         self.processes += started
         self.latest = started
         return started
@@ -77,7 +74,7 @@ class Loops:
             process.wait()
         self.processes = [process for process in self.processes if process.poll() is None]
 
-    def ended(self, name: str, processes: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
+    def ended(self, name: str, processes: list[Program]) -> list[dict[str, Any]]:
         """What each rank wrote at its end."""
         codes = [process.wait(DEADLINE_S) for process in processes]
         logs = [path.read_text()[-3000:] for path in sorted(self.folder.glob(f"{name}-*.log"))]

@@ -25,16 +25,22 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.warm_imports"])
 
 
-class Command:
-    """`diloco` with these arguments. As much of `subprocess.Popen` as tests need."""
+class Program:
+    """A function in such a process. As much of `subprocess.Popen` as tests need."""
 
     def __init__(
-        self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None
+        self,
+        work: Callable[[list[str]], None],
+        arguments: Sequence[str],
+        output: Path,
+        errors: Path | None = None,
+        cwd: Path | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Appends to the files; without `errors` those go to `output`, too."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        """Appends to the files; without `errors` those go to `output`, too. `variables`: of its environment, more."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         places = (str(output), str(errors or output), str(cwd or Path.cwd()))
-        self._process = _SERVER.Process(target=_live, args=(list(arguments), *places, environment))
+        self._process = _SERVER.Process(target=_live, args=(work, list(arguments), *places, environment))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -59,6 +65,15 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
 
+class Command(Program):
+    """`diloco` with these arguments."""
+
+    def __init__(
+        self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None
+    ) -> None:
+        super().__init__(run_diloco, arguments, output, errors, cwd)
+
+
 def run_ranks(work: Callable[..., None], ranks: int, *arguments: object) -> None:
     """`work(rank, *arguments)` in so many processes, which reach each other on loopback. Raises what one raises."""
     mp.start_processes(_rank, (work, arguments), nprocs=ranks, start_method="forkserver")
@@ -70,7 +85,14 @@ def _rank(place: int, work: Callable[..., None], arguments: Sequence[object]) ->
     work(place, *arguments)
 
 
-def _live(arguments: list[str], output: str, errors: str, cwd: str, environment: Mapping[str, str]) -> NoReturn:
+def _live(
+    work: Callable[[list[str]], None],
+    arguments: list[str],
+    output: str,
+    errors: str,
+    cwd: str,
+    environment: Mapping[str, str],
+) -> NoReturn:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -81,7 +103,7 @@ def _live(arguments: list[str], output: str, errors: str, cwd: str, environment:
         os.close(opened)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    run_diloco(arguments)
+    work(arguments)
     raise SystemExit
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as torch_launcher
 
@@ -41,7 +41,7 @@ class Spare:
     """As much of `subprocess.Popen` as a directory, torch's launcher and a simulation need."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
-        self.pid, self._line = pid, line
+        self.pid, self.line = pid, line
         self.returncode: int | None = None
         self._reaping = threading.Lock()
 
@@ -55,8 +55,8 @@ class Spare:
         environment = dict(told.get("env") or os.environ)
         session, before = bool(told.get("start_new_session")), told.get("preexec_fn")
         order = pickle.dumps(Order(command, environment, tuple(files), session, before))
-        socket.send_fds(self._line, [order], list(files.values()))
-        self._line.close()
+        socket.send_fds(self.line, [order], list(files.values()))
+        self.line.close()
 
     def poll(self) -> int | None:
         with self._reaping:
@@ -85,14 +85,14 @@ class Spare:
         self.send_signal(signal.SIGKILL)
 
 
-def run_diloco(arguments: Sequence[str]) -> None:
-    """`diloco` with these arguments. Ends as that does: by SystemExit."""
+def fork_ahead(count: int) -> None:
+    """So many spares, while this process has one thread."""
     spares: list[Spare] = []
-    while len(spares) < _needed(arguments):
+    while len(spares) < count:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if not pid:
-            for line in (here, *(spare._line for spare in spares)):
+            for line in (here, *(spare.line for spare in spares)):
                 line.close()
             _obey(there)
         there.close()
@@ -106,6 +106,11 @@ def run_diloco(arguments: Sequence[str]) -> None:
         return spare
 
     subprocess.Popen = torch_launcher.Popen = start  # type: ignore[misc, assignment]
+
+
+def run_diloco(arguments: Sequence[str]) -> None:
+    """`diloco` with these arguments. Ends as that does: by SystemExit."""
+    fork_ahead(_needed(arguments))
     sys.argv = ["diloco", *arguments]
     from diloco.__main__ import main
 
@@ -130,7 +135,7 @@ def _is_ours(command: Any) -> bool:
     return tuple(command[1:3]) == ("-m", "diloco") or (command[1] == "-c" and "run_node" in command[2])
 
 
-def _obey(line: socket.socket) -> None:
+def _obey(line: socket.socket) -> NoReturn:
     """Wait for the order, and be what it says. Without one the command has ended."""
     ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
     packed, files, *_ = socket.recv_fds(line, MAX_ORDER_BYTES, 8)

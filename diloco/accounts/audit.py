@@ -150,6 +150,7 @@ def _exactly_once(chain: Chain) -> Iterator[Finding]:
 
 
 def _contributions_once(path: Sequence[Commit]) -> Iterator[Finding]:
+    """Violations of I2: contributions that two versions of the audited chain count."""
     seen: dict[tuple[str, int, int], int] = {}
     for commit in path:
         for counted in commit.counted:

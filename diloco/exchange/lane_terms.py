@@ -65,7 +65,7 @@ class SteppedVersion(Closed):
         return self.averaging
 
     def outer(self, in_place: bool) -> Future[FragmentState]:
-        """The fragment's next state."""
+        """The fragment's state after the outer step, which was made as the mean arrived, or is made now."""
         return self.stepped or self.stepper.submit(self.stepping.outer, self.parts, in_place)
 
 

@@ -16,7 +16,7 @@ class SwapRecord(Protocol):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of this peer, since its life began to train."""
+        """Tokens that this peer trained per second, since its life began to train."""
 
     def begin(self) -> None:
         """Training begins here."""

@@ -117,7 +117,7 @@ class Ranks(Protocol):
 
     @property
     def bf16(self) -> bool:
-        """Whether parameters come as bf16 where they are used: without autocast they would meet fp32."""
+        """Whether a sharded model gathers its parameters as bf16: without autocast the inputs would then be fp32."""
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around forward and backward of a micro-batch; the gradient must be complete after the `last` of a step."""

@@ -252,8 +252,8 @@ class Weights:
         return read_fragment(self.parameters, fragment, into)
 
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """What is held here of a fragment, part by part: its number, and what gives its values, flat fp32 on the host,
-        to be read and not kept.
+        """The model's weights in a fragment, as far as they are held here: each part's number, and a function that
+        gives its values, flat fp32 on the host, to be read and not kept.
 
         Any thread may ask for them, each once, while nobody writes to the parameters.
         """

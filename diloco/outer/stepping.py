@@ -76,8 +76,8 @@ class Stepping:
         self._means[part] = mean
 
     def average(self, means: Sequence[bytes]) -> None:
-        """Take what was not taken before of the means of all parts. Raises PayloadError when one of them is no mean,
-        with nothing overwritten."""
+        """Decode the mean pseudo-gradient, as far as it did not arrive part by part. Raises PayloadError when a part is
+        no mean, with nothing overwritten."""
         for part in self.fragment.cuts:
             if self._means.get(part) is not means[part]:
                 self.take(part, means[part])

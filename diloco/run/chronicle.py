@@ -65,7 +65,7 @@ class Chronicle:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of this peer, since its life began to train."""
+        """Tokens that this peer trained per second, since its life began to train."""
         return self.tokens_here / max(monotonic_s() - self.began_s, 1e-9)
 
     def begin(self) -> None:

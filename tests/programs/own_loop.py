@@ -1,13 +1,12 @@
 """Somebody's training loop with a run around it, to be killed and resumed: AdamW, a schedule, dropout, data by step.
 
-Told in JSON as its only argument. With RANK and WORLD_SIZE in the environment it is one rank of several.
+Told in JSON. With RANK and WORLD_SIZE in the environment it is one rank of several.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 import diloco.config.site
 from diloco.observe.events import Event, VersionClosed
+from tests.warm_spares import fork_ahead
 
 ROWS = 8
 SITE = {"network": {"listen": "127.0.0.1:0"}, "timeouts": {"heartbeat_s": 0.2, "suspect_s": 3.0, "join_s": 60.0}}
@@ -93,5 +93,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().detach() if hasattr(value, "full_tensor") else value.detach()
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+def live(arguments: list[str]) -> None:
+    """As a process of its own (`tests.warm.Program`)."""
+    fork_ahead(1)
+    main(json.loads(arguments[0]))
