@@ -130,7 +130,7 @@ def test_a_run_that_is_closed_leaves_no_file_open() -> None:
         runs.append(diloco.found(contract(), nn.Linear(4, 4)))
         runs[-1].close()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[2] == counts[1]  # the first has opened what gRPC keeps
+    assert counts[2] <= counts[1]  # the first has opened what gRPC keeps
 
 
 def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:
