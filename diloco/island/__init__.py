@@ -26,6 +26,9 @@ COLLECTIVE_S = 600.0
 """`timeouts.collective_s`, where there is no site."""
 MEETING_TIMEOUT = timedelta(minutes=10)
 """For all ranks to have started, at least."""
+LENGTH_BYTES = 8
+HEAD_BYTES = 512
+"""Length and beginning of what rank 0 says, in one broadcast: most of it is shorter, and a second one costs as much."""
 ASIDE_TIMEOUT = timedelta(hours=6)
 """How long ranks wait for each other on another thread (`Island.aside`): there it is for a disk."""
 
@@ -144,13 +147,16 @@ class Island:
         if self.size == 1:
             return text
         data = text.encode()
-        length = _count(len(data))
-        self._receive(length)
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads and data else None
-        if int(length):
-            buffer = torch.empty(int(length), dtype=torch.uint8, device="cpu") if buffer is None else buffer
-            self._receive(buffer)
-        return "" if buffer is None else bytes(buffer.numpy()).decode()
+        head = bytearray(HEAD_BYTES)
+        head[:LENGTH_BYTES] = len(data).to_bytes(LENGTH_BYTES, "little")
+        room = HEAD_BYTES - LENGTH_BYTES
+        head[LENGTH_BYTES:] = data[:room].ljust(room, b"\0")
+        self._receive(torch.frombuffer(head, dtype=torch.uint8))
+        length = int.from_bytes(head[:LENGTH_BYTES], "little")
+        rest = bytearray(data[room:] if self.leads else max(length - room, 0))
+        if rest:
+            self._receive(torch.frombuffer(rest, dtype=torch.uint8))
+        return (head[LENGTH_BYTES:][:length] + rest).decode()
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
         """Rank 0's host tensor, into every rank's of the same shape and dtype."""

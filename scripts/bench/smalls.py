@@ -1,0 +1,122 @@
+"""What every version costs in small: a meeting of an island's ranks, and a commit of many members on the wire.
+
+    scripts/bench-smalls
+    scripts/bench-smalls --ranks 4 --members 256 --json FILE
+
+A meeting is what rank 0 decides (`Island.decide`) and the other ranks hear, over gloo on loopback, in one process for
+each rank: the mean of 2,000 in a row, after which all are there again. A commit is made, encoded, decoded and checked,
+as its proposer and then every member does: the median of 50.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from diloco.base.decisions import Train
+from diloco.base.types import Blocks, Commit, Counted, Leases, Member
+from diloco.island import Island
+from diloco.wire.convert import commit_from_wire, commit_to_wire
+
+MEETINGS = 2000
+COMMITS = 50
+DIGEST = "0" * 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="of the island (4)")
+    parser.add_argument("--members", type=int, default=256, help="of the view, all counted (256)")
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    options = parser.parse_args()
+    found = {
+        "ranks": options.ranks,
+        "meeting_ms": meeting_ms(options.ranks),
+        "members": options.members,
+        "commit_ms": commit_ms(options.members),
+        "commit_bytes": len(commit_to_wire(commit_of(options.members))),
+    }
+    print(f"a meeting of {options.ranks} ranks: {found['meeting_ms']:.3f} ms")
+    about = f"{found['commit_bytes'] / 1e3:.0f} kB"
+    print(
+        f"a commit of {options.members} members, made, encoded, decoded, checked: {found['commit_ms']:.2f} ms, {about}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def meeting_ms(ranks: int) -> float:
+    """Milliseconds that a meeting takes."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    context = get_context("spawn")
+    told = context.SimpleQueue()
+    started = [context.Process(target=_meet, args=(rank, ranks, port, told)) for rank in range(ranks)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"error: a rank ended with {process.exitcode}; its lines above say why")
+    return float(told.get())
+
+
+def _meet(rank: int, ranks: int, port: int, told: SimpleQueue[float]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    island = Island.at(rank, ranks, torch.device("cpu"), rendezvous=f"tcp://127.0.0.1:{port}")
+    for many in (MEETINGS // 10, MEETINGS):
+        island.all(True)
+        began_s = time.perf_counter()
+        for step in range(many):
+            if rank == 0:
+                island.decide(Train(step))
+            else:
+                island.decision()
+        island.all(True)
+        took_s = time.perf_counter() - began_s
+    if rank == 0:
+        told.put(1000 * took_s / MEETINGS)
+    island.close()
+
+
+def commit_ms(members: int) -> float:
+    """Milliseconds to make a commit, to encode and to decode it."""
+    return 1000 * median(_seconds(lambda: commit_from_wire(commit_to_wire(commit_of(members)))) for _ in range(COMMITS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def commit_of(members: int) -> Commit:
+    """Of a run of so many peers, each with data leased and counted."""
+    names = [f"peer-{number:04}" for number in range(members)]
+    view = tuple(Member(name, 10**15, f"10.0.{place // 256}.{place % 256}:7700") for place, name in enumerate(names))
+    return Commit(
+        version=1000,
+        previous=DIGEST,
+        lineage="f" * 16,
+        fragment=0,
+        view=view,
+        counted=tuple(Counted(name, 999, 2**20, 2**20, 64) for name in names),
+        omitted=(),
+        mean_digest=DIGEST,
+        tokens=10**9,
+        leases=Leases(10**6, {name: (Blocks(64 * place, 64 * place + 128),) for place, name in enumerate(names)}),
+        state_digest=DIGEST,
+    )
