@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         slow = item.get_closest_marker("slow")
         if slow and slow.kwargs.get("queued", True) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group("slow"))
+
+
+@pytest.fixture
+def warm_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that a drill starts from this process begin where all imports are done."""
+    from tests.warm import popen  # it imports torch
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
 
 
 @pytest.fixture(autouse=True)

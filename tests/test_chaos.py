@@ -223,6 +223,7 @@ def test_recovery_by_kind() -> None:
 # ---------------------------------------------------------------- all of it
 
 
+@pytest.mark.usefixtures("warm_peers")
 @pytest.mark.slow
 def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     """Three peers, rounds of half a second, a fault every 4 s. Longer: `scripts/chaos`."""
@@ -237,6 +238,7 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
     assert result["versions"] > result["faults"]  # it trained between them; how fast is a matter of the machine
 
 
+@pytest.mark.usefixtures("warm_peers")
 @pytest.mark.slow
 def test_under_async_nobody_waits_for_a_stopped_peer(tmp_path: Path) -> None:
     """Real processes, rounds of 4 s: the first minute of `scripts/chaos --absences`, with a stop of 8 s."""

@@ -81,6 +81,7 @@ def test_a_wrong_setting_is_refused(settings: str, says: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_peers")
 def test_deaths_and_a_stop_cost_the_survivors_nothing(tmp_path: Path) -> None:
     """Three peers that stay and a fourth that dies; all failpoints: `scripts/chaos --failpoints`."""
     sweep = Sweep(ROOT / "configs" / "chaos.toml", tmp_path / "peers")

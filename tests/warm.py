@@ -14,13 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.multiprocessing as mp
 
 from tests.warm_spares import run_diloco
 
+_start_afresh = subprocess.Popen
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.warm_imports"])
 
@@ -61,6 +62,9 @@ class Program:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -72,6 +76,13 @@ class Command(Program):
         self, arguments: Sequence[str], output: Path, errors: Path | None = None, cwd: Path | None = None
     ) -> None:
         super().__init__(run_diloco, arguments, output, errors, cwd)
+
+
+def popen(command: Any, *more: Any, **told: Any) -> Any:
+    """In place of `subprocess.Popen`: `python -m diloco` begins so, any other command as ever."""
+    if list(command[:3]) != [sys.executable, "-m", "diloco"]:
+        return _start_afresh(command, *more, **told)
+    return Program(run_diloco, command[3:], Path(told["stdout"].name), variables=told["env"])
 
 
 def run_ranks(work: Callable[..., None], ranks: int, *arguments: object) -> None:
