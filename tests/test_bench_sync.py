@@ -50,13 +50,14 @@ def test_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_link_with_a_rate_and_a_delay(tmp_path: Path) -> None:
+    """So much is sent that the link, and not a core that others use, is what takes the time."""
     path = tmp_path / "rows.json"
-    arguments = ["--links", "50", "--delay-ms", "5", "--peers", "2", "--params", "0.5"]
+    arguments = ["--links", "50", "--delay-ms", "5", "--peers", "2", "--params", "2"]
     done = bench(*arguments, "--rounds", "1", "--warm-up", "1", "--systems", "gloo", "--json", str(path))
     if NOT_PERMITTED in done.stderr:
         pytest.skip(done.stderr)
     for row in rows_of(done, path):  # one for each congestion control
-        assert row["limit_seconds"] == pytest.approx(2**21 * 8 / 50e6, rel=1e-3)
+        assert row["limit_seconds"] == pytest.approx(2**23 * 8 / 50e6, rel=1e-3)
         assert 0.4 < row["share"] < 0.98  # the link is that slow, and no slower
         assert row["bytes_sent_per_peer"] > row["payload_bytes"]
 
