@@ -14,9 +14,9 @@ import pytest
 
 from diloco.simulate.chaos.absence import Scale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
-from diloco.simulate.chaos.fault import Fault
+from diloco.simulate.chaos.fault import DrillFault
 from diloco.simulate.chaos.fleet import FleetLife, SeenVersion
-from diloco.simulate.chaos.network import Network, Rule
+from diloco.simulate.chaos.network import NamespaceNetwork, Rule
 from diloco.simulate.chaos.verdict import by_kind, throughput
 from diloco.simulate.local.processes import Child
 from tests.peers import DEADLINE_S
@@ -52,15 +52,15 @@ def echo() -> Iterator[int]:
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network(seed=1)
+def network() -> Iterator[NamespaceNetwork]:
+    made = NamespaceNetwork(seed=1)
     made.belongs(os.getpid(), "a")
     yield made
     made.close()
 
 
 @pytest.fixture(params=["127.0.0.1", "::ffff:127.0.0.1"])
-def to_b(network: Network, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+def to_b(network: NamespaceNetwork, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """A connection from peer a to peer b, which echoes; as Python makes it, and as gRPC does."""
     with echo() as port:
         door = int(network.address("b", port).rpartition(":")[2])
@@ -94,7 +94,7 @@ def test_bytes_pass(to_b: socket.socket) -> None:
 
 @pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
 def test_either_direction_can_be_cut_and_goes_on_where_it_was(
-    network: Network, to_b: socket.socket, way: tuple[str, str]
+    network: NamespaceNetwork, to_b: socket.socket, way: tuple[str, str]
 ) -> None:
     assert comes_back(to_b, b"before")
     cut = [Rule(frozenset(way[:1]), frozenset(way[1:]), passes=False)]
@@ -105,12 +105,12 @@ def test_either_direction_can_be_cut_and_goes_on_where_it_was(
     assert to_b.recv(4) == b"held"
 
 
-def test_a_rule_about_others_does_not_hold(network: Network, to_b: socket.socket) -> None:
+def test_a_rule_about_others_does_not_hold(network: NamespaceNetwork, to_b: socket.socket) -> None:
     network.impose([Rule(frozenset("c"), None, passes=False), Rule(None, frozenset("c"), passes=False)])
     assert comes_back(to_b, b"as ever")
 
 
-def test_a_cut_hides_the_end_of_a_connection(network: Network) -> None:
+def test_a_cut_hides_the_end_of_a_connection(network: NamespaceNetwork) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, _, door = network.address("b", server.getsockname()[1]).rpartition(":")
         cut = [Rule(frozenset("b"), None, passes=False)]
@@ -125,7 +125,7 @@ def test_a_cut_hides_the_end_of_a_connection(network: Network) -> None:
             assert ends(caller)
 
 
-def test_slow_and_spoilt(network: Network, to_b: socket.socket) -> None:
+def test_slow_and_spoilt(network: NamespaceNetwork, to_b: socket.socket) -> None:
     slow = [Rule(frozenset("a"), None, bytes_per_s=100_000)]
     network.impose(slow)
     began_s = time.monotonic()
@@ -136,7 +136,7 @@ def test_slow_and_spoilt(network: Network, to_b: socket.socket) -> None:
     assert not comes_back(to_b, bytes(100))
 
 
-def test_nobody_behind_the_door(network: Network) -> None:
+def test_nobody_behind_the_door(network: NamespaceNetwork) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     host, _, door = network.address("b", port).rpartition(":")
@@ -165,7 +165,7 @@ class Story:
                 common = {"kind": "version", "time": 10.0 * (number - 1), "version": number, "tokens": self.tokens}
                 life.events.append({**common, "members": ["a", "b"], "counted": list(counted), "own": True})
 
-    def share(self, *faults: Fault) -> dict[str, float]:
+    def share(self, *faults: DrillFault) -> dict[str, float]:
         return throughput([self.a, self.b], faults, quiet_until_s=20.0, ended_s=50.0)
 
 
@@ -194,7 +194,7 @@ def test_time_cut_off_and_what_was_trained_in_it_both_do_not_count(told: Story) 
     told.version(6, "ab")
     told.b.events[-1]["tokens"] += 60  # what it trained while it was cut off is counted later
     told.a.events[-1]["tokens"] += 60
-    found = told.share(Fault("cut off", ("b",), 30.0, 40.0, cut=("b",)))
+    found = told.share(DrillFault("cut off", ("b",), 30.0, 40.0, cut=("b",)))
     assert (found["absent_s"], found["absent_tokens"]) == (10.0, 60)
     assert found["throughput_share"] == 1.0
 
@@ -214,7 +214,7 @@ def test_what_survivors_lose_shows(told: Story) -> None:
 
 
 def test_recovery_by_kind() -> None:
-    faults = [Fault("stop", ("a",), 10.0, 20.0, 23.0), Fault("stop", ("b",), 30.0, 35.0)]
+    faults = [DrillFault("stop", ("a",), 10.0, 20.0, 23.0), DrillFault("stop", ("b",), 30.0, 35.0)]
     chain = [SeenVersion(number, 4.0 * number, 0, (), ()) for number in range(20)]
     row = by_kind(faults, chain)["stop"]
     assert (row["faults"], row["next_commit_s"], row["longest_next_commit_s"], row["back_s"]) == (2, 2.0, 2.0, 3.0)

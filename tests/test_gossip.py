@@ -23,7 +23,7 @@ from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
 from diloco.gossip.settling import Settling
-from diloco.gossip.swaps import MAX_SERVED, Stage, Swap, Swaps
+from diloco.gossip.swaps import MAX_SERVED, Swap, Swaps, SwapStage
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.protocol.gossip_messages import Acquaintance
 from diloco.protocol.messages import Reply
@@ -217,13 +217,13 @@ def test_of_two_that_ask_each_other_one_leads(first: str) -> None:
     assert asked["b"] is not None
     assert not swaps["b"].agreed(asked["b"])  # it follows now
     assert swaps["b"].current is not None
-    assert swaps["b"].current.stage is Stage.FOLLOWING
+    assert swaps["b"].current.stage is SwapStage.FOLLOWING
 
 
 def test_what_was_served_is_remembered_for_so_many() -> None:
     swaps = Swaps("a")
     for number in range(MAX_SERVED + 5):
-        swaps.served(Swap(1, Member(f"p{number}", 1, "x:1"), False, Stage.WHOLE))
+        swaps.served(Swap(1, Member(f"p{number}", 1, "x:1"), False, SwapStage.WHOLE))
     assert len(swaps._served) == MAX_SERVED
 
 

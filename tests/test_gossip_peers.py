@@ -24,7 +24,7 @@ from diloco.config.contract import CodecSection
 from diloco.exchange import statesync
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
-from diloco.gossip.swaps import Stage, Swap
+from diloco.gossip.swaps import Swap, SwapStage
 from diloco.gossip.transfer import Arriving
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
@@ -271,7 +271,7 @@ def test_a_follower_killed_in_the_middle_costs_nothing(make: Callable[..., World
     def reserved() -> Gossiper | None:
         a.peer.between_steps()
         swaps = {peer: peer.peer.exchange._swaps.current for peer in (b, c)}
-        return next((peer for peer, swap in swaps.items() if swap is not None and swap.stage is Stage.WHOLE), None)
+        return next((peer for peer, swap in swaps.items() if swap is not None and swap.stage is SwapStage.WHOLE), None)
 
     victim = until(reserved, "somebody has a's weights and has not served them", 10.0)
     other = c if victim is b else b
@@ -514,7 +514,7 @@ def test_weights_that_come_again_before_they_are_applied_are_no_news(stranger: S
 def test_a_part_that_is_here_is_never_written_again() -> None:
     """When the last one is here the training thread reads them, and another stream may still bring some."""
     (fragment,) = Layout.of([("weight", (ELEMENTS,))], part_elements=1024).fragments
-    arriving = Arriving(Swap(1, Member("a", 1, "a:1"), False, Stage.FOLLOWING), fragment, open_codecs(FP32))
+    arriving = Arriving(Swap(1, Member("a", 1, "a:1"), False, SwapStage.FOLLOWING), fragment, open_codecs(FP32))
     for index, payload in enumerate(weights(2.0)):
         arriving.take(Part(index, payload))
         arriving.take(Part(index, NOT_A_NUMBER[index]))

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from diloco.base.errors import StateError
 from diloco.config.contract import InnerSection, ModelSection
 from diloco.inner.loop import (
-    Alone,
     InnerLoop,
+    WholeModel,
     evaluate,
     learning_rate,
     next_token_loss,
@@ -190,7 +190,7 @@ def test_reduce_sees_the_whole_gradient_before_clipping() -> None:
 
 
 def test_ranks_synchronise_at_the_last_micro_batch_only() -> None:
-    class Counting(Alone):
+    class Counting(WholeModel):
         synchronised: ClassVar[list[bool]] = []
 
         def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -355,7 +355,7 @@ def test_of_values_as_large_as_each_other_the_first_are_sent(values: list[float]
 def test_c_gets_no_tensor_that_it_would_go_astray_with(library: CDLL) -> None:
     """A tensor of another dtype, too short, not contiguous, or elsewhere; and no payload that is cut."""
     kernels.install(library)
-    cut = kernels.Cut(100, 40, 10, 5)
+    cut = kernels.TopkShape(100, 40, 10, 5)
     assert (cut.sent, cut.packed_bytes) == (25, 39)
     values, payload = gaussian(100), bytes(cut.packed_bytes)
     good = torch.zeros(25)
@@ -462,8 +462,8 @@ def test_threads_share_topk(library: CDLL) -> None:
 
 def test_topk_chunks_too_large_for_a_kernel_are_not_asked_of_it(library: CDLL) -> None:
     kernels.install(library)
-    assert kernels.has_topk(kernels.Cut(10_000, kernels.MAX_CHUNK, 5, 5))
-    assert not kernels.has_topk(kernels.Cut(10_000, kernels.MAX_CHUNK + 1, 5, 5))
+    assert kernels.has_topk(kernels.TopkShape(10_000, kernels.MAX_CHUNK, 5, 5))
+    assert not kernels.has_topk(kernels.TopkShape(10_000, kernels.MAX_CHUNK + 1, 5, 5))
 
 
 # ---------------------------------------------------------------- error feedback

@@ -28,7 +28,7 @@ from diloco.models import build_model, count_parameters
 from diloco.plan.answer import Plan, make_plan
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, Choice, Job
-from diloco.plan.layout import PLACED, Layout, layouts, parse_layout, path_of, problem
+from diloco.plan.layout import PLACED, MeshLayout, layouts, parse_layout, path_of, problem
 from diloco.plan.memory import host_memory, layer_activations, memory_of, zero_state
 from diloco.plan.model import Model, model_of_section, model_of_size
 from diloco.plan.published import GRID_GBIT_S, MODELS, PUBLISHED, UTILISATIONS, bandwidth_table, nearest_on_grid
@@ -135,24 +135,24 @@ def test_70b_needs_1_12_tb() -> None:
 
 def test_activations_are_those_of_the_paper() -> None:
     """GPT-3: s b h (34 + 80); computing attention again saves 70 % (arXiv 2205.05198, section 5)."""
-    job, one = job_of(GPT3), Layout()
+    job, one = job_of(GPT3), MeshLayout()
     unit = 2048 * 12288
     assert layer_activations(job, one, "none", 1) == pytest.approx(unit * (34 + 80))
     assert layer_activations(job, one, "selective", 3) == pytest.approx(3 * unit * 34)
     assert layer_activations(job, one, "full", 1) == pytest.approx(2 * unit)
-    assert layer_activations(job, Layout(tp=8), "none", 1) == pytest.approx(unit * 114 / 8)
-    assert layer_activations(job, Layout(cp=4), "none", 1) == pytest.approx(unit * 114 / 4)
+    assert layer_activations(job, MeshLayout(tp=8), "none", 1) == pytest.approx(unit * 114 / 8)
+    assert layer_activations(job, MeshLayout(cp=4), "none", 1) == pytest.approx(unit * 114 / 4)
     assert layer_activations(replace(job, precision=PRECISIONS["fp32"]), one, "full", 1) == pytest.approx(4 * unit)
 
 
 def test_a_pipeline_keeps_the_activations_of_all_layers() -> None:
     """1F1B: P micro-batches of L / P layers each on the first stage, so that more stages do not save them."""
     job = replace(job_of(GPT3, batch=128))
-    sizes = [memory_of(job, Choice(Layout(pp=stages), 0, "selective", 1)) for stages in (2, 4, 8)]
-    expected = 96 * layer_activations(job, Layout(), "selective", 1)
+    sizes = [memory_of(job, Choice(MeshLayout(pp=stages), 0, "selective", 1)) for stages in (2, 4, 8)]
+    expected = 96 * layer_activations(job, MeshLayout(), "selective", 1)
     assert [memory.activations for memory in sizes] == pytest.approx([expected] * 3)
     assert sizes[2].state.total < 0.3 * sizes[0].state.total
-    interleaved = memory_of(replace(job, virtual_stages=3), Choice(Layout(pp=4), 0, "selective", 1))
+    interleaved = memory_of(replace(job, virtual_stages=3), Choice(MeshLayout(pp=4), 0, "selective", 1))
     assert interleaved.activations == pytest.approx(expected * (1 + 3 / 12))  # arXiv 2205.05198: 1 + (p - 1) / (p m)
     assert (job.pieces(4), replace(job, virtual_stages=3).pieces(96)) == (1, 1)
 
@@ -165,7 +165,7 @@ def test_bubble() -> None:
     assert bubble_share(4, 12) == pytest.approx(3 / 15)
     assert bubble_share(8, 1) == pytest.approx(7 / 8)
     assert bubble_share(4, 12, virtual_stages=2) == pytest.approx(3 / 27)
-    step = step_of(job_of(GPT3, batch=12), Choice(Layout(pp=4), 0, "none", 1), replace(H100, gpus_per_node=4))
+    step = step_of(job_of(GPT3, batch=12), Choice(MeshLayout(pp=4), 0, "none", 1), replace(H100, gpus_per_node=4))
     assert step.bubble_s / (step.bubble_s + step.compute_s) == pytest.approx(3 / 15)
 
 
@@ -175,26 +175,26 @@ def test_collectives_send_what_rings_do() -> None:
     job, weights = job_of(model, batch=8), 2 * model.parameters
     sent = {
         stage: sum(
-            part.sent_bytes for part in step_of(job, Choice(Layout(dp_shard=8), stage, "none", 1), H100).collectives
+            part.sent_bytes for part in step_of(job, Choice(MeshLayout(dp_shard=8), stage, "none", 1), H100).collectives
         )
         for stage in range(4)
     }
     assert sent[0] == sent[1] == sent[2] == pytest.approx(1.75 * weights)
     assert sent[3] == pytest.approx(1.5 * sent[0])  # arXiv 1910.02054, section 7: 3 psi and not 2 psi
-    (tensor,) = step_of(job, Choice(Layout(tp=8), 0, "none", 1), H100).collectives
+    (tensor,) = step_of(job, Choice(MeshLayout(tp=8), 0, "none", 1), H100).collectives
     assert tensor.sent_bytes == pytest.approx(8 * 4 * model.layers * 1.75 * 2048 * model.dim * 2)
     assert tensor.seconds == pytest.approx(8 * tensor.sent_bytes / gpu_of("h100").local_bps)
 
 
 def test_the_link_follows_from_the_place_in_the_mesh() -> None:
     two = replace(H100, nodes=2)
-    layout = Layout(dp_shard=4, tp=4)
+    layout = MeshLayout(dp_shard=4, tp=4)
     assert path_of(layout, ("tp",), two).link == "node"
     shards = path_of(layout, ("dp_shard",), two)  # two ranks of a ring in each node: two network cards
     assert (shards.link, shards.ring_bps, shards.own_bps) == ("network", 800e9, 400e9)
-    assert path_of(Layout(tp=8, pp=2), ("pp",), two).ring_bps == 400e9
-    assert path_of(Layout(dp_shard=16), ("dp_shard",), two).ring_bps == 3200e9
-    assert path_of(Layout(dp_shard=16), ("tp",), two).link == "none"
+    assert path_of(MeshLayout(tp=8, pp=2), ("pp",), two).ring_bps == 400e9
+    assert path_of(MeshLayout(dp_shard=16), ("dp_shard",), two).ring_bps == 3200e9
+    assert path_of(MeshLayout(dp_shard=16), ("tp",), two).link == "none"
 
 
 def test_flops_are_6nd_and_attention() -> None:
@@ -214,7 +214,7 @@ def test_all_layouts_that_can_be_are_tried() -> None:
     model = model_of_section("mixture", with_experts(section, 4), 32_768)
     hardware = replace(H100, nodes=3)
     sizes = [size for size in range(1, 25) if 24 % size == 0]
-    every = {Layout(*choice) for choice in product(sizes, repeat=6) if math.prod(choice) == 24}
+    every = {MeshLayout(*choice) for choice in product(sizes, repeat=6) if math.prod(choice) == 24}
     expected = {one for one in every if one.cp == 1 and problem(one, model, hardware, 48, 2048) is None}
     found = list(layouts(hardware, model, 48, 2048))
     assert len(found) == len(set(found))
@@ -257,10 +257,10 @@ def test_the_reason_is_what_costs_most() -> None:
     slow = replace(H100, nodes=8, fabric_bps=10e9)
     assert all(one.choice.stage or one.choice.layout.dp_shard == 1 for one in rank(job, slow))  # no DDP twice
     choices = {
-        "tensor parallel": (Layout(dp_shard=8, tp=8), replace(H100, nodes=8, gpu=Gpu(1e15, 989e12, 100e9))),
-        "bubble": (Layout(pp=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
-        "gradients and weights": (Layout(dp_replicate=64), replace(slow, gpu=Gpu(1e15, 989e12, 3600e9))),
-        "computing decides": (Layout(dp_replicate=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
+        "tensor parallel": (MeshLayout(dp_shard=8, tp=8), replace(H100, nodes=8, gpu=Gpu(1e15, 989e12, 100e9))),
+        "bubble": (MeshLayout(pp=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
+        "gradients and weights": (MeshLayout(dp_replicate=64), replace(slow, gpu=Gpu(1e15, 989e12, 3600e9))),
+        "computing decides": (MeshLayout(dp_replicate=64), replace(H100, nodes=8, gpu=Gpu(1e15, 1e12, 3600e9))),
     }
     for reason, (layout, hardware) in choices.items():
         (one,) = rank(job, hardware, recompute="none", micro_batch=1, layout=layout)
@@ -510,4 +510,4 @@ def test_a_contract_that_hides_its_size_wants_to_be_told() -> None:
 def test_units() -> None:
     assert parse_bps("1Gbit/s") == parse_bps("1 Gbps") == parse_bps("125MB/s") == 1e9
     assert parse_seconds("50ms") == parse_seconds("0.05s") == 0.05
-    assert parse_layout("dp_shard=4, tp=2") == Layout(dp_shard=4, tp=2)
+    assert parse_layout("dp_shard=4, tp=2") == MeshLayout(dp_shard=4, tp=2)

@@ -19,12 +19,12 @@ import torch
 from diloco.accounts.replay import Verdict
 from diloco.base.errors import UsageError
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.network import Cut
-from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, Plan, draw, parse
+from diloco.simulate.virtual.network import CutOff
+from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, FaultPlan, draw, parse
 from diloco.simulate.virtual.search import (
     BATCH,
     RULE,
-    Choice,
+    PlanChoice,
     catch_planted,
     explain,
     outcome_lines,
@@ -86,14 +86,14 @@ def test_seeds_hold(first: int) -> None:
 def test_seeds_that_once_broke_something_hold() -> None:
     """Those of the table in docs/how/bugs.md that the range above leaves out."""
     seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
-    assert not run_seeds(seeds, Choice(rare=False)).violations
+    assert not run_seeds(seeds, PlanChoice(rare=False)).violations
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations
 
 
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
     """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
     faults = (Fault(3.0, "cut", "p1", 6.0), Fault(5.0, "kill", "p0", how="before Committed"))
-    outcome = tell(Plan(seed=30, peers=2, witnesses=1, faults=faults))
+    outcome = tell(FaultPlan(seed=30, peers=2, witnesses=1, faults=faults))
     assert any("died with an evicted peer" in line for line in outcome.lines)
     assert not outcome.violation
 
@@ -102,14 +102,14 @@ def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_nex
 def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() -> None:
     """p1 asks to join just before p0 founds a lineage, and is heard when its former life is forgotten."""
     faults = (Fault(3.25, "leave", "p2"), Fault(4.61, "kill", "p1"), Fault(6.5, "restart", "p1", how=NO_CLOCK))
-    outcome = tell(Plan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
+    outcome = tell(FaultPlan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
     assert any("FOUNDS version 3, view p0" in line for line in outcome.lines)
     assert not outcome.violation
 
 
 @pytest.mark.parametrize("first", every(50, quick=0))
 def test_seeds_hold_under_async(first: int) -> None:
-    tally = run_seeds(range(first, first + PER_TEST), Choice(policy="async"))
+    tally = run_seeds(range(first, first + PER_TEST), PlanChoice(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
@@ -117,7 +117,7 @@ def test_seeds_hold_under_async(first: int) -> None:
 @pytest.mark.parametrize("first", every(50, quick=0))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
-    tally = run_seeds(range(first, first + PER_TEST), Choice(speeds="0.1:1"))
+    tally = run_seeds(range(first, first + PER_TEST), PlanChoice(speeds="0.1:1"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
@@ -181,7 +181,7 @@ def test_under_sync_all_wait_for_one_that_is_not_there() -> None:
 
 
 def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
-    world = World(Plan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
+    world = World(FaultPlan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
     assert not world.run().violation
     assert world.invariants.replayed().count(Verdict.REPRODUCED) > 3
     made = next(made for entry in world.invariants._made.values() for made in entry)
@@ -265,7 +265,7 @@ def test_what_is_rare_is_added_to_some_plans_and_changes_no_other() -> None:
 
 @pytest.mark.parametrize(("how", "ways"), [("both", [("a", "b"), ("b", "a")]), ("out", [("a", "b")])])
 def test_two_without_a_link_reach_all_others(how: str, ways: list[tuple[str, str]]) -> None:
-    cut = Cut(frozenset("a"), how, reset=False, others=frozenset("b"))
+    cut = CutOff(frozenset("a"), how, reset=False, others=frozenset("b"))
     assert [pair for pair in permutations("abc", 2) if cut.blocks(*pair)] == ways
 
 
@@ -279,9 +279,9 @@ def test_choice_restricts_what_is_drawn() -> None:
     plans = [draw(seed, "quorum", "continue") for seed in range(20)]
     assert {(plan.policy, plan.without_majority) for plan in plans} == {("quorum", "continue")}
     with pytest.raises(UsageError, match="--policy"):
-        Choice("majority").check()
+        PlanChoice("majority").check()
     with pytest.raises(UsageError, match="--speeds"):
-        Choice(speeds="fast").check()
+        PlanChoice(speeds="fast").check()
 
 
 @pytest.mark.slow(queued=False)
@@ -289,7 +289,7 @@ def test_a_failure_is_shrunk_to_what_matters() -> None:
     """Half against half, among other troubles, with the majority taken out: only the partition is left."""
     cut = Fault(3.0, "cut", "p0+p1", 6.0)
     noise = (Fault(1.0, "slow", "p2", 2.0), Fault(2.0, "full", "p3", 2.0), Fault(8.0, "slow", "p1", 2.0))
-    plan = Plan(peers=4, codec="int8", loss=0.02, faults=(*noise[:2], cut, noise[2]))
+    plan = FaultPlan(peers=4, codec="int8", loss=0.02, faults=(*noise[:2], cut, noise[2]))
     with planted.plant("no-majority"):
         short = shrink(plan)
         assert kind_of(plan) == kind_of(short) != ""
@@ -318,5 +318,5 @@ def test_what_was_done_until_an_interruption_is_told() -> None:
     def interrupt(done: int, total: int, violations: int) -> None:
         raise KeyboardInterrupt
 
-    report = search(0, 1000, Choice(), interrupt)
+    report = search(0, 1000, PlanChoice(), interrupt)
     assert (report["seeds"], report["interrupted"], report["violations"]) == (BATCH, True, 0)

@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Fork:
+class ChainFork:
     """A place where the chain parts."""
 
     version: int
@@ -72,7 +72,7 @@ class Audit:
     tokens: int = 0
     lineages: int = 0
     checkpoints: int = 0
-    forks: list[Fork] = field(default_factory=list)
+    forks: list[ChainFork] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     violations: list[Finding] = field(default_factory=list)
 
@@ -384,7 +384,7 @@ def _named_lineages(book: Book) -> set[str]:
     return joined | {record.commit.lineage for life in book.lives for _, record in life.of("commit")}
 
 
-def _forks(books: Sequence[Book], chain: Chain) -> Iterator[Fork]:
+def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
     heads = chain.heads()
     if not heads:
         return
@@ -395,7 +395,7 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[Fork]:
         discarded = sum(counted.tokens for digest in lost for counted in chain.commits[digest].counted)
         stranded = [book for book in books if book.lives[-1].head in lost and book.lives[-1].closed]
         lineages = tuple(dict.fromkeys(chain.commits[digest].lineage for digest in children))
-        yield Fork(chain.commits[children[0]].version, lineages, discarded, not stranded)
+        yield ChainFork(chain.commits[children[0]].version, lineages, discarded, not stranded)
 
 
 def _descendants(chain: Chain, digests: Sequence[str]) -> set[str]:
@@ -472,7 +472,7 @@ def _row_text(row: Mapping[str, Any]) -> str:
     return readable_text(row["peer"], 19).ljust(20) + numbers + f"  {row['state'][:12]}"
 
 
-def _fork_text(fork: Fork) -> str:
+def _fork_text(fork: ChainFork) -> str:
     goes_on, *others = (readable_text(lineage) for lineage in fork.lineages)
     lost = f"{fork.discarded_tokens:,} committed tokens of {', '.join(others) or 'the others'} do not count"
     healed = "all are on one lineage again" if fork.healed else "NOT HEALED"

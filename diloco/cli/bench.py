@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from diloco.config.contract import Contract
     from diloco.config.site import Site
     from diloco.island.collectives import Measured
-    from diloco.run.scaling import Measured as MeasuredSteps
-    from diloco.run.scaling import Scaled
+    from diloco.run.scaling import IslandSpeed, Scaled
 
 EPILOG = (
     "Examples:  torchrun --nproc-per-node 8 -m diloco bench collectives --link 450GB/s   |   "
@@ -147,7 +146,7 @@ def _parse_ranks(text: str) -> list[int]:
 SCALING_HEADER = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", "memory", "FLOP/s", "MFU")
 
 
-def _scaling_row(scaling: str, measured: MeasuredSteps, efficiency: float | None) -> list[str]:
+def _scaling_row(scaling: str, measured: IslandSpeed, efficiency: float | None) -> list[str]:
     from diloco.observe.readable import readable_bytes, readable_flops, readable_share
 
     mesh = " x ".join(f"{name} {size}" for name, size in measured.mesh.items()) or "one rank"

@@ -39,7 +39,7 @@ _here: ContextVar[ctypes.CDLL | None] = ContextVar("kernels")
 """Library that replaces the installed one on this thread, within `using`."""
 
 
-class Cut(NamedTuple):
+class TopkShape(NamedTuple):
     """Chunks of a part of `elements` values under top-k: values in each, values sent of each, and of the short last
     one."""
 
@@ -91,7 +91,7 @@ def _declare(library: ctypes.CDLL) -> None:
         decoder.restype, decoder.argtypes = None, [ctypes.c_char_p, _COUNT, _COUNT, _POINTER]
         folder.restype = ctypes.c_double
         folder.argtypes = [ctypes.c_char_p, _COUNT, _COUNT, ctypes.c_float, _POINTER]
-    cut = [_COUNT] * len(Cut._fields)
+    cut = [_COUNT] * len(TopkShape._fields)
     library.diloco_topk_select.restype = None
     library.diloco_topk_select.argtypes = [_POINTER, *cut, ctypes.c_char_p, _POINTER]
     library.diloco_topk_good.restype, library.diloco_topk_good.argtypes = ctypes.c_int, [ctypes.c_char_p, *cut]
@@ -175,12 +175,12 @@ def nesterov(
     return True
 
 
-def has_topk(cut: Cut) -> bool:
+def has_topk(cut: TopkShape) -> bool:
     """Whether what follows is here for such chunks; it must not be called otherwise."""
     return installed() is not None and cut.chunk <= MAX_CHUNK
 
 
-def topk_select(values: Tensor, cut: Cut) -> tuple[bytes, Tensor]:
+def topk_select(values: Tensor, cut: TopkShape) -> tuple[bytes, Tensor]:
     """The packed indices of the largest of each chunk, and these, fp32: with all that is not finite, or at least some.
 
     `values`: flat contiguous fp32 on the host. Raises TypeError for others, as all that follows does for tensors and
@@ -192,24 +192,24 @@ def topk_select(values: Tensor, cut: Cut) -> tuple[bytes, Tensor]:
     return packed, largest
 
 
-def topk_good(payload: bytes, cut: Cut) -> bool:
+def topk_good(payload: bytes, cut: TopkShape) -> bool:
     """Whether the indices at the beginning of a payload, whose size is good, rise and stay in their chunks."""
     return bool(_for_topk(cut, None, [payload]).diloco_topk_good(payload, *cut))
 
 
-def topk_decode(payload: bytes, sent: Tensor, cut: Cut, out: Tensor) -> None:
+def topk_decode(payload: bytes, sent: Tensor, cut: TopkShape, out: Tensor) -> None:
     """Fill `out` from good indices and what was sent, which is zero elsewhere. All tensors here are flat fp32."""
     library = _for_topk(cut, out, [payload], [sent])
     library.diloco_topk_decode(payload, sent.data_ptr(), *cut, out.data_ptr())
 
 
-def topk_fold(payload: bytes, sent: Tensor, cut: Cut, weight: float, total: Tensor) -> None:
+def topk_fold(payload: bytes, sent: Tensor, cut: TopkShape, weight: float, total: Tensor) -> None:
     """total += weight * values, where values were sent."""
     library = _for_topk(cut, total, [payload], [sent])
     library.diloco_topk_fold(payload, sent.data_ptr(), *cut, weight, total.data_ptr())
 
 
-def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None, cut: Cut, out: Tensor) -> None:
+def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None, cut: TopkShape, out: Tensor) -> None:
     """Fill `out` with the weighted sum over `total`; None: over the weights of those who sent a value.
 
     `terms`: weight, payload with good indices, and what was sent, decoded.
@@ -229,7 +229,7 @@ def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None,
 
 
 def _for_topk(
-    cut: Cut, whole: Tensor | None, payloads: Sequence[bytes] = (), sent: Sequence[Tensor] = ()
+    cut: TopkShape, whole: Tensor | None, payloads: Sequence[bytes] = (), sent: Sequence[Tensor] = ()
 ) -> ctypes.CDLL:
     """Library to call with these arguments; `whole` is the part's size. Raises TypeError where C would go astray."""
     library = installed()

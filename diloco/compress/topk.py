@@ -133,10 +133,10 @@ class TopKCodec(Codec):
     def _restore(self, coordinates: Tensor) -> None:
         """Turn them into values again, in place, finite if they are."""
 
-    def _cut(self, elements: int) -> kernels.Cut:
+    def _cut(self, elements: int) -> kernels.TopkShape:
         rest = elements % self.chunk
         kept_of_rest = kept_of(rest, self.density) if rest else 0
-        return kernels.Cut(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
+        return kernels.TopkShape(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
 
     def _largest(self, values: Tensor) -> tuple[bytes, Tensor]:
         """The packed indices of the largest of each chunk, and these, in the order of their places."""
@@ -170,7 +170,7 @@ class TopKCodec(Codec):
             raise self._no_index()
         return places, self.kept.decode(payload[cut.packed_bytes :], cut.sent)
 
-    def _places(self, indices: np.ndarray, cut: kernels.Cut) -> np.ndarray:
+    def _places(self, indices: np.ndarray, cut: kernels.TopkShape) -> np.ndarray:
         """Indices in the chunks -> places in the part. Raises PayloadError unless they rise within every chunk."""
         whole, rest = divmod(cut.elements, cut.chunk)
         rows, last = indices[: whole * cut.kept].reshape(whole, cut.kept), indices[whole * cut.kept :]

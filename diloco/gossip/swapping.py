@@ -33,7 +33,7 @@ from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.status import gossip_status_json
-from diloco.gossip.swaps import Stage, Swap, Swaps
+from diloco.gossip.swaps import Swap, Swaps, SwapStage
 from diloco.gossip.transfer import Agreed, Arriving, Failed, GossipTerms, Here, Outgoing
 from diloco.outer.average import max_part_bytes
 from diloco.outer.state import OuterState
@@ -443,7 +443,7 @@ class Swapping(Background):
             self._arriving = Arriving(swap, self._fragment, self.terms.codecs)
         arriving = self._arriving
         async for part in parts:
-            if swap.stage is Stage.WHOLE:
+            if swap.stage is SwapStage.WHOLE:
                 break
             await self._loop.run_in_executor(self._pool, arriving.take, part)
             if self._swaps.current is not swap:

@@ -21,7 +21,7 @@ MAX_SERVED = 4096
 """Peers of which is remembered what swap of theirs was served last."""
 
 
-class Stage(StrEnum):
+class SwapStage(StrEnum):
     """How far a swap is."""
 
     ASKING = "asking"  # the other was asked
@@ -39,7 +39,7 @@ class Swap:
     partner: Member
     leads: bool
     """Whether we lead."""
-    stage: Stage
+    stage: SwapStage
     deadline_s: float = math.inf
 
     @property
@@ -65,7 +65,7 @@ class Swaps:
         if self.current is not None:
             return None
         self._led += 1
-        self.current = Swap(self._led, partner, True, Stage.ASKING)
+        self.current = Swap(self._led, partner, True, SwapStage.ASKING)
         return self.current
 
     def invited(self, sender: Member, number: int, now_s: float, patience_s: float) -> Reply:
@@ -79,38 +79,42 @@ class Swaps:
             return Reply.OK
         if current is not None and not self._yields(current, sender.peer):
             return Reply.BUSY
-        self.current = Swap(number, sender, False, Stage.FOLLOWING, now_s + patience_s)
+        self.current = Swap(number, sender, False, SwapStage.FOLLOWING, now_s + patience_s)
         return Reply.OK
 
     def _yields(self, current: Swap, sender: str) -> bool:
         """Whether our swap makes room for one that the same peer leads: ours is not begun, or one it has given up."""
-        mine_first = current.stage is Stage.ASKING and self._me < sender
-        return current.partner.peer == sender and current.stage in (Stage.ASKING, Stage.FOLLOWING) and not mine_first
+        mine_first = current.stage is SwapStage.ASKING and self._me < sender
+        return (
+            current.partner.peer == sender
+            and current.stage in (SwapStage.ASKING, SwapStage.FOLLOWING)
+            and not mine_first
+        )
 
     def agreed(self, swap: Swap) -> bool:
         """The other agreed. Whether we are still in that swap."""
-        if self.current is not swap or swap.stage is not Stage.ASKING:
+        if self.current is not swap or swap.stage is not SwapStage.ASKING:
             return False
-        swap.stage = Stage.LEADING
+        swap.stage = SwapStage.LEADING
         return True
 
     def awaited(self, sender: Member, number: int, answer: bool) -> Swap | None:
         """The swap whose weights, or answer, these are; None: we do not wait for such."""
         swap = self.current
-        stage = Stage.LEADING if answer else Stage.FOLLOWING
+        stage = SwapStage.LEADING if answer else SwapStage.FOLLOWING
         fits = swap is not None and swap.stage is stage and swap.partner == sender and swap.number == number
         return swap if fits else None
 
     def moved(self, swap: Swap, now_s: float, patience_s: float) -> None:
         """There was progress: the other has so long for the next."""
-        if swap.stage is not Stage.WHOLE:
+        if swap.stage is not SwapStage.WHOLE:
             swap.deadline_s = now_s + patience_s
 
     def whole(self, swap: Swap) -> bool:
         """All weights of the other are here. Whether we are still in that swap, and this is news."""
-        if self.current is not swap or swap.stage is Stage.WHOLE:
+        if self.current is not swap or swap.stage is SwapStage.WHOLE:
             return False
-        swap.stage, swap.deadline_s = Stage.WHOLE, math.inf
+        swap.stage, swap.deadline_s = SwapStage.WHOLE, math.inf
         self._answered = swap.number if swap.leads else self._answered
         return True
 
@@ -120,7 +124,7 @@ class Swaps:
         swap, leader = self.current, (sender.peer, sender.incarnation, number)
         if answer:
             return number == self._answered
-        return swap is not None and swap.stage is Stage.WHOLE and swap.leader == leader
+        return swap is not None and swap.stage is SwapStage.WHOLE and swap.leader == leader
 
     def served(self, swap: Swap) -> None:
         """We have applied, as the follower, what will not be applied again."""

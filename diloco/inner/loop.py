@@ -104,7 +104,7 @@ class Pipeline(Protocol):
         """Norm of the whole gradient, from the norm of the part that each rank counts."""
 
 
-class Ranks(Protocol):
+class ModelRanks(Protocol):
     """Operations of a model that is spread over ranks (`diloco.island.parallel`), as inner steps need them."""
 
     @property
@@ -132,7 +132,7 @@ class Ranks(Protocol):
         """Slice of a tensor that this rank holds, for one laid out like a parameter, or the same everywhere: a view."""
 
 
-class Alone:
+class WholeModel:
     """One process that has the whole model."""
 
     pipeline = None
@@ -165,14 +165,14 @@ class InnerLoop:
         device: torch.device,
         *,
         compile: bool = False,
-        ranks: Ranks | None = None,
+        ranks: ModelRanks | None = None,
     ) -> None:
         """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
 
         `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
         """
         self.model = model if ranks else model.to(device)
-        self._ranks = ranks or Alone(self.model)
+        self._ranks = ranks or WholeModel(self.model)
         self.section = section
         self.total_tokens = total_tokens
         self.device = device
@@ -359,7 +359,7 @@ def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys:
 
 
 def evaluate(
-    model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: Ranks | None = None
+    model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: ModelRanks | None = None
 ) -> float:
     """Mean loss in nats per token over `blocks`, int64 (n, L + 1), `batch_size` sequences at a time, in fp32 but where
     ranks have parameters as bf16 only.
@@ -367,7 +367,7 @@ def evaluate(
     Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
     `ranks` that a model is spread over evaluate the same blocks together.
     """
-    ranks = ranks or Alone(model)
+    ranks = ranks or WholeModel(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -383,7 +383,7 @@ def evaluate(
     return total / len(blocks)
 
 
-def _loss(ranks: Ranks, rows: Tensor) -> Tensor:
+def _loss(ranks: ModelRanks, rows: Tensor) -> Tensor:
     if ranks.pipeline is not None:
         return ranks.pipeline.loss(rows)
     return ranks.whole(next_token_loss(ranks.forward, rows))

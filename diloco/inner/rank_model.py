@@ -20,7 +20,7 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.data.dataset import Dataset
-from diloco.inner.loop import InnerLoop, Ranks, evaluate, random_states, restore_random_states, seed_everything
+from diloco.inner.loop import InnerLoop, ModelRanks, evaluate, random_states, restore_random_states, seed_everything
 from diloco.inner.meter import Usage, device_name, memory_of, peak_flops
 from diloco.inner.tracing import Trace
 from diloco.island import Island
@@ -85,7 +85,7 @@ class RankModel:
         contract = self.contract
         return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
 
-    def _whole(self) -> tuple[nn.Module, Ranks | None, Weights]:
+    def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
         """A model that each rank has all of."""
         island = self.island
         model = self._build().to(island.device)
@@ -96,7 +96,7 @@ class RankModel:
             return model, None, Weights(own)
         return model, Copies(model, island.device), Bridge(own, island)
 
-    def _divided(self) -> tuple[nn.Module, Ranks, Weights]:
+    def _divided(self) -> tuple[nn.Module, ModelRanks, Weights]:
         """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
         island, section = self.island, self.site.mesh
         whole = named_parameters(self._build()) if island.leads else {}
@@ -114,7 +114,7 @@ class RankModel:
 
     def _in_stages(
         self, model: Transformer, whole: dict[str, Tensor], *, bf16: bool
-    ) -> tuple[nn.Module, Ranks, Weights]:
+    ) -> tuple[nn.Module, ModelRanks, Weights]:
         """A model, given on the meta device, of which each rank has some layers, and a share of those."""
         section, device = self.site.mesh, self.island.device
         length = self.contract.data.sequence_length

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from diloco.base.decisions import GatherWeights, TakeWeights
 from diloco.base.memory import floats
 from diloco.island import Island
-from diloco.outer.fragments import Entry, Fragment, NamedShapes, Spot, Weights
+from diloco.outer.fragments import Fragment, NamedShapes, ParameterEntry, Spot, Weights
 
 AHEAD = 4
 """Parts of a fragment that a rank has gathered, and not encoded yet."""
@@ -87,7 +87,7 @@ def _handed_over(values: Tensor, room: threading.Semaphore) -> Tensor:
     return values
 
 
-Plan = list[tuple[Entry, list[list[Spot]]]]
+Plan = list[tuple[ParameterEntry, list[list[Spot]]]]
 
 
 class Bridge(Weights):
@@ -171,14 +171,16 @@ class Bridge(Weights):
             ]
             self._take(entry, own, lanes, fragment.lanes)
 
-    def _take(self, entry: Entry, own: Sequence[Tensor], lanes: Sequence[Sequence[Spot]], holders: int) -> None:
+    def _take(
+        self, entry: ParameterEntry, own: Sequence[Tensor], lanes: Sequence[Sequence[Spot]], holders: int
+    ) -> None:
         """Every rank's share of a parameter, of the pieces that each has."""
         whole = self._assembled(entry, torch.cat([*own, floats(0)]), lanes, holders)
         held = self.parameters.get(entry.name)
         if held is not None:
             take(whole.to(held.dtype), held)
 
-    def _assembled(self, entry: Entry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
+    def _assembled(self, entry: ParameterEntry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
         """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
         if holders == 1:
             whole = own if self._island.leads else floats(entry.elements)

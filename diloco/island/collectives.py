@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
 from diloco.island import Island
-from diloco.plan.layout import PLACED, Layout
+from diloco.plan.layout import PLACED, MeshLayout
 
 WARM_UPS = 2
 MAX_REPEATS = 1000
@@ -61,7 +61,7 @@ class Measured:
         return self.algorithm_bps * BUS_FACTORS[self.collective](self.ranks)
 
 
-def measure(island: Island, layout: Layout | None, sizes: Sequence[int], timed_s: float) -> Iterator[Measured]:
+def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], timed_s: float) -> Iterator[Measured]:
     """Every collective over every dimension of more than one rank, or over all ranks if there is no layout; called by
     all ranks alike. Sizes are in bytes, rounded up so that each rank has as many fp32 values; a measurement takes about
     `timed_s`, or one call.
@@ -85,7 +85,7 @@ def measure(island: Island, layout: Layout | None, sizes: Sequence[int], timed_s
                 yield Measured(collective, dimension, ranks, 4 * values, seconds)
 
 
-def _groups(island: Island, layout: Layout | None) -> list[tuple[str, Any]]:
+def _groups(island: Island, layout: MeshLayout | None) -> list[tuple[str, Any]]:
     """(name, process group that this rank is in) of each dimension, the fastest varying one first."""
     if layout is None:
         return [("all", dist.group.WORLD)]

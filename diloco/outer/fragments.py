@@ -44,7 +44,7 @@ NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParameterEntry:
     """One parameter in a fragment's flat buffer."""
 
     name: str
@@ -84,7 +84,7 @@ class Fragment:
     model."""
 
     index: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
     groups: tuple[tuple[int, int], ...]
     """(number, elements > 0) of each group that is here, by number; 0 is of the parameters that are in no group."""
     part_elements: int
@@ -406,7 +406,7 @@ def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int],
     elements = 0
     sizes: Counter[int] = Counter()
     for name, shape in named_shapes:
-        entries.append(Entry(name, tuple(shape), elements))
+        entries.append(ParameterEntry(name, tuple(shape), elements))
         elements += entries[-1].elements
         sizes[numbers[name]] += entries[-1].elements
     groups = tuple((number, size) for number, size in sizes.items() if size)

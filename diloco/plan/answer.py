@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from diloco.base.errors import UsageError
 from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job, Recompute
-from diloco.plan.layout import Layout
+from diloco.plan.layout import MeshLayout
 from diloco.plan.memory import Memory, host_memory, memory_of
 from diloco.plan.question import Question
 from diloco.plan.ranking import Ranked, rank
@@ -66,7 +66,7 @@ class Plan:
     question: Question
     step_s: float
     """Seconds of an inner step: as measured, or with the first layout."""
-    table_layout: Layout
+    table_layout: MeshLayout
     """Layout that `memory` is computed for."""
     memory: tuple[MemoryRow, ...]
     pipeline: tuple[PipelineRow, ...]
@@ -109,9 +109,9 @@ def _ranked(question: Question) -> list[Ranked]:
     return ranked
 
 
-def _table_layout(question: Question) -> Layout:
+def _table_layout(question: Question) -> MeshLayout:
     """Layout of the memory by ZeRO stage: as asked for, with all its data ranks sharing; or all ranks data parallel."""
-    layout = question.layout or Layout(dp_shard=question.hardware.world)
+    layout = question.layout or MeshLayout(dp_shard=question.hardware.world)
     return replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.plan.layout import Layout
+from diloco.plan.layout import MeshLayout
 from diloco.plan.model import Model
 
 Recompute = Literal["none", "selective", "full"]
@@ -64,7 +64,7 @@ class Job:
 class Choice:
     """One way to train it."""
 
-    layout: Layout
+    layout: MeshLayout
     stage: int
     """ZeRO stage; 0: DDP."""
     recompute: Recompute

@@ -19,7 +19,7 @@ PLACED = ("tp", "ep", "cp", "dp_shard", "pp", "dp_replicate")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeshLayout:
     """Sizes of the mesh's dimensions; their product is the number of ranks."""
 
     dp_replicate: int = 1
@@ -78,7 +78,7 @@ class Path:
     """The same where each rank sends on its own (all-to-all, send and receive)."""
 
 
-def path_of(layout: Layout, dimensions: tuple[str, ...], hardware: Hardware) -> Path:
+def path_of(layout: MeshLayout, dimensions: tuple[str, ...], hardware: Hardware) -> Path:
     """The path of the ranks that differ in these dimensions, which must follow each other in `PLACED`."""
     first = PLACED.index(dimensions[0])
     stride = math.prod(getattr(layout, name) for name in PLACED[:first])
@@ -93,7 +93,7 @@ def path_of(layout: Layout, dimensions: tuple[str, ...], hardware: Hardware) -> 
 
 
 def problem(
-    layout: Layout, model: Model, hardware: Hardware, batch: int, sequence_length: int
+    layout: MeshLayout, model: Model, hardware: Hardware, batch: int, sequence_length: int
 ) -> tuple[str, str] | None:
     """Error of a layout and which number to change, or None where it is valid.
 
@@ -129,14 +129,14 @@ def problem(
     return next(((cause, fix) for fits, cause, fix in checks if not fits), None)
 
 
-def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) -> Iterator[Layout]:
+def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) -> Iterator[MeshLayout]:
     """Every possible layout of the island. Context parallelism is not tried below 16,384 tokens: it only divides what
     other dimensions divide as well."""
     max_cp = hardware.world if sequence_length >= 16_384 else 1
     limits = {"ep": model.experts or 1, "cp": max_cp, "tp": hardware.gpus_per_node, "pp": model.layers}
-    names = [field.name for field in fields(Layout)]
+    names = [field.name for field in fields(MeshLayout)]
     for sizes in _factorisations(hardware.world, [limits.get(name, hardware.world) for name in names]):
-        layout = Layout(*sizes)
+        layout = MeshLayout(*sizes)
         if problem(layout, model, hardware, batch, sequence_length) is None:
             yield layout
 
@@ -153,9 +153,9 @@ def _factorisations(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]
                 yield (factor, *rest)
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> MeshLayout:
     """`dp_shard=4,tp=2`: what is not named is 1. Raises UsageError."""
-    known = [field.name for field in fields(Layout)]
+    known = [field.name for field in fields(MeshLayout)]
     sizes: dict[str, int] = {}
     for piece in text.split(","):
         name, _, value = piece.strip().partition("=")
@@ -163,4 +163,4 @@ def parse_layout(text: str) -> Layout:
             fix = f"write sizes of {', '.join(known)}: --layout dp_shard=4,tp=2"
             raise UsageError(f"cannot read {piece.strip()!r} as a part of a layout", fix)
         sizes[name] = int(value)
-    return Layout(**sizes)
+    return MeshLayout(**sizes)

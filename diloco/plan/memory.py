@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from diloco.config.contract import GATHERED_CODECS, Contract
 from diloco.plan.job import Choice, Job, Precision, Recompute
-from diloco.plan.layout import Layout
+from diloco.plan.layout import MeshLayout
 
 GATHERED_LAYERS = 2
 """ZeRO-3 holds the layer that is computed, and the next one, which is on its way."""
@@ -59,7 +59,7 @@ def zero_state(parameters: float, precision: Precision, stage: int, ranks: int) 
     )
 
 
-def layer_activations(job: Job, layout: Layout, recompute: Recompute, micro_batch: int) -> float:
+def layer_activations(job: Job, layout: MeshLayout, recompute: Recompute, micro_batch: int) -> float:
     """Bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
 
     s b h (34 + 5 a s / h) / t with sequence parallelism, only the 34 when the attention matrix is computed again, and
@@ -75,7 +75,7 @@ def layer_activations(job: Job, layout: Layout, recompute: Recompute, micro_batc
     return held * (linear + matrix)
 
 
-def head_activations(job: Job, layout: Layout, micro_batch: int) -> float:
+def head_activations(job: Job, layout: MeshLayout, micro_batch: int) -> float:
     """Bytes of the last norm, the head's input, and logits in fp32: 4 s b h (1 + v / h) / t."""
     positions = job.sequence_length * micro_batch / layout.cp / layout.tp
     return 4 * positions * (job.model.dim + job.model.vocabulary)

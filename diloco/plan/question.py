@@ -14,7 +14,7 @@ from diloco.config.presets import PRESETS
 from diloco.config.shipped import shipped_contracts
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
 from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
-from diloco.plan.layout import Layout, parse_layout, problem
+from diloco.plan.layout import MeshLayout, parse_layout, problem
 from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
 from diloco.plan.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
 from diloco.plan.syncing import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
@@ -84,7 +84,7 @@ class Question:
     job: Job
     hardware: Hardware
     total_tokens: int
-    layout: Layout | None
+    layout: MeshLayout | None
     """None: all that are possible; as for the next two."""
     recompute: Recompute | None
     micro_batch: int | None
@@ -223,7 +223,7 @@ def _total_tokens(options: JobOptions, contract: Contract | None, model: Model) 
     return contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * model.parameters
 
 
-def _layout_of(options: JobOptions, job: Job, hardware: Hardware) -> Layout | None:
+def _layout_of(options: JobOptions, job: Job, hardware: Hardware) -> MeshLayout | None:
     if options.layout is None:
         return None
     layout = parse_layout(options.layout)

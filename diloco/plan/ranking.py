@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from diloco.plan.hardware import USABLE, Hardware
 from diloco.plan.job import RECOMPUTE, Choice, Job, Recompute
-from diloco.plan.layout import Layout, layouts
+from diloco.plan.layout import MeshLayout, layouts
 from diloco.plan.memory import Memory, memory_of
 from diloco.plan.step import Step, model_flops, step_of
 
@@ -54,7 +54,7 @@ def judged(job: Job, choice: Choice, hardware: Hardware) -> Ranked:
 
 def rank(
     job: Job, hardware: Hardware, recompute: Recompute | None = None, micro_batch: int | None = None,
-    layout: Layout | None = None,
+    layout: MeshLayout | None = None,
 ) -> list[Ranked]:  # fmt: skip
     """The best choice of ZeRO stage, recomputation and micro-batch for each layout (or for one), those that fit first,
     by tokens per second; of equally fast ones (1 %) that whose links are busy for the shortest time. What does not fit
@@ -68,7 +68,7 @@ def rank(
     return sorted(best, key=_order)
 
 
-def _choices(job: Job, layout: Layout, recompute: Recompute | None, micro_batch: int | None) -> Iterator[Choice]:
+def _choices(job: Job, layout: MeshLayout, recompute: Recompute | None, micro_batch: int | None) -> Iterator[Choice]:
     shared = job.batch // layout.data_ranks
     sizes = [micro_batch] if micro_batch else [1 << power for power in range(MAX_MICRO_BATCH.bit_length())]
     # Under DDP `dp_shard` is `dp_replicate` by another name, which is tried as such.

@@ -19,7 +19,7 @@ MAX_FORMER_LIVES = 16
 
 
 @dataclass(slots=True)
-class Entry:
+class RosterEntry:
     """State of one peer as known here."""
 
     member: Member
@@ -41,14 +41,14 @@ class Roster:
         self.offences_allowed = offences_allowed
         self.offences: Counter[str] = Counter()
         """Contributions of a peer that no honest peer sends. Kept when the peer goes and comes back."""
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, RosterEntry] = {}
         self._remembered: set[str] = set()
         self._strangers: dict[str, tuple[Member, float]] = {}
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[RosterEntry]:
         return iter(self._entries.values())
 
-    def get(self, peer: str) -> Entry | None:
+    def get(self, peer: str) -> RosterEntry | None:
         return self._entries.get(peer)
 
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
@@ -64,7 +64,7 @@ class Roster:
             if known is None or (member.incarnation not in known.former and known.member in before):
                 self._entries[member.peer] = self._next_life(known, member, now)
             elif member.incarnation > known.member.incarnation and not self._lives(known, now):
-                self._entries[member.peer] = Entry(member, now, former=known.former)
+                self._entries[member.peer] = RosterEntry(member, now, former=known.former)
 
     def may_speak(self, member: Member, now: float) -> bool:
         """Whether to listen to `member`: not to an earlier life of that peer, nor where another peer has the name."""
@@ -88,7 +88,7 @@ class Roster:
         if heartbeat is not None:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
 
-    def _succeeds(self, member: Member, known: Entry, now: float) -> bool:
+    def _succeeds(self, member: Member, known: RosterEntry, now: float) -> bool:
         """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
         later = member.incarnation > known.member.incarnation and member.incarnation not in known.former
         if later:
@@ -96,7 +96,7 @@ class Roster:
         return not self._precedes(member, known, now)
 
     @staticmethod
-    def _precedes(member: Member, known: Entry, now: float) -> bool:
+    def _precedes(member: Member, known: RosterEntry, now: float) -> bool:
         """Whether a life is over. If the known one is long silent, the peer's clock was set back between the two."""
         earlier = member.incarnation < known.member.incarnation and now - known.heard_at_s <= FORGET_S
         return earlier or member.incarnation in known.former
@@ -107,8 +107,8 @@ class Roster:
         return known is not None and self._precedes(member, known, now)
 
     @staticmethod
-    def _next_life(known: Entry | None, member: Member, now: float) -> Entry:
-        entry = Entry(member, now)
+    def _next_life(known: RosterEntry | None, member: Member, now: float) -> RosterEntry:
+        entry = RosterEntry(member, now)
         if known is not None:
             entry.former.extend((*known.former, known.member.incarnation))
         return entry
@@ -185,6 +185,6 @@ class Roster:
             if peer in keep or peer in self._remembered or now - entry.heard_at_s <= FORGET_S
         }  # fmt: skip
 
-    def _lives(self, entry: Entry, now: float) -> bool:
+    def _lives(self, entry: RosterEntry, now: float) -> bool:
         deaf = entry.heartbeat is not None and entry.heartbeat.deaf
         return not (entry.left or entry.unreachable or deaf) and now - entry.heard_at_s <= self.suspect_s

@@ -39,7 +39,7 @@ Kind = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class IslandSpeed:
     """Inner steps of one island."""
 
     ranks: int
@@ -68,12 +68,12 @@ class Scaled:
     """An island beside the smallest one."""
 
     scaling: Kind
-    measured: Measured
+    measured: IslandSpeed
     efficiency: float
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ScalingJob:
     """What one island is to do."""
 
     contract: Contract
@@ -85,7 +85,7 @@ class Job:
         check(sizes_of(self.site.mesh, self.ranks), self.site, self.contract, self.ranks)
 
 
-def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kind, Job]]:
+def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kind, ScalingJob]]:
     """What is measured, the smallest island first, which stands for both kinds of scaling.
 
     One rank has the whole model, whatever the site's mesh. Raises UsageError and ConfigError.
@@ -93,12 +93,12 @@ def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kin
     if not ranks or sorted(set(ranks)) != list(ranks) or any(count % ranks[0] for count in ranks):
         cause = f"cannot compare islands of {', '.join(map(str, ranks))} ranks"
         raise UsageError(cause, "give rising multiples of the first number: --ranks 1,2,4")
-    made: list[tuple[Kind, Job]] = []
+    made: list[tuple[Kind, ScalingJob]] = []
     for kind in ("weak", "strong"):
         for count in ranks:
             rows = contract.inner.batch_size * (count // ranks[0] if kind == "weak" else 1)
             inner = contract.inner.model_copy(update={"batch_size": rows})
-            job = Job(contract.model_copy(update={"inner": inner}), _site_of(site, count), count)
+            job = ScalingJob(contract.model_copy(update={"inner": inner}), _site_of(site, count), count)
             job.check()
             if kind == "weak" or count > ranks[0]:
                 made.append((kind, job))
@@ -111,12 +111,12 @@ def _site_of(site: Site, ranks: int) -> Site:
     return site.model_copy(update={"mesh": Site().mesh})
 
 
-def compare(jobs: Sequence[tuple[Kind, Job]], seconds: float, folder: Path) -> Iterator[Scaled]:
+def compare(jobs: Sequence[tuple[Kind, ScalingJob]], seconds: float, folder: Path) -> Iterator[Scaled]:
     """Start each island in turn, here, and say how it compares. `folder` is for what is passed on to them.
 
     Raises ResourceError when one of them fails.
     """
-    base: Measured | None = None
+    base: IslandSpeed | None = None
     for kind, job in jobs:
         measured = _started(job, seconds, folder)
         base = base or measured
@@ -125,11 +125,11 @@ def compare(jobs: Sequence[tuple[Kind, Job]], seconds: float, folder: Path) -> I
             yield Scaled("strong", measured, 1.0)
 
 
-def _efficiency(measured: Measured, base: Measured) -> float:
+def _efficiency(measured: IslandSpeed, base: IslandSpeed) -> float:
     return measured.tokens_per_s / measured.ranks / (base.tokens_per_s / base.ranks)
 
 
-def _started(job: Job, seconds: float, folder: Path) -> Measured:
+def _started(job: ScalingJob, seconds: float, folder: Path) -> IslandSpeed:
     reported, found = folder / "job.json", folder / "measured.json"
     found.unlink(missing_ok=True)
     reported.write_text(json.dumps({"contract": job.contract.to_json(), "site": job.site.model_dump_json(),
@@ -138,10 +138,10 @@ def _started(job: Job, seconds: float, folder: Path) -> Measured:
     if not found.is_file():
         cause = f"the {job.ranks} ranks ended " + (f"with exit code {code}" if code else "before they had measured")
         raise ResourceError(cause, "their output says why")
-    return Measured(**json.loads(found.read_text()))
+    return IslandSpeed(**json.loads(found.read_text()))
 
 
-def measure(contract: Contract, site: Site, island: Island, seconds: float) -> Measured | None:
+def measure(contract: Contract, site: Site, island: Island, seconds: float) -> IslandSpeed | None:
     """Inner steps for about so long, three at least; all ranks call it together. None on other ranks than 0."""
     model = RankModel(contract, site, island)
     reader = BlockReader(model.dataset, contract.run.seed) if model.dataset is not None else None
@@ -161,7 +161,7 @@ def measure(contract: Contract, site: Site, island: Island, seconds: float) -> M
     island.close()
     if not island.leads:
         return None
-    return Measured(
+    return IslandSpeed(
         island.size, facts["mesh"], contract.inner.sequences_per_step, steps, steps * contract.tokens_per_step / took_s,
         used["flops_per_s"], used["mfu"], used["phases"], [asdict(rank) for rank in used["memory"]],
     )  # fmt: skip

@@ -16,7 +16,7 @@ from diloco.accounts.audit import audit
 from diloco.base.clock import unix_s
 from diloco.base.errors import UsageError
 from diloco.simulate.chaos.fleet import Fleet, FleetLife
-from diloco.simulate.chaos.network import Network, Rule
+from diloco.simulate.chaos.network import NamespaceNetwork, Rule
 
 SPEEDS: Final = {"a": 1.0, "b": 0.8, "c": 0.6, "d": 0.35, "e": 0.7}
 """Speeds of those who begin, of whom `d` is the absent one; and of one that comes late."""
@@ -40,7 +40,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Row:
+class AbsenceRow:
     """Effect of one absence on the other peers."""
 
     what: str
@@ -82,7 +82,7 @@ class Absences:
         }
         site = ["device.threads=1", f"device.step_s={STEP_S}", *scale.site]
         self.scale = scale
-        self.network = Network(seed=0)
+        self.network = NamespaceNetwork(seed=0)
         overrides = [f"{key}={value}" for key, value in rules.items()]
         self.fleet = Fleet(contract, overrides, directory, site, self.network)
         self.fleet.own = {name: [f"device.speed={speed}"] for name, speed in SPEEDS.items()}
@@ -101,7 +101,7 @@ class Absences:
 
     # ------------------------------------------------------------ rows
 
-    def stop(self) -> Row:
+    def stop(self) -> AbsenceRow:
         """A process is frozen; it finds out by itself that the run went on."""
         life, began_s, before = self._next_round()
         self.fleet.stop(life)
@@ -109,7 +109,7 @@ class Absences:
         self.fleet.resume(life)
         return self._back(f"stopped for {self.scale.stop_s:g} s", life, began_s, before)
 
-    def cut_off(self) -> Row:
+    def cut_off(self) -> AbsenceRow:
         """Nothing reaches a peer, and nothing that it says is heard; it trains on."""
         life, began_s, before = self._next_round()
         rules = [Rule(frozenset({life.name}), None, passes=False), Rule(None, frozenset({life.name}), passes=False)]
@@ -118,12 +118,12 @@ class Absences:
         self.network.lift(rules)
         return self._back(f"cut off for {self.scale.versions} versions", life, began_s, before)
 
-    def come_late(self) -> Row:
+    def come_late(self) -> AbsenceRow:
         """A joiner copies the state while the others train."""
         _, began_s, before = self._next_round()
         return self._back("joins late", self.fleet.join("e", self.fleet.life("a")), began_s, before)
 
-    def leave(self) -> Row:
+    def leave(self) -> AbsenceRow:
         """A peer goes in good order."""
         life, began_s, before = self._next_round()
         self.fleet.ask_to_leave(life)
@@ -150,7 +150,7 @@ class Absences:
         self._reach(version)
         return self.fleet.life("d"), unix_s(), version
 
-    def _back(self, what: str, life: FleetLife, began_s: float, before: int) -> Row:
+    def _back(self, what: str, life: FleetLife, began_s: float, before: int) -> AbsenceRow:
         """Wait until a version counts it."""
         back_s = unix_s()
         found: list[Mapping[str, Any]] = []
@@ -162,10 +162,12 @@ class Absences:
         self._until(counted, f"{life.name} is counted")
         return self._row(what, life, began_s, before, found[0])
 
-    def _row(self, what: str, absent: FleetLife, began_s: float, before: int, counted: Mapping[str, Any] | None) -> Row:
+    def _row(
+        self, what: str, absent: FleetLife, began_s: float, before: int, counted: Mapping[str, Any] | None
+    ) -> AbsenceRow:
         ended_s = unix_s()
         others = [_waits(life, began_s, ended_s) for life in self.fleet.living() if life.name != absent.name]
-        return Row(
+        return AbsenceRow(
             what,
             round(ended_s - began_s, 1),
             self._version() - before,
@@ -176,7 +178,7 @@ class Absences:
         )
 
 
-ACTS: Final[Mapping[str, Callable[[Absences], Row]]] = {
+ACTS: Final[Mapping[str, Callable[[Absences], AbsenceRow]]] = {
     "stop": Absences.stop,
     "cut": Absences.cut_off,
     "late": Absences.come_late,
@@ -192,7 +194,7 @@ def run_absences(
     if unknown:
         raise UsageError(f"unknown: {', '.join(sorted(unknown))}", f"known: {', '.join(ACTS)}")
     one = Absences(contract, directory, scale)
-    rows: list[Row] = []
+    rows: list[AbsenceRow] = []
     try:
         one.begin()
         say(TITLES)
@@ -215,7 +217,7 @@ TITLES: Final = (
 )
 
 
-def line(row: Row) -> str:
+def line(row: AbsenceRow) -> str:
     """For people."""
     cells = f"{row.seconds:9.1f}{row.versions:10}{100 * row.waited_share:7.2f} %{row.longest_wait_s:8.3f} s"
     counted = f"{row.counted or '':>12}{row.tokens or '':>9}"

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
-from diloco.simulate.chaos.fault import Fault
+from diloco.simulate.chaos.fault import DrillFault
 from diloco.simulate.chaos.fleet import POLL_S, Fleet, FleetLife, empty_folder
-from diloco.simulate.chaos.network import Network, Rule
+from diloco.simulate.chaos.network import NamespaceNetwork, Rule
 from diloco.simulate.chaos.verdict import verdict
 
 TOGETHER_S = 90.0
@@ -63,7 +63,7 @@ def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, An
     if options.peers < 3:
         raise UsageError("chaos takes at least 3 peers", "with two, one is no majority")
     empty_folder(options.directory)
-    network = Network(options.seed)
+    network = NamespaceNetwork(options.seed)
     overrides = [f"membership.start_peers={options.peers}"]
     site = [f"device.step_s={options.step_s}", "device.threads=1"]
     fleet = Fleet(options.contract, overrides, options.directory / "chaos", site, network)
@@ -101,9 +101,9 @@ class Drill:
 
     options: DrillOptions
     fleet: Fleet
-    network: Network
+    network: NamespaceNetwork
     say: Callable[[str], None]
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[DrillFault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     quiet_until_s: float = 0.0
     ended_s: float = 0.0
@@ -114,7 +114,7 @@ class Drill:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._said_s = 0.0
-        self._does: dict[str, Callable[[Fault], None]] = {
+        self._does: dict[str, Callable[[DrillFault], None]] = {
             "kill": partial(self._kill, resume=True),
             "kill, disk lost": partial(self._kill, resume=False),
             "founder dies": self._replace_founder,
@@ -205,7 +205,7 @@ class Drill:
         founder = self.fleet.life("p0")
         if len(self.faults) >= 2 and spare > 0 and founder in healthy and not self._founder_died:
             kind, victims = "founder dies", ("p0",)
-        fault = Fault(kind, victims, unix_s())
+        fault = DrillFault(kind, victims, unix_s())
         self.faults.append(fault)
         self.say(f"fault {len(self.faults)}: {kind}: {', '.join(victims)}")
         self._does[kind](fault)
@@ -231,14 +231,14 @@ class Drill:
         }
         return [life for life in self.fleet.living() if life.name not in busy and life.counted and not life.stopped]
 
-    def _counted_since(self, fault: Fault, name: str) -> bool:
+    def _counted_since(self, fault: DrillFault, name: str) -> bool:
         life = self.fleet.life(name)
         if life.ending:
             return True  # of another fault, which is waited for instead
         version = life.version
         return version is not None and bool(version["own"]) and version["time"] > fault.ended_s
 
-    def _mend(self, fault: Fault) -> None:
+    def _mend(self, fault: DrillFault) -> None:
         fault.ended_s = unix_s()
 
     def _mend_all(self) -> None:
@@ -267,24 +267,24 @@ class Drill:
 
     # ------------------------------------------------------------ what is done to them
 
-    def _kill(self, fault: Fault, resume: bool) -> None:
+    def _kill(self, fault: DrillFault, resume: bool) -> None:
         self.fleet.kill(self.fleet.life(fault.victims[0]))
         self._after(self._dice.uniform(1.0, 6.0), partial(self._restart, fault, resume))
 
-    def _restart(self, fault: Fault, resume: bool) -> None:
+    def _restart(self, fault: DrillFault, resume: bool) -> None:
         self.fleet.join(fault.victims[0], *self._entries(), resume=resume)
         self._mend(fault)
 
-    def _replace_founder(self, fault: Fault) -> None:
+    def _replace_founder(self, fault: DrillFault) -> None:
         """Dead for good; somebody else comes through another member."""
         self.fleet.kill(self.fleet.life(fault.victims[0]))
         self._after(1.0, partial(self._join_instead, fault))
 
-    def _leave(self, fault: Fault) -> None:
+    def _leave(self, fault: DrillFault) -> None:
         self.fleet.ask_to_leave(self.fleet.life(fault.victims[0]))
         self._after(self._dice.uniform(1.0, 6.0), partial(self._join_instead, fault))
 
-    def _join_instead(self, fault: Fault) -> None:
+    def _join_instead(self, fault: DrillFault) -> None:
         """The newcomer is whom the others wait for now."""
         fault.victims = (self._join_new().name,)
         self._mend(fault)
@@ -297,7 +297,7 @@ class Drill:
         members = self._healthy() or self.fleet.living()
         return self._dice.sample(members, min(2, len(members)))
 
-    def _stop(self, fault: Fault) -> None:
+    def _stop(self, fault: DrillFault) -> None:
         life = self.fleet.life(fault.victims[0])
         self.fleet.stop(life)
 
@@ -307,26 +307,26 @@ class Drill:
 
         self._after(self._dice.uniform(5.0, 20.0), thaw)
 
-    def _cut(self, fault: Fault, ways: int) -> None:
+    def _cut(self, fault: DrillFault, ways: int) -> None:
         """From the others: in both directions, or in one."""
         fault.cut = fault.victims
         victims = frozenset(fault.victims)
         rules = [Rule(victims, None, passes=False), Rule(None, victims, passes=False)]
         self._for_a_while(fault, rules if ways == 2 else [self._dice.choice(rules)])
 
-    def _split(self, fault: Fault) -> None:
+    def _split(self, fault: DrillFault) -> None:
         """Half against half."""
         half = frozenset(fault.victims)
         rest = frozenset(life.name for life in self.fleet.living()) - half
         fault.cut = tuple(sorted(half | rest))
         self._for_a_while(fault, [Rule(half, rest, passes=False), Rule(rest, half, passes=False)])
 
-    def _degrade(self, fault: Fault, **how: Any) -> None:
+    def _degrade(self, fault: DrillFault, **how: Any) -> None:
         """Bytes from and to a peer are slow, or not what was sent."""
         victims = frozenset(fault.victims)
         self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
 
-    def _for_a_while(self, fault: Fault, rules: Sequence[Rule]) -> None:
+    def _for_a_while(self, fault: DrillFault, rules: Sequence[Rule]) -> None:
         self.network.impose(rules)
 
         def heal() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Fault:
+class DrillFault:
     """Something that was done to peers. Times are unix seconds."""
 
     kind: str

@@ -19,7 +19,7 @@ from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, ResourceError, UsageError
 from diloco.observe.event_log import EventLine, read_on
-from diloco.simulate.chaos.network import Network
+from diloco.simulate.chaos.network import NamespaceNetwork
 from diloco.simulate.local.processes import Child, end_all
 
 START_S = 120.0
@@ -82,7 +82,12 @@ class Fleet:
     """The peers of one run on this machine, in `directory/NAME`. With a network every peer has an address in it."""
 
     def __init__(
-        self, contract: Path, overrides: Sequence[str], directory: Path, site: Sequence[str], network: Network | None
+        self,
+        contract: Path,
+        overrides: Sequence[str],
+        directory: Path,
+        site: Sequence[str],
+        network: NamespaceNetwork | None,
     ) -> None:
         """`overrides`: of the contract, for the founder; `site`: of every peer's site (`section.key=value`)."""
         self.contract, self.overrides, self.directory, self.site = contract, overrides, directory, site

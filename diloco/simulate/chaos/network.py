@@ -41,7 +41,7 @@ class Rule:
         return (self.sources is None or source in self.sources) and (self.targets is None or target in self.targets)
 
 
-class Network:
+class NamespaceNetwork:
     """Doors and rules; an asyncio loop on a thread of its own. Methods are for one other thread."""
 
     def __init__(self, seed: int) -> None:

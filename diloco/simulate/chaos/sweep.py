@@ -32,7 +32,7 @@ ANSWER_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """Effect of one victim's end on the others."""
 
     point: str
@@ -85,14 +85,14 @@ class Sweep:
 
     # ------------------------------------------------------------ rows
 
-    def kill_at(self, point: str) -> Row:
+    def kill_at(self, point: str) -> SweepRow:
         """A fourth peer comes and kills itself at the failpoint."""
         victim = self._victim(f"{point}=kill@{HITS if point not in NEVER_IN_VIEW else 1}")
         self.fleet.until(lambda: victim.child.exit_code is not None, f"{victim.name} dies at {point}", ANSWER_S)
         self.fleet.died(victim)
         return self._row(point, "kill", victim.ended_s, KNOWN_DEAD_S)
 
-    def kill_while_serving(self) -> Row:
+    def kill_while_serving(self) -> SweepRow:
         """Joiners come through the victim, which dies as it hands out the state; the joiner is in all the same."""
         victim = self._victim("serving-state=kill")
         self.fleet.until(lambda: victim.counted, f"{victim.name} is counted", ANSWER_S)
@@ -107,7 +107,7 @@ class Sweep:
         self.fleet.ask_to_leave(joiner)
         return row
 
-    def kill_in_repair(self) -> Row:
+    def kill_in_repair(self) -> SweepRow:
         """Two victims: the death of the one makes the round be repaired, in which the other dies."""
         second = self._victim("in-repair=kill")
         self.fleet.until(lambda: second.counted, f"{second.name} is counted", ANSWER_S)
@@ -118,7 +118,7 @@ class Sweep:
         self.fleet.died(second)
         return self._row("in-repair", "kill", second.ended_s, KNOWN_DEAD_S)
 
-    def stop_at(self, point: str, seconds: float) -> Row:
+    def stop_at(self, point: str, seconds: float) -> SweepRow:
         """A fourth peer stops itself at the failpoint; it is waked after `seconds`, and comes back by itself."""
         victim = self._victim(f"{point}=stop@{HITS}")
         self.fleet.until(lambda: _is_stopped(victim.child.pid), f"{victim.name} stops at {point}", ANSWER_S)
@@ -132,7 +132,7 @@ class Sweep:
         self.fleet.ask_to_leave(victim)
         return replace(row, back_s=round(float(back["time"]) - waked_s, 2))
 
-    def kill_all_and_resume(self) -> Row:
+    def kill_all_and_resume(self) -> SweepRow:
         """Nobody is left; the run is founded anew from a checkpoint, and the others come back from theirs."""
         for life in self._survivors():
             self.fleet.kill(life)
@@ -142,7 +142,7 @@ class Sweep:
             self.fleet.join(name, founder, resume=True)
         first = self._first(founder, lambda event: len(event["counted"]) == len(SURVIVORS))
         at_s = float(first["time"]) - died_s
-        return Row("(all at once)", "kill", first["version"] - 1, round(at_s, 2), 0.0, 0.0, None, 0, self._agree())
+        return SweepRow("(all at once)", "kill", first["version"] - 1, round(at_s, 2), 0.0, 0.0, None, 0, self._agree())
 
     # ------------------------------------------------------------ how
 
@@ -172,7 +172,7 @@ class Sweep:
         self.fleet.until(come, f"{life.name} tells of a version", ANSWER_S)
         return found[0]
 
-    def _row(self, point: str, action: str, at_s: float, known_s: float) -> Row:
+    def _row(self, point: str, action: str, at_s: float, known_s: float) -> SweepRow:
         """Measure the two versions after a death: the round it hit, and the first one without the victim."""
         lost_before = self._lost
         self.fleet.poll()
@@ -185,7 +185,7 @@ class Sweep:
         times = [max(float(event["time"]) for event in events) for events in rounds]
         usual_s = self._usual_s(at_s)
         self._lost = sum(map(_lost_tokens, self._survivors()))
-        return Row(
+        return SweepRow(
             point,
             action,
             before,
@@ -212,19 +212,22 @@ class Sweep:
 
 def sweep(
     contract: Path, directory: Path, points: Sequence[str], stops_s: Sequence[float], say: Callable[[str], None]
-) -> list[Row]:
+) -> list[SweepRow]:
     """A death at each of these failpoints, stops of these lengths, and the death of all.
 
     Raises DilocoError when the peers do not come to the point.
     """
-    rows: list[Row] = []
+    rows: list[SweepRow] = []
     one = Sweep(contract, directory)
-    deaths: dict[str, Callable[[], Row]] = {"serving-state": one.kill_while_serving, "in-repair": one.kill_in_repair}
+    deaths: dict[str, Callable[[], SweepRow]] = {
+        "serving-state": one.kill_while_serving,
+        "in-repair": one.kill_in_repair,
+    }
     stops = itertools.product(("mid-mean", "before-propose"), stops_s)
     try:
         one.begin()
         say(TITLES)
-        acts: list[Callable[[], Row]] = [deaths.get(point) or partial(one.kill_at, point) for point in points]
+        acts: list[Callable[[], SweepRow]] = [deaths.get(point) or partial(one.kill_at, point) for point in points]
         acts += [partial(one.stop_at, point, seconds) for point, seconds in stops]
         for act in (*acts, one.kill_all_and_resume):
             rows.append(act())
@@ -239,7 +242,7 @@ TITLES: Final = (
 )
 
 
-def line(row: Row) -> str:
+def line(row: SweepRow) -> str:
     """For people."""
     back = "" if row.back_s is None else f"{row.back_s:.1f} s"
     cells = f"{row.next_commit_s:.2f} s".rjust(13) + f"{row.delay_s:.2f} s".rjust(8) + f"{row.allowed_s:.0f} s".rjust(9)

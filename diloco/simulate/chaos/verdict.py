@@ -20,14 +20,14 @@ from diloco.accounts.audit import audit
 from diloco.simulate.chaos.fleet import Fleet, FleetLife, SeenVersion, commits
 
 if TYPE_CHECKING:
-    from diloco.simulate.chaos.fault import Fault
+    from diloco.simulate.chaos.fault import DrillFault
 
 MAX_GAP_S = 90.0
 """Between two commits, I7. A round of 30 s, and whatever one fault after another may add."""
 
 
 def verdict(
-    fleet: Fleet, faults: Sequence[Fault], quiet_until_s: float, ended_s: float, problems: Sequence[str]
+    fleet: Fleet, faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float, problems: Sequence[str]
 ) -> dict[str, Any]:
     """All columns but those of the clean run. `problems`: violations that showed during the drill."""
     found = audit(sorted({life.directory for life in fleet.lives if (life.directory / "ledger.jsonl").exists()}))
@@ -59,7 +59,7 @@ def verdict(
 
 
 def throughput(
-    lives: Sequence[FleetLife], faults: Sequence[Fault], quiet_until_s: float, ended_s: float
+    lives: Sequence[FleetLife], faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float
 ) -> dict[str, Any]:
     """The share, and what it is made of."""
     chain = commits(lives)
@@ -98,7 +98,9 @@ def _present(life: FleetLife, chain: Sequence[SeenVersion]) -> list[tuple[float,
     return [(entered_s, end_s) for entered_s in _entered(life, chain)]
 
 
-def _absences(life: FleetLife, faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> Iterator[tuple[float, float]]:
+def _absences(
+    life: FleetLife, faults: Sequence[DrillFault], chain: Sequence[SeenVersion]
+) -> Iterator[tuple[float, float]]:
     """When it was stopped or cut off meanwhile, without overlaps."""
     stops = [(began_s, over_s or math.inf) for began_s, over_s in life.stops]
     cuts = [(fault.began_s, fault.ended_s or math.inf) for fault in faults if life.name in fault.cut]
@@ -138,7 +140,7 @@ def _overlap(span: tuple[float, float], window: tuple[float, float]) -> float:
 # ---------------------------------------------------------------- recovery
 
 
-def by_kind(faults: Sequence[Fault], chain: Sequence[SeenVersion]) -> dict[str, dict[str, Any]]:
+def by_kind(faults: Sequence[DrillFault], chain: Sequence[SeenVersion]) -> dict[str, dict[str, Any]]:
     """For each kind: how many, until the next commit after it, and from its mending until the victims count again."""
     rows = {}
     for kind in sorted({fault.kind for fault in faults}):

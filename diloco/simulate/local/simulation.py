@@ -65,7 +65,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SimulationPlan:
     """One training run on this machine: which contract, how many peers, where."""
 
     contract_path: Path
@@ -137,20 +137,20 @@ def read_speeds(text: str, peers: int | None) -> tuple[float, ...]:
     return speeds
 
 
-def _plan(options: SimulateOptions) -> Plan:
+def _plan(options: SimulateOptions) -> SimulationPlan:
     overrides = (*options.contract_overrides, f"membership.start_peers={options.peers}")
     contract = load_contract(options.contract, overrides).value
     site = load_site(options.site, options.site_overrides).value
     directory = options.out or Path("runs") / contract.run.name
     root = Path(site.data.root)
-    return Plan(
+    return SimulationPlan(
         options.contract, contract, overrides, options.site, tuple(options.site_overrides), root, options.peers,
         directory, contract.run.name, max(1, (os.cpu_count() or 1) // options.peers),
         options.speeds or (1.0,) * options.peers,
     )  # fmt: skip
 
 
-def _prepare(plan: Plan, compare: Sequence[str]) -> None:
+def _prepare(plan: SimulationPlan, compare: Sequence[str]) -> None:
     """Make room; an earlier simulation's files are replaced, anybody else's are not touched.
 
     Raises UsageError where these would be in the way, and ResourceError."""
@@ -183,7 +183,7 @@ def _clear(directory: Path) -> None:
 # ---------------------------------------------------------------- peers
 
 
-def _train_peers(plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> RunState:
+def _train_peers(plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool) -> RunState:
     """Run the peers to the end. Raises DilocoError when one fails."""
     names = [f"p{index}" for index in range(plan.peers)]
     tail = _Tail([plan.directory / name / "events.jsonl" for name in names])
@@ -209,7 +209,7 @@ def _set(overrides: Sequence[str]) -> Iterator[str]:
         yield from ("--set", text)
 
 
-def _start_peer(plan: Plan, name: str, how: Sequence[str], speed: float) -> Child:
+def _start_peer(plan: SimulationPlan, name: str, how: Sequence[str], speed: float) -> Child:
     directory = plan.directory / name
     directory.mkdir(parents=True)
     arguments = ["peer", *how, "--name", name, "--dir", str(directory), "--json"]
@@ -300,7 +300,7 @@ def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
     }
 
 
-def _summary(plan: Plan, state: RunState) -> dict[str, Any]:
+def _summary(plan: SimulationPlan, state: RunState) -> dict[str, Any]:
     """`summary.json`, before anything is compared."""
     ends, costs = state.ends, _costs(plan.directory, state.ends)
     starts = [peer.started for peer in state.peers.values() if peer.started]
@@ -323,7 +323,9 @@ def _summary(plan: Plan, state: RunState) -> dict[str, Any]:
     }
 
 
-def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live: bool) -> dict[str, Any] | None:
+def _compare(
+    name: str, plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool
+) -> dict[str, Any] | None:
     """Train in another way in a folder beside the peers'; returns its costs. None: it was stopped."""
     directory = plan.directory / name
     directory.mkdir()
@@ -349,7 +351,7 @@ def _compare(name: str, plan: Plan, stop: Callable[[], bool], out: TextIO, live:
     return {**_costs(directory, ends), "versions": ends[0].version}
 
 
-def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
+def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
     """The baseline, in as many processes as there were peers. None: it was stopped."""
     contract = directory / "contract.json"
     contract.write_text(plan.contract.to_json())
@@ -379,7 +381,9 @@ def _train_ddp(plan: Plan, directory: Path, stop: Callable[[], bool], out: TextI
     return _costs(directory, ends)
 
 
-def _watch_ddp(plan: Plan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO) -> None:
+def _watch_ddp(
+    plan: SimulationPlan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO
+) -> None:
     """A plain line for each tenth of the way."""
     total = plan.contract.run.total_tokens
     said = -1

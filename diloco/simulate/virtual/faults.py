@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.simulate.virtual.host import Fuse, Host
-from diloco.simulate.virtual.network import Cut
+from diloco.simulate.virtual.network import CutOff
 from diloco.simulate.virtual.operator import Operator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
 
@@ -58,7 +58,7 @@ def _link(world: World, fault: Fault) -> bool:
 def _sever(world: World, fault: Fault, what: str, near: Sequence[str], far: frozenset[str] = frozenset()) -> bool:
     """Cut those that are near off from those that are far, or where none are named, from everybody else."""
     direction, _, reset = fault.how.partition(", ")
-    cut = Cut(frozenset(near), direction or "both", bool(reset), far)
+    cut = CutOff(frozenset(near), direction or "both", bool(reset), far)
     world.network.cuts.append(cut)
     world.tell(fault.peer, f"{what} ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
@@ -83,7 +83,7 @@ def _twin(world: World, fault: Fault) -> bool:
     return True
 
 
-def _mend(world: World, cut: Cut, fault: Fault) -> None:
+def _mend(world: World, cut: CutOff, fault: Fault) -> None:
     world.network.cuts.remove(cut)
     world.tell(fault.peer, "is reachable again")
 

@@ -27,7 +27,7 @@ MAX_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutOff:
     """Nothing passes between a group and the rest, or in one direction only."""
 
     group: frozenset[str]
@@ -68,7 +68,7 @@ class Stream:
         self.member, self.lineage = self.sender.machine.me, self.sender.machine.lineage
 
 
-class Network:
+class VirtualNetwork:
     """All links. Every decision is the dice's; `counts` says what it did."""
 
     def __init__(self, world: World, dice: Random, delay_s: float, loss: float) -> None:
@@ -76,7 +76,7 @@ class Network:
         self.dice = dice
         self.delay_s = delay_s
         self.loss = loss
-        self.cuts: list[Cut] = []
+        self.cuts: list[CutOff] = []
         self.slow: dict[str, float] = {}
         """Peers whose links are so many times slower."""
         self.late: dict[str, float] = {}

@@ -52,7 +52,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FaultPlan:
     """One simulation. Everything else follows from it and the production code."""
 
     seed: int = 0
@@ -116,7 +116,7 @@ class Plan:
         return self.round_s / min(self.speed(index) for index in range(self.speeds.count("+") + 1))
 
     def __str__(self) -> str:
-        default = Plan()
+        default = FaultPlan()
         settings = [
             f"{field.name} {str(getattr(self, field.name)).lower()}"
             for field in fields(self)
@@ -130,22 +130,22 @@ def _in_turn(values: str, index: int, default: float) -> float:
     return float(given[index % len(given)] or default)
 
 
-def parse(text: str) -> Plan:
+def parse(text: str) -> FaultPlan:
     """The plan that `str(plan)` wrote; lines that begin with # are comments. Raises UsageError."""
     lines = [line.strip() for line in text.splitlines()]
     wanted = [line for line in lines if line and not line.startswith("#")]
     settings: dict[str, Any] = dict(_setting(line) for line in wanted if not line[0].isdigit())
-    return Plan(**settings, faults=tuple(_fault(line) for line in wanted if line[0].isdigit()))
+    return FaultPlan(**settings, faults=tuple(_fault(line) for line in wanted if line[0].isdigit()))
 
 
 def _setting(line: str) -> tuple[str, int | float | bool | str]:
     name, _, text = line.partition(" ")
-    default = getattr(Plan(), name, None)
+    default = getattr(FaultPlan(), name, None)
     if isinstance(default, bool):
         return name, text == "true"
     if isinstance(default, int | float | str):
         return name, type(default)(text)
-    known = ", ".join(field.name for field in fields(Plan) if field.name != "faults")
+    known = ", ".join(field.name for field in fields(FaultPlan) if field.name != "faults")
     raise UsageError(f"a simulation has no setting {name!r}", f"known: {known}")
 
 
@@ -202,7 +202,7 @@ def draw(
     without_majority: str = "",
     speeds: tuple[float, float] | None = None,
     rare: bool = True,
-) -> Plan:
+) -> FaultPlan:
     """The plan of a seed, with a policy and a rule for lost majorities if they are given.
 
     `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
@@ -210,7 +210,7 @@ def draw(
     """
     dice = Random(seed)
     peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
-    plan = Plan(
+    plan = FaultPlan(
         seed=seed,
         peers=peers,
         witnesses=int(dice.random() < (0.3 if peers == 2 else 0.08)),
@@ -233,7 +233,7 @@ def draw(
     return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
 
-def _schedule(dice: Random, plan: Plan) -> Plan:
+def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Settings added later. They are thrown with dice of their own: the faults of a seed stay what they were."""
     overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
     merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
@@ -243,7 +243,7 @@ def _schedule(dice: Random, plan: Plan) -> Plan:
     return replace(plan, uplinks="+".join(map(str, uplinks)))
 
 
-def _rarely(dice: Random, plan: Plan) -> Plan:
+def _rarely(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Rare settings and rare faults. Dice of their own, and not for all: most seeds are what they were."""
     if dice.random() >= RARE_SHARE:
         return plan
@@ -259,7 +259,7 @@ def _rarely(dice: Random, plan: Plan) -> Plan:
     return replace(plan, faults=ordered, codec=codec, most_peers=most, fixed_addresses=dice.random() < 0.5)
 
 
-def _seldom(dice: Random, plan: Plan) -> Plan:
+def _seldom(dice: Random, plan: FaultPlan) -> FaultPlan:
     """Settings added after those, once more with dice of their own."""
     if dice.random() >= SELDOM_SHARE:
         return plan
@@ -271,7 +271,7 @@ def _seldom(dice: Random, plan: Plan) -> Plan:
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
-def _at_own_pace(dice: Random, plan: Plan, speeds: tuple[float, float]) -> Plan:
+def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
     """Dice of its own, too: a seed without speeds has the plan that it had before there were any."""
     sized_by = dice.choice(("contract", "speed"))
     few = plan.policy == "async" and dice.random() < DELAYED_SHARE
@@ -286,7 +286,7 @@ def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
     return "+".join(f"{math.exp(dice.uniform(low, high)):.3g}" for _ in range(peers))
 
 
-def _draw_faults(dice: Random, plan: Plan) -> Iterator[Fault]:
+def _draw_faults(dice: Random, plan: FaultPlan) -> Iterator[Fault]:
     names = [*(f"p{index}" for index in range(plan.peers)), *(f"w{index}" for index in range(plan.witnesses))]
     kinds = list(KINDS)
     weights = [KINDS[kind][0] for kind in kinds]

@@ -28,11 +28,11 @@ from diloco.protocol.admission import Admission
 from diloco.protocol.coordinating import Coordinating
 from diloco.protocol.machine import Machine
 from diloco.protocol.reducing import Reducing
-from diloco.protocol.roster import Entry, Roster
+from diloco.protocol.roster import Roster, RosterEntry
 from diloco.protocol.tally import Tally
 from diloco.round import measure
 from diloco.simulate.virtual import host, training
-from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Plan
+from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, FaultPlan
 from diloco.simulate.virtual.training import step_outer
 from diloco.simulate.virtual.world import World
 
@@ -43,7 +43,7 @@ class Bug:
 
     what: str
     plant: Callable[[], Iterator[None]]
-    shows: Callable[[Plan], bool] = lambda plan: True
+    shows: Callable[[FaultPlan], bool] = lambda plan: True
     """Plans of which it can break anything: no others are tried."""
 
 
@@ -271,7 +271,7 @@ def _replay_heard() -> Iterator[None]:
 def _clock_believed() -> Iterator[None]:
     succeeds = Roster._succeeds
 
-    def only_later(roster: Roster, member: Member, known: Entry, now: float) -> bool:
+    def only_later(roster: Roster, member: Member, known: RosterEntry, now: float) -> bool:
         return member.incarnation > known.member.incarnation and succeeds(roster, member, known, now)
 
     with _replaced(Roster, "_succeeds", only_later):
@@ -283,11 +283,11 @@ def _plain_radial() -> Iterator[None]:
         yield
 
 
-def _is_radial(plan: Plan) -> bool:
+def _is_radial(plan: FaultPlan) -> bool:
     return plan.radial
 
 
-def _has(*faults: str) -> Callable[[Plan], bool]:
+def _has(*faults: str) -> Callable[[FaultPlan], bool]:
     """Plans with a fault of such a kind, or that happens so."""
     return lambda plan: any(name in faults for fault in plan.faults for name in (fault.kind, fault.how))
 

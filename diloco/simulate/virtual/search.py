@@ -20,7 +20,7 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.plan import Plan, draw, parse
+from diloco.simulate.virtual.plan import FaultPlan, draw, parse
 from diloco.simulate.virtual.shrink import shrink
 from diloco.simulate.virtual.world import Outcome, World
 
@@ -32,7 +32,7 @@ RULE = "----"
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """Which plans are drawn."""
 
     policy: str = ""
@@ -45,7 +45,7 @@ class Choice:
     rare: bool = True
     """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
 
-    def draw(self, seed: int) -> Plan:
+    def draw(self, seed: int) -> FaultPlan:
         """The plan of a seed."""
         speeds = speed_range(self.speeds) if self.speeds else None
         return draw(seed, self.policy, self.without_majority, speeds, self.rare)
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass
-class Tally:
+class SeedTally:
     """Sum over many seeds."""
 
     seeds: int = 0
@@ -86,7 +86,7 @@ class Tally:
         if outcome.violation:
             self.violations.append({"seed": outcome.plan.seed, "violation": outcome.violation})
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: SeedTally) -> None:
         """Add the tally of other seeds."""
         for name in ("seeds", "events", "virtual_s", "versions", "discarded_tokens", "void_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -111,16 +111,16 @@ class Tally:
         }
 
 
-def run_seeds(seeds: Iterable[int], choice: Choice = Choice()) -> Tally:
+def run_seeds(seeds: Iterable[int], choice: PlanChoice = PlanChoice()) -> SeedTally:
     """Run these seeds in this process."""
-    tally = Tally()
+    tally = SeedTally()
     with planted.plant(choice.bug) if choice.bug else nullcontext():
         for seed in seeds:
             tally.add(World(choice.draw(seed)).run())
     return tally
 
 
-def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int], None]) -> dict[str, Any]:
+def search(first: int, last: int, choice: PlanChoice, told: Callable[[int, int, int], None]) -> dict[str, Any]:
     """Run the seeds from `first` to `last` (exclusive) on all cores.
 
     `told` hears (seeds done, seeds in all, violations) after every batch. Returns what `--json FILE` writes; after a
@@ -128,7 +128,7 @@ def search(first: int, last: int, choice: Choice, told: Callable[[int, int, int]
     """
     started_s = monotonic_s()
     batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
-    tally = Tally()
+    tally = SeedTally()
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the pool inherits: Ctrl-C is for us
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
         try:
@@ -193,7 +193,7 @@ def _get_ready() -> None:
     _alone()
 
 
-def _run_batch(batch: tuple[range, Choice]) -> Tally:
+def _run_batch(batch: tuple[range, PlanChoice]) -> SeedTally:
     """Without the collector's visits, which are a tenth of the time: what a batch leaves is collected at its end."""
     gc.disable()
     tally = run_seeds(*batch)
@@ -204,7 +204,7 @@ def _run_batch(batch: tuple[range, Choice]) -> Tally:
 # ---------------------------------------------------------------- one plan
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> FaultPlan:
     """The plan at the head of a text; a transcript may follow after a line of dashes. Raises UsageError."""
     try:
         return parse(path.read_text().partition(f"\n{RULE}\n")[0])
@@ -212,13 +212,13 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"cannot read {path}: {error.strerror}", "give a text that begins with a plan") from error
 
 
-def tell(plan: Plan) -> Outcome:
+def tell(plan: FaultPlan) -> Outcome:
     """Run a plan, and write down what happens."""
     _alone()
     return World(plan, record=True).run()
 
 
-def explain(plan: Plan) -> Outcome:
+def explain(plan: FaultPlan) -> Outcome:
     """The shortest plan found that fails like this one, and what happens in it."""
     return tell(shrink(plan))
 
@@ -261,7 +261,7 @@ def catch_planted(max_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
 
 
 def _catch(bug: str, max_seeds: int) -> Caught:
-    choice = Choice(bug=bug)
+    choice = PlanChoice(bug=bug)
     for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(max_seeds)):
         tally = run_seeds([seed], choice)
         if tally.violations:

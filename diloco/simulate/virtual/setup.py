@@ -22,7 +22,7 @@ from diloco.outer.weighing import FINE, Weighing
 from diloco.peer.schedule import Cadence
 from diloco.protocol.rules import Rules, Timing
 from diloco.protocol.view import Policy
-from diloco.simulate.virtual.plan import Plan
+from diloco.simulate.virtual.plan import FaultPlan
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
 GROUPS = (("blocks.0.*",), ("blocks.1.*",))
@@ -44,7 +44,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 class Setup:
     """Everything that all peers of one simulation share."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FaultPlan) -> None:
         names = plan.codec.split("/")
         self.layout = Layout.of(SHAPES, plan.fragments, "strided", PART_ELEMENTS, GROUPS[: len(names) - 1])
         self.codecs: Sequence[Codec] = [Remembering(open_small(name)) for name in names]
@@ -77,7 +77,7 @@ class Setup:
         anchor = [read_fragment(self.parameters(), fragment) for fragment in self.layout.fragments]
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
 
-    def _weighing(self, plan: Plan) -> Weighing:
+    def _weighing(self, plan: FaultPlan) -> Weighing:
         """Under `async` with shares of a step and weights by staleness, where the optimizer can."""
         by_tokens, shares = plan.weighting == "tokens", plan.policy == "async" and plan.optimizer in SHARED_OPTIMIZERS
         whole = STEPS if by_tokens else FINE if shares else 1
@@ -89,7 +89,7 @@ class Setup:
         return {name: torch.full(shape, 0.5) for name, shape in SHAPES}
 
 
-def policy_of(plan: Plan) -> Policy:
+def policy_of(plan: FaultPlan) -> Policy:
     """`async` begins after two versions of `sync`."""
     quorum = {"sync": None, "quorum": max(1, plan.peers // 2), "async": 1}[plan.policy]
     is_async = plan.policy == "async"

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from diloco.simulate.virtual.plan import Plan
+from diloco.simulate.virtual.plan import FaultPlan
 from diloco.simulate.virtual.world import World
 
 MAX_RUNS = 300
 
 
-def shrink(plan: Plan) -> Plan:
+def shrink(plan: FaultPlan) -> FaultPlan:
     """The shortest plan found that breaks the same invariant; `plan` itself when it breaks none."""
     broken = kind_of(plan)
     return _shrink(plan, lambda shorter: kind_of(shorter) == broken) if broken else plan
 
 
-def kind_of(plan: Plan) -> str:
+def kind_of(plan: FaultPlan) -> str:
     """The invariant that the plan breaks; empty if none."""
     return World(plan).run().violation.partition(":")[0]
 
 
-def _shrink(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
+def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
     runs = 0
     shorter = True
     while shorter and runs < MAX_RUNS:
@@ -41,11 +41,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def _simpler(plan: Plan) -> Iterator[Plan]:
+def _simpler(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Plans with one thing less, the most telling first."""
     for index in range(len(plan.faults)):
         yield replace(plan, faults=(*plan.faults[:index], *plan.faults[index + 1 :]))
-    default = Plan()
+    default = FaultPlan()
     for name in SETTINGS:
         if getattr(plan, name) != getattr(default, name):
             yield replace(plan, **{name: getattr(default, name)})

@@ -18,7 +18,7 @@ import torch
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.host import Host
-from diloco.simulate.virtual.plan import Fault, Plan, draw_speeds
+from diloco.simulate.virtual.plan import Fault, FaultPlan, draw_speeds
 from diloco.simulate.virtual.violation import Violation
 from diloco.simulate.virtual.world import World
 from diloco.wire.convert import seal
@@ -55,10 +55,10 @@ class Options:
         """Seconds before measuring begins: one round of the slowest peer, and time to settle."""
         return self.round_s / self.speeds[0] + SETTLE_S
 
-    def plan(self) -> Plan:
+    def plan(self) -> FaultPlan:
         """Plan of the simulation with these options."""
         dice = Random(f"swarm {self.seed}")
-        return Plan(
+        return FaultPlan(
             seed=self.seed,
             peers=self.peers,
             codec="int8",

@@ -22,9 +22,9 @@ from diloco.simulate.virtual.disk import Disk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.host import Host
 from diloco.simulate.virtual.invariants import Invariants
-from diloco.simulate.virtual.network import Network
+from diloco.simulate.virtual.network import VirtualNetwork
 from diloco.simulate.virtual.operator import Operator
-from diloco.simulate.virtual.plan import NO_CLOCK, Plan
+from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.setup import Setup
 from diloco.simulate.virtual.violation import Violation
 
@@ -41,7 +41,7 @@ RETRY_S = 0.5
 class Outcome:
     """End of one simulation."""
 
-    plan: Plan
+    plan: FaultPlan
     events: int
     virtual_s: float
     versions: int
@@ -59,14 +59,14 @@ class World:
     keeps_ledgers = True
     """Every life writes one, and the code of `diloco audit` reads them in the end."""
 
-    def __init__(self, plan: Plan, record: bool = False) -> None:
+    def __init__(self, plan: FaultPlan, record: bool = False) -> None:
         self.plan = plan
         self.record = record
         self.now = 0.0
         self.events = 0
         self.dice = Random(f"{plan.seed}/world")
         self.setup = Setup(plan)
-        self.network = Network(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
+        self.network = VirtualNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = Invariants(self)
         self.hosts: dict[str, Host] = {}
         self.ghosts: list[Host] = []
