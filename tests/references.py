@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from diloco.simulate.virtual.plan import draw
-from diloco.simulate.virtual.search import tell
+from diloco.simulate.virtual.search import narrate
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "bb50371" / "digests.json").read_text())
@@ -59,7 +59,7 @@ def simulated(name: str) -> dict[str, Any]:
 
 def hash_of_log(seed: int) -> str:
     """Hash of the log of one seed in virtual time."""
-    return hashlib.sha256("\n".join(tell(draw(seed)).lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(narrate(draw(seed)).lines).encode()).hexdigest()[:16]
 
 
 def differing_logs(seeds: Iterable[int]) -> list[int]:

@@ -31,7 +31,7 @@ from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.pseudograd import pseudo_gradient
 from diloco.peer.terms import rules_of
 from diloco.simulate.virtual.plan import draw
-from diloco.simulate.virtual.search import tell
+from diloco.simulate.virtual.search import narrate
 from tests.paper import PaperRun, contract
 from tests.test_fragments import models
 
@@ -284,5 +284,5 @@ def test_recordings_of_before_there_were_groups_are_read(tmp_path: Path) -> None
 def test_groups_hold_in_virtual_time(codec: str) -> None:
     torch.set_num_threads(1)
     for seed in range(25):
-        outcome = tell(replace(draw(seed), codec=codec, radial=False))
+        outcome = narrate(replace(draw(seed), codec=codec, radial=False))
         assert not outcome.violation, outcome.violation

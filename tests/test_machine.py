@@ -35,7 +35,7 @@ from diloco.protocol.view import (
     votes_needed,
 )
 from diloco.simulate.virtual.plan import parse
-from diloco.simulate.virtual.search import outcome_lines, tell
+from diloco.simulate.virtual.search import narrate, outcome_lines
 
 NAMES = ["a", "b", "c", "d"]
 A, B, C, D = MEMBERS = [Member(name, number, f"{name}:1") for number, name in enumerate(NAMES, 1)]
@@ -284,7 +284,7 @@ def test_an_older_word_does_not_change_what_an_attempt_began_with() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_a_coordinator_divides_the_parts_by_what_the_peers_offer() -> None:
-    outcome = tell(parse("peers 3\nuplinks 10+10+20"))
+    outcome = narrate(parse("peers 3\nuplinks 10+10+20"))
     begins = {line.partition("; ")[2] for line in outcome_lines(outcome) if "Begin" in line}
     assert not outcome.violation
     assert begins == {"p2:0-5"}
@@ -552,7 +552,7 @@ def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
 @pytest.mark.slow(queued=False)
 def test_nobody_waits_for_a_peer_that_hears_nobody() -> None:
     """It lives, for all that the others hear; but what they say to it as their coordinator never arrives."""
-    outcome = tell(parse("peers 3\n3 cut p0 for 20: in"))
+    outcome = narrate(parse("peers 3\n3 cut p0 for 20: in"))
     closed = [float(line.split()[0]) for line in outcome_lines(outcome) if "CLOSES" in line]
     assert not outcome.violation
     assert sum(5.0 < at_s < 23.0 for at_s in closed) > 10
@@ -617,7 +617,7 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
-    outcome = tell(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
+    outcome = narrate(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
     begins = [line.partition("Begin ")[2] for line in outcome_lines(outcome) if "Begin" in line]
     counted = {(int(begin.partition(".")[0]) % 2, begin.partition("with ")[2].partition(",")[0]) for begin in begins}
     assert not outcome.violation

@@ -27,11 +27,11 @@ from diloco.simulate.virtual.search import (
     PlanChoice,
     catch_planted,
     explain,
+    narrate,
     outcome_lines,
     read_plan,
     run_seeds,
     search,
-    tell,
 )
 from diloco.simulate.virtual.shrink import kind_of, shrink
 from diloco.simulate.virtual.swarm import Options, measure_swarm
@@ -93,7 +93,7 @@ def test_seeds_that_once_broke_something_hold() -> None:
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
     """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
     faults = (Fault(3.0, "cut", "p1", 6.0), Fault(5.0, "kill", "p0", how="before Committed"))
-    outcome = tell(FaultPlan(seed=30, peers=2, witnesses=1, faults=faults))
+    outcome = narrate(FaultPlan(seed=30, peers=2, witnesses=1, faults=faults))
     assert any("died with an evicted peer" in line for line in outcome.lines)
     assert not outcome.violation
 
@@ -102,7 +102,7 @@ def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_nex
 def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() -> None:
     """p1 asks to join just before p0 founds a lineage, and is heard when its former life is forgotten."""
     faults = (Fault(3.25, "leave", "p2"), Fault(4.61, "kill", "p1"), Fault(6.5, "restart", "p1", how=NO_CLOCK))
-    outcome = tell(FaultPlan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
+    outcome = narrate(FaultPlan(seed=1, peers=3, without_majority="continue", round_s=1.0, overlap=1.0, faults=faults))
     assert any("FOUNDS version 3, view p0" in line for line in outcome.lines)
     assert not outcome.violation
 
@@ -125,7 +125,7 @@ def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 def test_transcript(path: Path) -> None:
     written = path.read_text()
-    outcome = tell(read_plan(path))
+    outcome = narrate(read_plan(path))
     happened = "\n".join(outcome_lines(outcome)).partition(f"{RULE}\n")[2] + "\n"
     assert not outcome.violation
     if os.environ.get("UPDATE_TRANSCRIPTS"):
@@ -270,7 +270,7 @@ def test_two_without_a_link_reach_all_others(how: str, ways: list[tuple[str, str
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    first, second = tell(draw(7)), tell(draw(7))
+    first, second = narrate(draw(7)), narrate(draw(7))
     assert first.lines == second.lines
     assert first.events == second.events
 

@@ -60,7 +60,7 @@ def virtual(
         report = search.search(first, last, choice, _print_tally)
         _print_or_write(search.report_lines(report), report, as_json, file)
         raise typer.Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
-    outcome = search.tell(search.read_plan(plan) if plan else choice.draw(seed or 0))
+    outcome = search.narrate(search.read_plan(plan) if plan else choice.draw(seed or 0))
     if outcome.violation:
         print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
         outcome = search.explain(outcome.plan)

@@ -82,7 +82,7 @@ class Coordinating(Committing):
         )
         tally.begin = begin
         tally.audience = begin.receivers
-        self._tell(begin.receivers, begin)
+        self._send_all(begin.receivers, begin)
 
     @property
     def _policy(self) -> Policy:
@@ -139,10 +139,10 @@ class Coordinating(Committing):
         owners = respan(reduction.spans(), reduction.absent, gone, left, tally.send_bps(left))
         generation = reduction.generation + 1
         tally.repair = m.Repair(self.making, self.attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
-        self._tell(tally.audience, tally.repair)
+        self._send_all(tally.audience, tally.repair)
 
     def _abort(self, tally: Tally, without: Sequence[str], reason: str, offence: bool = False) -> None:
-        self._tell(tally.audience, m.Abort(self.making, self.attempt, tuple(without), reason, offence))
+        self._send_all(tally.audience, m.Abort(self.making, self.attempt, tuple(without), reason, offence))
 
     # ------------------------------------------------------------ the vote
 
@@ -152,7 +152,7 @@ class Coordinating(Committing):
         tally.proposed_at_s = self._now
         tally.audience = tally.audience or tuple(self._trainers_alive())
         self._proposal = m.Propose(self.making, self.attempt, commit)
-        self._tell([member for member in tally.audience if member != self.me], self._proposal)
+        self._send_all([member for member in tally.audience if member != self.me], self._proposal)
         if commit.mean_digest not in self._held:
             self._fetch(self._proposal)
         self._commit_if_accepted(tally)
@@ -166,7 +166,7 @@ class Coordinating(Committing):
         tally.witnesses_asked = True
         witnesses = [member for member in self.alive() if member.witness]
         tally.audience = (*tally.audience, *witnesses)
-        self._tell(witnesses, proposal)
+        self._send_all(witnesses, proposal)
 
     def _on_accept(self, sender: Member, body: m.Accept) -> None:
         tally = self._tally
@@ -233,7 +233,7 @@ class Coordinating(Committing):
 
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
         others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
-        self._tell(list(others.values()), m.Committed(commit))
+        self._send_all(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)
 
     # ------------------------------------------------------------ the commit

@@ -57,8 +57,8 @@ class Machine(Parting):
         if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
             self._meet_lineage(envelope)
             return reply
-        told = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # what was decided is true whoever says it
-        if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not told:
+        decided = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # what was decided is true whoever says it
+        if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not decided:
             return reply
         if self._admission.replayed(envelope):
             return m.Reply.REPLAYED

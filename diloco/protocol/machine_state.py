@@ -129,8 +129,8 @@ class MachineState:
     def awaited(self) -> bool:
         """Whether most other live trainers stand at this version and have done their inner steps."""
         beats = self._heard_of_trainers()
-        told = [beat.progress for beat in beats if beat is not None]
-        ready = sum(progress.phase == Phase.SYNCING and progress.version == self.version for progress in told)
+        reported = [beat.progress for beat in beats if beat is not None]
+        ready = sum(progress.phase == Phase.SYNCING and progress.version == self.version for progress in reported)
         return 2 * ready > len(beats)
 
     def fastest(self) -> float:
@@ -274,7 +274,7 @@ class MachineState:
 
     # ------------------------------------------------------------ saying things
 
-    def _tell(self, members: Sequence[Member], body: m.Body) -> None:
+    def _send_all(self, members: Sequence[Member], body: m.Body) -> None:
         """To all, to myself last: what I then do must not overtake what the others hear."""
         for member in members:
             if member != self.me:

@@ -148,8 +148,8 @@ class Ballots:
         if len(promised) < machine.electorate.needed():
             what = f"proposes {_name(commit, propose.attempt)} with {len(promised)} promises"
             raise Violation("I1", f"{host.name} {what}")
-        told = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
-        last = max(told, key=lambda ready: ready.accepted_attempt, default=None)
+        accepting = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
+        last = max(accepting, key=lambda ready: ready.accepted_attempt, default=None)
         if last is not None and last.accepted not in (None, commit) and not self.world.invariants.evicted:
             what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
             raise Violation("I1", f"{host.name} {what}")

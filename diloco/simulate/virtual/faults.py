@@ -39,7 +39,7 @@ def _stop(world: World, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.working:
         return False
-    world.tell(host.name, "is STOPPED")
+    world.log(host.name, "is STOPPED")
     host.stopped = True
     world.after(fault.for_s, host.thaw)
     return True
@@ -60,14 +60,14 @@ def _sever(world: World, fault: Fault, what: str, near: Sequence[str], far: froz
     direction, _, reset = fault.how.partition(", ")
     cut = CutOff(frozenset(near), direction or "both", bool(reset), far)
     world.network.cuts.append(cut)
-    world.tell(fault.peer, f"{what} ({fault.how or 'both'})")
+    world.log(fault.peer, f"{what} ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
     return True
 
 
 def _late(world: World, fault: Fault) -> bool:
     world.network.late[fault.peer] = float(fault.how)
-    world.tell(fault.peer, f"sends through a network that HOLDS BACK messages, up to {fault.how} s")
+    world.log(fault.peer, f"sends through a network that HOLDS BACK messages, up to {fault.how} s")
     world.after(fault.for_s, world.network.late.pop, fault.peer, None)
     return True
 
@@ -77,7 +77,7 @@ def _twin(world: World, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
-    world.tell(host.name, "is STARTED TWICE")
+    world.log(host.name, "is STARTED TWICE")
     world.ghosts.append(world.hosts.pop(host.name))
     world.join(host.name, with_disk=fault.how != "blank")
     return True
@@ -85,19 +85,19 @@ def _twin(world: World, fault: Fault) -> bool:
 
 def _mend(world: World, cut: CutOff, fault: Fault) -> None:
     world.network.cuts.remove(cut)
-    world.tell(fault.peer, "is reachable again")
+    world.log(fault.peer, "is reachable again")
 
 
 def _slow(world: World, fault: Fault) -> bool:
     world.network.slow[fault.peer] = 20.0
-    world.tell(fault.peer, "has a SLOW link")
+    world.log(fault.peer, "has a SLOW link")
     world.after(fault.for_s, world.network.slow.pop, fault.peer, None)
     return True
 
 
 def _corrupt(world: World, fault: Fault) -> bool:
     world.network.damaging.add(fault.peer)
-    world.tell(fault.peer, "sends through a network that DAMAGES bytes")
+    world.log(fault.peer, "sends through a network that DAMAGES bytes")
     world.after(fault.for_s, world.network.damaging.discard, fault.peer)
     return True
 
@@ -108,7 +108,7 @@ def _lie(world: World, fault: Fault) -> bool:
         return False
     host.lie = fault.how
     world.liars.add(fault.peer)
-    world.tell(fault.peer, f"begins to LIE: {fault.how}")
+    world.log(fault.peer, f"begins to LIE: {fault.how}")
     world.after(fault.for_s, _be_honest, host)
     return True
 
@@ -118,14 +118,14 @@ def _be_honest(host: Host) -> None:
 
 
 def _replay(world: World, fault: Fault) -> bool:
-    world.tell("", "an old conversation is REPLAYED")
+    world.log("", "an old conversation is REPLAYED")
     world.network.replay()
     return True
 
 
 def _stranger(world: World, fault: Fault) -> bool:
     world.network.strangers.append(fault.peer)
-    world.tell(fault.peer, "is no member, and ACCEPTS whatever is proposed, for everybody")
+    world.log(fault.peer, "is no member, and ACCEPTS whatever is proposed, for everybody")
     world.after(fault.for_s, world.network.strangers.remove, fault.peer)
     return True
 
@@ -135,14 +135,14 @@ def _jump(world: World, fault: Fault) -> bool:
     if host is None or not host.alive:
         return False
     host.clock_offset_s += float(fault.how)
-    world.tell(host.name, f"clock JUMPS by {fault.how} s")
+    world.log(host.name, f"clock JUMPS by {fault.how} s")
     return True
 
 
 def _full(world: World, fault: Fault) -> bool:
     disk = world.disks[fault.peer]
     disk.full = True
-    world.tell(fault.peer, "disk is FULL")
+    world.log(fault.peer, "disk is FULL")
     world.after(fault.for_s, setattr, disk, "full", False)
     return True
 
@@ -169,7 +169,7 @@ def _leave(world: World, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.working:
         return False
-    world.tell(host.name, "is asked to LEAVE")
+    world.log(host.name, "is asked to LEAVE")
     if fault.how:
         host.fuse = Fuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
         world.after(FUSE_S, host.due, host.training.leave, ())

@@ -28,7 +28,7 @@ class Gate:
         """By life. Only where anything comes twice."""
         self._offences: defaultdict[int, Counter[str]] = defaultdict(Counter)
         """By life: attempts that it gave up for what a peer sent."""
-        self._told: set[tuple[int, str, int]] = set()
+        self._logged: set[tuple[int, str, int]] = set()
         """Life, commit and attempt of such words of its own, which go to several."""
         self._proposed: set[str] = set()
 
@@ -61,8 +61,8 @@ class Gate:
         match effect:
             case m.Send(_, m.Envelope(body=m.Abort(offence=True) as abort, view=view)):
                 place = host.life, view, abort.attempt
-                if place not in self._told:
-                    self._told.add(place)
+                if place not in self._logged:
+                    self._logged.add(place)
                     self._offences[host.life].update(abort.without)
             case m.Send(_, m.Envelope(body=m.Propose(commit=commit))) if commit.digest not in self._proposed:
                 self._proposed.add(commit.digest)

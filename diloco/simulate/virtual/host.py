@@ -103,14 +103,14 @@ class Host:
     def die(self, why: str) -> None:
         if self.alive:
             self.alive = self.stopped = False
-            self.world.tell(self.name, f"DIES ({why})")
+            self.world.log(self.name, f"DIES ({why})")
 
     def thaw(self) -> None:
         if not self.alive:
             return
         self.stopped = False
         self.thawed_s = self.world.now
-        self.world.tell(self.name, "thaws")
+        self.world.log(self.name, "thaws")
         waiting, self._inbox = self._inbox, []
         for function, arguments in waiting:
             self.due(function, arguments)
@@ -166,7 +166,7 @@ class Host:
         gate = self.world.invariants.gate
         heeded = gate.heeds(self, envelope)
         reply, effects = self.machine.receive(envelope, self.now)
-        self.world.told(envelope, self, reply)
+        self.world.log_reply(envelope, self, reply)
         gate.on_message(self, envelope, reply, heeded)
         if sender is not None and not self.world.network.blocked(self.name, sender.name):
             sender.due(sender.note_reply, (reply,))
@@ -275,8 +275,8 @@ class Host:
         if self.lie == OMITS:
             omitted = omitting(omitted, [entry.peer for entry in work.begin.contributors], self.name)
         for index, stream in enumerate(self._outlets.pop(part, ())):
-            told = other_mean(payload) if self.lie == "two-faced" and index == 0 else payload
-            self.world.network.put(stream, part, told, omitted)
+            sent = other_mean(payload) if self.lie == "two-faced" and index == 0 else payload
+            self.world.network.put(stream, part, sent, omitted)
 
     def _fold(self, key: tuple[int, int], part: int, omitted: tuple[str, ...]) -> None:
         work = self._work
@@ -312,7 +312,7 @@ class Host:
 
     # ------------------------------------------------------------ parts that arrive
 
-    def knock(self, stream: Stream, entry: tuple[int, bytes, tuple[str, ...]]) -> None:
+    def arrive(self, stream: Stream, entry: tuple[int, bytes, tuple[str, ...]]) -> None:
         """A part is here; if our own `Begin` or `Repair` of that attempt is not, it waits at the door."""
         if not stream.let_in:
             machine, rules = self.machine, self.world.setup.rules

@@ -132,7 +132,7 @@ class Invariants:
             self._recompute(closed)
 
     def _first_close(self, host: Host, commit: Commit, digest: str) -> None:
-        self.world.told_commit(host, commit)
+        self.world.log_commit(host, commit)
         other = self._following.setdefault(commit.previous, digest)
         if other != digest and not (self._may_fork(commit) or self._may_fork(self.commits[other])):
             if not self._lost_with_the_dead(other):
@@ -203,9 +203,9 @@ class Invariants:
             if codec.gathered and closed.parts[part] == parts[-1]:
                 by_senders = setup.by_senders[fragment.group_of(part)]
                 self._check_gathered(closed, part, codec, plain_gathered(terms, stop - start, codec, by_senders))
-        told = [self._excused(true, closed.parts[part]) for part, true in enumerate(parts)]
-        if mean_digest(told) != commit.mean_digest:
-            wrong = [part for part, payload in enumerate(told) if payload != closed.parts[part]]
+        sent = [self._excused(true, closed.parts[part]) for part, true in enumerate(parts)]
+        if mean_digest(sent) != commit.mean_digest:
+            wrong = [part for part, payload in enumerate(sent) if payload != closed.parts[part]]
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
 
     def _check_sizes(self, commit: Commit, part: int, values: Sequence[Tensor]) -> None:
@@ -231,9 +231,9 @@ class Invariants:
         if not np.allclose(mean.numpy(), expected, rtol=1e-4, atol=1e-6):
             raise Violation("I3", f"part {part} of version {closed.commit.version} is read as another mean than it is")
 
-    def _excused(self, true: bytes, told: bytes) -> bytes:
+    def _excused(self, true: bytes, sent: bytes) -> bytes:
         """An owner that tells all others the same lie is found out by nobody: that, and only that, is let pass."""
-        return told if self.world.hostile and told == other_mean(true) else true
+        return sent if self.world.hostile and sent == other_mean(true) else true
 
     # ------------------------------------------------------------ states
 
@@ -272,7 +272,9 @@ class Invariants:
         if self.evicted or not self._pages:
             return
         found = [(name, scan(page.read())) for name, page in self._pages]
-        books = [book_of(Path(name), told) for name, told in found if any(r.kind == "open" for r in told.records)]
+        books = [
+            book_of(Path(name), scanned) for name, scanned in found if any(r.kind == "open" for r in scanned.records)
+        ]
         for finding in examine(books, chain_of(books)).violations:
             where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")

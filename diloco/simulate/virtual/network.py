@@ -207,4 +207,4 @@ class VirtualNetwork:
             world.count("damaged streams")
         else:
             stream.moved_s = world.now
-            receiver.knock(stream, entry)
+            receiver.arrive(stream, entry)

@@ -61,7 +61,7 @@ class Operator:
         member = commit.member(peer) if commit else None
         if member is None or self.world.lives(member):
             return
-        self.world.tell("", f"the operator EVICTS {peer}")
+        self.world.log("", f"the operator EVICTS {peer}")
         self.world.invariants.evicted = True
         for host in self.world.hosts.values():
             if host.alive and host.machine.in_view:
@@ -79,7 +79,7 @@ class Operator:
         kept = self._checkpoints()
         first = max(kept, key=lambda name: kept[name].state.version, default="p0")
         snapshot = kept.get(first)
-        world.tell(first, f"begins again from {'its checkpoint' if snapshot else 'nothing'}")
+        world.log(first, f"begins again from {'its checkpoint' if snapshot else 'nothing'}")
         founder = world.start(first, world.new_lineage(), founder=True)
         if snapshot:
             world.invariants.on_resume(founder, snapshot)

@@ -120,10 +120,10 @@ def run_seeds(seeds: Iterable[int], choice: PlanChoice = PlanChoice()) -> SeedTa
     return tally
 
 
-def search(first: int, last: int, choice: PlanChoice, told: Callable[[int, int, int], None]) -> dict[str, Any]:
+def search(first: int, last: int, choice: PlanChoice, on_batch: Callable[[int, int, int], None]) -> dict[str, Any]:
     """Run the seeds from `first` to `last` (exclusive) on all cores.
 
-    `told` hears (seeds done, seeds in all, violations) after every batch. Returns what `--json FILE` writes; after a
+    `on_batch` hears of seeds done, seeds in all, violations. Returns what `--json FILE` writes; after a
     KeyboardInterrupt, of the seeds that were done until then.
     """
     started_s = monotonic_s()
@@ -135,7 +135,7 @@ def search(first: int, last: int, choice: PlanChoice, told: Callable[[int, int, 
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
             for part in pool.imap(_run_batch, batches):
                 tally.merge(part)
-                told(tally.seeds, last - first, len(tally.violations))
+                on_batch(tally.seeds, last - first, len(tally.violations))
         except KeyboardInterrupt:
             tally.interrupted = True
     options = [f"--policy {choice.policy}"] if choice.policy else []
@@ -174,9 +174,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"{report['discarded_tokens']:,} tokens discarded, {report['void_tokens']:,} void with their lineage",
         f"{report['violations']} violations",
     ]
-    told = [f"  seed {entry['seed']}: {entry['violation']}" for entry in report["violated"][:MAX_SHOWN]]
-    again = [f"see one:  diloco virtual --seed {report['violated'][0]['seed']}"] if told else []
-    return [*lines, *told, *again]
+    shown = [f"  seed {entry['seed']}: {entry['violation']}" for entry in report["violated"][:MAX_SHOWN]]
+    again = [f"see one:  diloco virtual --seed {report['violated'][0]['seed']}"] if shown else []
+    return [*lines, *shown, *again]
 
 
 def _alone() -> None:
@@ -212,7 +212,7 @@ def read_plan(path: Path) -> FaultPlan:
         raise UsageError(f"cannot read {path}: {error.strerror}", "give a text that begins with a plan") from error
 
 
-def tell(plan: FaultPlan) -> Outcome:
+def narrate(plan: FaultPlan) -> Outcome:
     """Run a plan, and write down what happens."""
     _alone()
     return World(plan, record=True).run()
@@ -220,7 +220,7 @@ def tell(plan: FaultPlan) -> Outcome:
 
 def explain(plan: FaultPlan) -> Outcome:
     """The shortest plan found that fails like this one, and what happens in it."""
-    return tell(shrink(plan))
+    return narrate(shrink(plan))
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:

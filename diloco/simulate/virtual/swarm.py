@@ -164,8 +164,8 @@ class Swarm(World):
             raise Violation("I7", f"not founded after {at_s:g} s")
         hosts = [host for host in self._honest() if host.training.entered]
         waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
-        told = self.invariants
-        tokens = newest.tokens, told.trained_tokens, told.discarded_tokens
+        seen = self.invariants
+        tokens = newest.tokens, seen.trained_tokens, seen.discarded_tokens
         return Mark(self.now, newest.version, *tokens, waited_s, max_held(hosts))
 
 

@@ -302,7 +302,7 @@ class Training:
         if isinstance(outcome, Skip):
             if not outcome.exposed:
                 take_back(self.line)
-            self.host.world.tell(self.host.name, f"skips the round: {outcome.reason}")
+            self.host.world.log(self.host.name, f"skips the round: {outcome.reason}")
             self._next_round()
             return
         try:
@@ -406,7 +406,7 @@ class Training:
             return  # its disk is not the one that later lives have
         snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
         if not self.host.world.disks[self.host.name].save(snapshot):
-            self.host.world.tell(self.host.name, "no checkpoint: the disk is full")
+            self.host.world.log(self.host.name, "no checkpoint: the disk is full")
 
     # ------------------------------------------------------------ copying the state
 

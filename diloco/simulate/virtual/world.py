@@ -143,7 +143,7 @@ class World:
         self.network.loss = 0.0
         for ghost in self.ghosts:
             ghost.die("the operator ends it: another one has its name")
-        self.tell("", "the faults are over")
+        self.log("", "the faults are over")
         Operator(self).help()
         goal, end_s = self._newest() + 2, self.now + self.heal_s
         while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
@@ -214,7 +214,7 @@ class World:
             self.after(RETRY_S, self.join, name, with_disk)
             return
         door = self.dice.choice(doors)
-        self.tell(name, f"joins through {door.name}{' with its disk' if with_disk else ''}")
+        self.log(name, f"joins through {door.name}{' with its disk' if with_disk else ''}")
         host = self.start(name, door.machine.lineage, founder=False)
         host.machine.forks = door.machine.forks
         snapshot = self.disks[name].load() if with_disk else None
@@ -246,17 +246,17 @@ class World:
         """Count a fault that happened."""
         self.faults[fault] += 1
 
-    def tell(self, name: str, what: str) -> None:
+    def log(self, name: str, what: str) -> None:
         if self.record:
             self.lines.append(transcript.line(self.now, name, what))
 
-    def _tell_once(self, name: str, what: str) -> None:
+    def _log_once(self, name: str, what: str) -> None:
         """Writes a line that repeats only the first time."""
         if what not in self._lately[name]:
             self._lately[name].append(what)
-            self.tell(name, what)
+            self.log(name, what)
 
-    def _tell_sent(self, host: Host, envelope: m.Envelope, to: Member) -> None:
+    def _log_sent(self, host: Host, envelope: m.Envelope, to: Member) -> None:
         """Writes one line for a message that goes to several peers at once, and none for one that is only repeated."""
         what = transcript.body(envelope.body)
         moment = (self.now, host.name, what)
@@ -265,18 +265,16 @@ class World:
         elif what not in self._lately[host.name]:
             self._lately[host.name].append(what)
             self._saying = moment
-            self.tell(host.name, transcript.said(what, to.peer))
+            self.log(host.name, transcript.said(what, to.peer))
 
-    def told(self, envelope: m.Envelope, to: Host, reply: m.Reply) -> None:
+    def log_reply(self, envelope: m.Envelope, to: Host, reply: m.Reply) -> None:
         """A message arrived."""
         if self.record and reply not in (m.Reply.OK, m.Reply.STALE, m.Reply.REPLAYED):
-            self._tell_once(
-                to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}"
-            )
+            self._log_once(to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}")
 
-    def told_commit(self, host: Host, commit: Commit) -> None:
+    def log_commit(self, host: Host, commit: Commit) -> None:
         """Somebody is the first to close a version."""
-        self.tell(host.name, transcript.closed(commit))
+        self.log(host.name, transcript.closed(commit))
 
     def performed(self, host: Host, effect: m.Effect) -> None:
         """An effect is about to be carried out."""
@@ -284,9 +282,9 @@ class World:
             return
         match effect:
             case m.Send(to, envelope) if not isinstance(envelope.body, transcript.QUIET):
-                self._tell_sent(host, envelope, to)
+                self._log_sent(host, envelope, to)
             case m.Note(reason, routine) if not routine:
-                self._tell_once(host.name, reason)
+                self._log_once(host.name, reason)
 
 
 def _standing(host: Host) -> str:
