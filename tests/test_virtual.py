@@ -19,6 +19,7 @@ import torch
 from diloco.accounts.replay import Verdict
 from diloco.base.errors import UsageError
 from diloco.simulate.virtual import planted
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import CutOff
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, FaultPlan, draw, parse
 from diloco.simulate.virtual.search import (
@@ -27,15 +28,15 @@ from diloco.simulate.virtual.search import (
     PlanChoice,
     catch_planted,
     explain,
+    kind_of,
     narrate,
     outcome_lines,
     read_plan,
     run_seeds,
     search,
+    shrink,
 )
-from diloco.simulate.virtual.shrink import kind_of, shrink
 from diloco.simulate.virtual.swarm import Options, measure_swarm
-from diloco.simulate.virtual.violation import Violation
 from diloco.simulate.virtual.world import World
 from tests.peers import run_cli
 

@@ -10,12 +10,11 @@ Read in this order:
     network.py      messages, questions and streams that are late, lost, doubled, cut off, damaged
     disk.py         checkpoints that survive, or not
     faults.py       what each fault does; lies.py: what a lying peer sends; operator.py: what a person does about it
-    invariants.py   I1 to I8 of the design, checked when something changes; violation.py: what they raise
-    ballots.py      promises and votes, checked when they are given; gate.py: who and what is let in, when it is
-    remake.py       every version once more, by the code of `diloco replay`
+    invariants.py   I1 to I8 of the design, checked when something changes
+    ballots.py      promises and votes, checked when they are given; gate.py: who and what is let in, and `Violation`
+    remake.py       means in plain numpy, and every version once more by the code of `diloco replay`
     transcript.py   what happened, as lines to read
-    shrink.py       the shortest plan that still fails
-    search.py       many seeds on all cores
+    search.py       many seeds on all cores, and the shortest plan that still fails
     planted.py      bugs that must not stay hidden
     swarm.py        hundreds of peers: what each sends, holds and waits for (scripts/bench-swarm)
 """

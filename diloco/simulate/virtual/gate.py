@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.violation import Violation
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.host import Host
@@ -17,6 +16,14 @@ if TYPE_CHECKING:
 
 Word = tuple[str, int, int]
 """Sender, its incarnation, and the number of what it said."""
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, what: str) -> None:
+        super().__init__(f"{invariant}: {what}")
+        self.invariant = invariant
 
 
 class Gate:

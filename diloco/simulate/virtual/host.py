@@ -44,16 +44,14 @@ class Host:
         self.world = world
         self.name = name
         self.life = life
-        self.alive = True
-        self.stopped = False
+        self.alive, self.stopped = True, False
         self.thawed_s = 0.0
         self.clock_offset_s = 0.0
         self.fuse: Fuse | None = None
         self.lie = ""
         me = Member(name, new_incarnation(world, name), address, witness=name.startswith("w"))
         self.machine = Machine(me, setup.rules, setup.timing, lineage, founder, self.now)
-        self.address = me.address
-        self.witness = me.witness
+        self.address, self.witness = me.address, me.witness
         self.behind = False
         self._reply: m.Reply = m.Reply.OK
         self._reply_since_s = 0.0

@@ -7,7 +7,6 @@ for each part of each fragment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +31,10 @@ from diloco.outer.outlier import MIN_RMS
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import Ballots
 from diloco.simulate.virtual.disk import Page
-from diloco.simulate.virtual.gate import Gate
+from diloco.simulate.virtual.gate import Gate, Violation
 from diloco.simulate.virtual.lies import other_mean
-from diloco.simulate.virtual.remake import remake
+from diloco.simulate.virtual.remake import plain_gathered, plain_mean, plain_radial, remake
 from diloco.simulate.virtual.setup import NOISES, flat_noise, noises
-from diloco.simulate.virtual.violation import Violation
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.disk import Snapshot
@@ -308,48 +306,6 @@ class Invariants:
                 kept = digest in chain or closed.version > host.machine.version
                 if not kept and not self._lost_with_the_dead(digest):
                     raise Violation("I5", f"version {closed.version} was closed and is not in the chain of {host.name}")
-
-
-def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The weighted mean, encoded: fp32 in the order given, written apart from `diloco.outer.average.fold`. Or the
-    bundle."""
-    if codec.gathered:
-        table = b"".join(weight.to_bytes(8, "little") + len(payload).to_bytes(4, "little") for weight, payload in terms)
-        return len(terms).to_bytes(4, "little") + table + b"".join(payload for _, payload in terms)
-    unit = math.gcd(*(weight for weight, _ in terms)) or 1
-    total = np.zeros(elements, dtype=np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for index, (weight, payload) in enumerate(terms):
-            values = codec.decode(payload, elements).numpy() * np.float32(weight // unit)
-            total = values if index == 0 else total + values
-        mean = total / np.float32(sum(weight for weight, _ in terms) // unit)
-    return codec.encode(torch.from_numpy(mean).nan_to_num_())
-
-
-def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The mean length in the mean direction, encoded: fp64, written apart from `diloco.outer.radial`."""
-    counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
-    if len(counted) == 1:
-        return codec.encode(counted[0][1].nan_to_num_())
-    values = np.stack([value.double().numpy() for _, value in counted])
-    weights = np.array([float(weight) for weight, _ in counted])
-    lengths = np.sqrt((values**2).sum(axis=1))
-    units = values / np.where(lengths == 0, 1.0, lengths)[:, None]
-    direction = (weights[:, None] * units).sum(axis=0)
-    resultant = np.sqrt((direction**2).sum())
-    if resultant <= weights.sum() * 2.0**-23:
-        return codec.encode(torch.zeros(elements))
-    mean = direction * ((weights * lengths).sum() / weights.sum() / resultant)
-    return codec.encode(torch.from_numpy(mean.astype(np.float32)).nan_to_num_())
-
-
-def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:
-    """Mean of a bundle in fp64: over the weights of all, or of those whose value is not zero."""
-    values = np.stack([codec.decode(payload, elements).double().numpy() for _, payload in terms])
-    weights = np.array([float(weight) for weight, _ in terms])[:, None]
-    divisor = (weights * (values != 0)).sum(axis=0) if by_senders else weights.sum(axis=0)
-    mean: np.ndarray = (weights * values).sum(axis=0) / np.where(divisor == 0, 1.0, divisor)
-    return mean
 
 
 class Books:

@@ -17,9 +17,9 @@ import torch
 
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.host import Host
 from diloco.simulate.virtual.plan import Fault, FaultPlan, draw_speeds
-from diloco.simulate.virtual.violation import Violation
 from diloco.simulate.virtual.world import World
 from diloco.wire.convert import seal
 

@@ -20,13 +20,13 @@ from diloco.protocol.roster import FORGET_S
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.disk import Disk
 from diloco.simulate.virtual.faults import strike
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.host import Host
 from diloco.simulate.virtual.invariants import Invariants
 from diloco.simulate.virtual.network import VirtualNetwork
 from diloco.simulate.virtual.operator import Operator
 from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.setup import Setup
-from diloco.simulate.virtual.violation import Violation
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
