@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +18,15 @@ from typing import Any, NoReturn
 import torch
 import torch.multiprocessing as mp
 
-from tests.warm_spares import run_diloco
+from tests.warm_spares import Started, run_diloco
 
 _start_afresh = subprocess.Popen
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.warm_imports"])
 
 
-class Program:
-    """A function in such a process. As much of `subprocess.Popen` as tests need."""
+class Program(Started):
+    """A function in such a process."""
 
     def __init__(
         self,
@@ -47,26 +46,14 @@ class Program:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
             raise subprocess.TimeoutExpired("diloco", timeout or 0.0)
         return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 class Command(Program):

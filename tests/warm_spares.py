@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ _start_afresh = subprocess.Popen
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is told at its start."""
+    """Command, environment and files of the process that a spare is to be."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -37,8 +38,32 @@ class Order:
     before: Callable[[], None] | None
 
 
-class Spare:
-    """As much of `subprocess.Popen` as a directory, torch's launcher and a simulation need."""
+class Started(ABC):
+    """A process that was forked. As much of `subprocess.Popen` as tests and launchers need."""
+
+    pid: int
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Spare(Started):
+    """A process that waits for its order: in place of what a directory, torch's launcher or a simulation starts."""
 
     def __init__(self, pid: int, line: socket.socket) -> None:
         self.pid, self.line = pid, line
@@ -66,7 +91,6 @@ class Spare:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
         end_s = time.monotonic() + (timeout if timeout is not None else float("inf"))
         while (code := self.poll()) is None:
             if time.monotonic() >= end_s:
@@ -74,19 +98,11 @@ class Spare:
             time.sleep(0.01)
         return code
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def fork_ahead(count: int) -> None:
-    """So many spares, while this process has one thread."""
+    """So many spares, while this process has one thread. Only Linux names processes, and has such sockets."""
+    if sys.platform != "linux":
+        return
     spares: list[Spare] = []
     while len(spares) < count:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -142,7 +158,7 @@ def _obey(line: socket.socket) -> NoReturn:
     line.close()
     if not packed:
         os._exit(0)
-    order: Order = pickle.loads(packed)
+    order: Order = pickle.loads(packed)  # by our own parent: nobody else has the other end
     signal.signal(signal.SIGINT, ctrl_c)
     if order.session:
         os.setsid()
@@ -154,7 +170,7 @@ def _obey(line: socket.socket) -> NoReturn:
             os.close(file)
     os.environ.clear()
     os.environ.update(order.environment)
-    _what, *arguments = order.command[2:]
+    arguments = list(order.command[3:])
     Path("/proc/self/comm").write_text(name_of(order))
     if order.command[1] == "-c":
         from diloco.transport.dht_node import run_node
@@ -167,7 +183,7 @@ def _obey(line: socket.socket) -> NoReturn:
 
 
 def name_of(order: Order) -> str:
-    """What `/proc/PID/comm` says of it."""
+    """Name of a process in `/proc/PID/comm`."""
     if order.command[1] == "-c":
         return "directory"
     rank = order.environment.get("RANK")
