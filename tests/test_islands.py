@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from diloco.base.errors import ResourceError
-from diloco.island import Island
+from diloco.island import HEAD_BYTES, LENGTH_BYTES, Island
 from diloco.island.mesh import Mesh
 from tests.peers import PeerProcess, ending, ranks_of, tiny_contract, until
 from tests.test_run import agree
@@ -120,6 +120,22 @@ def silent(place: int, root: Path) -> None:
     (root / f"told-{place}").write_text("\n".join(told))
     until(lambda: len(list(root.glob("told-*"))) == 3, "all three give up")  # who ends, resets its connections
     os._exit(0)
+
+
+def share_texts(place: int, root: Path) -> None:
+    """What each rank hears of texts that fit into the first broadcast, and of some that do not."""
+    island = Island.at(place, 3, torch.device("cpu"), rendezvous=f"file://{root / 'meeting'}")
+    room = HEAD_BYTES - LENGTH_BYTES
+    texts = ["", "x", "y" * (room - 1), "z" * room, "é" * room, "w" * (room + 1), "u" * 70_000, "after"]
+    assert [island.share(text if place == 0 else "") for text in texts] == texts
+    assert island.all(True)
+    (root / f"heard {place}").touch()
+    island.close()
+
+
+def test_ranks_hear_texts_of_any_length(tmp_path: Path) -> None:
+    run_ranks(share_texts, 3, tmp_path)
+    assert len(list(tmp_path.glob("heard *"))) == 3
 
 
 def waited(island: Island, collective: Callable[[], object]) -> str:

@@ -126,11 +126,11 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
 def test_a_run_that_is_closed_leaves_no_file_open() -> None:
     """Each left three of its loop's, for as long as the process lived."""
     counts, runs = [], []
-    for _ in range(3):
+    for _ in range(5):
         runs.append(diloco.found(contract(), nn.Linear(4, 4)))
         runs[-1].close()
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[2] <= counts[1]  # the first has opened what gRPC keeps
+    assert counts[4] <= counts[1]  # the first has opened what gRPC keeps; what others left may close meanwhile
 
 
 def test_what_runs_when_a_loop_is_closed_is_cancelled() -> None:

@@ -1,4 +1,4 @@
-"""What a lane is told at its beginning, and what comes out of it."""
+"""Terms of a lane, the events that it reports, and versions with their outer step."""
 
 from __future__ import annotations
 

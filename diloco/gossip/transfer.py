@@ -1,4 +1,4 @@
-"""What swapping is told at its beginning; swaps on their way, and what the training thread hears of them."""
+"""Terms of swapping, weights on their way between two peers, and the news of them for the training thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diloco.protocol.streams import Part
 
 @dataclass(frozen=True)
 class GossipTerms:
-    """What the exchange needs to know of the run."""
+    """Settings of the run that swapping needs."""
 
     contract_json: bytes
     run: str
@@ -53,7 +53,7 @@ class Here:
     swap: Swap
     weights: Tensor
     phase: str
-    """What the other is doing."""
+    """The other's, as it said."""
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
 
 
 def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
-    """What this rank reads of a checkpoint. Raises StateError on all ranks of the island when one of them does."""
+    """Result of reading a checkpoint on this rank. Raises StateError on all ranks when it does on one."""
     found: list[T] = []
     refused = ""
     try:

@@ -36,7 +36,7 @@ _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What a node is told before it starts."""
+    """Settings of a node, sent to its process before it starts."""
 
     run: str
     listen: str

@@ -1,4 +1,4 @@
-"""What both ends of a gRPC call share: a deadline on the other side's progress, and messages that are not trusted."""
+"""Shared by both ends of a gRPC call: a deadline on the other side's progress, and messages that are not trusted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Final, TypeVar
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read at import; a lost peer is weather: no line on stderr for it
 
-import grpc.aio
 
 from diloco.protocol.messages import Reply
 from diloco.transport.link import LinkRefused, LinkSlow
 from diloco.wire.chunks import Damaged
 
-EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]
 REPLY_KEY: Final = "diloco-reply"
 """Metadata of a refusal: the name of the reply."""
 

@@ -17,13 +17,14 @@ from diloco.identity.keys import Keys
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Part, StreamHeader
 from diloco.transport.address import join_address, split_address
-from diloco.transport.grpc_calls import EOF, REPLY_KEY, keep_freed_memory, parsed, progress
+from diloco.transport.grpc_calls import REPLY_KEY, keep_freed_memory, parsed, progress
 from diloco.transport.link import LinkRefused, LinkSlow, Service
 from diloco.wire import convert
 from diloco.wire.chunks import Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
 
+EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]
 MAX_DETAIL: Final = 1000
 REPORT_S: Final = 0.02
 """Least time between two progress reports of a stream's receiver."""

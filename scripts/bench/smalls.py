@@ -1,4 +1,4 @@
-"""What every version costs in small: a meeting of an island's ranks, and a commit of many members on the wire.
+"""Small costs of every version: a meeting of an island's ranks, and a commit of many members on the wire.
 
     scripts/bench-smalls
     scripts/bench-smalls --ranks 4 --members 256 --json FILE
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -58,25 +58,25 @@ def main() -> int:
 
 def meeting_ms(ranks: int) -> float:
     """Milliseconds that a meeting takes."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     context = get_context("spawn")
     told = context.SimpleQueue()
-    started = [context.Process(target=_meet, args=(rank, ranks, port, told)) for rank in range(ranks)]
+    with TemporaryDirectory() as folder:
+        about = (ranks, f"file://{folder}/meeting", told)
+        started = [context.Process(target=_meet, args=(rank, *about)) for rank in range(ranks)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
     for process in started:
-        process.start()
-    for process in started:
-        process.join()
         if process.exitcode:
             raise SystemExit(f"error: a rank ended with {process.exitcode}; its lines above say why")
     return float(told.get())
 
 
-def _meet(rank: int, ranks: int, port: int, told: SimpleQueue[float]) -> None:
+def _meet(rank: int, ranks: int, rendezvous: str, told: SimpleQueue[float]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    island = Island.at(rank, ranks, torch.device("cpu"), rendezvous=f"tcp://127.0.0.1:{port}")
+    island = Island.at(rank, ranks, torch.device("cpu"), rendezvous=rendezvous)
     for many in (MEETINGS // 10, MEETINGS):
         island.all(True)
         began_s = time.perf_counter()

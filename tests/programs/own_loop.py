@@ -20,10 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 import diloco
 import diloco.config.site
 from diloco.observe.events import Event, VersionClosed
+from tests.peers import until
 from tests.warm_spares import fork_ahead
 
 ROWS = 8
-SITE = {"network": {"listen": "127.0.0.1:0"}, "timeouts": {"heartbeat_s": 0.2, "suspect_s": 3.0, "join_s": 60.0}}
+SITE = {
+    "network": {"listen": "127.0.0.1:0"},
+    "timeouts": {"heartbeat_s": 0.2, "suspect_s": 3.0, "join_s": 60.0},
+    "storage": {"keep": 8},  # all that a killed peer saved, so that two of them have some version in common
+}
 
 
 def batch_of(step: int, peer: int, rank: int, ranks: int) -> torch.Tensor:
@@ -79,6 +84,7 @@ def main(told: dict[str, Any]) -> None:
             time.sleep(told.get("pause_s", 0.0))
             run.step(tokens=ROWS, loss=loss.item())
             if run.steps - began_at == told.get("stop_at"):
+                until(lambda: any(Path(folder, "checkpoints").glob("v*")), "a version is saved", 60.0)
                 out.with_suffix(f".{rank}.stopped").touch()
                 time.sleep(120.0)  # somebody kills it
         with run.anchor():
