@@ -319,18 +319,17 @@ def test_a_service_that_does_not_read_stalls_the_sender(net):
         service = Listener()
         service.reading.clear()
         address = await net.start(service)
-        made = 0
+        made, last_s = 0, 0.0
 
         async def parts() -> AsyncIterator[Part]:
-            nonlocal made
+            nonlocal made, last_s
             while True:
-                made += 1
+                made, last_s = made + 1, time.monotonic()
                 yield Part(0, bytes(MIB))
 
-        started = time.monotonic()
         with pytest.raises(LinkSlow):
             await net.link.send_parts(address, HEADER, parts(), 0.5)
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - last_s < 2.0  # since buffers took one, which a busy machine fills slowly
         assert made < 100, "memory must stay bounded"
         assert len(service.parts) == 1
         await until(lambda: service.ended == ["CancelledError"])
