@@ -21,10 +21,8 @@ from diloco.base.types import Closed, Contribution, Skip
 from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.observe.events import FLIGHT, timed
-from diloco.outer.align import aligned
-from diloco.outer.feedback import with_residual
 from diloco.outer.line import MAX_VALUE, Line, PendingContribution, complete, fade_residual, keep_residual
-from diloco.outer.pseudograd import gradients, pseudo_gradient
+from diloco.outer.pseudograd import aligned, gradients, pseudo_gradient, with_residual
 from diloco.outer.state import FragmentState
 
 Seconds = dict[str, float]

@@ -24,10 +24,10 @@ from diloco.observe.events import to_json
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.chronicle import Chronicle
-from diloco.run.own_loop import OwnLoop
+from diloco.run.door import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.presence import Presence, Present
+from diloco.transport.dht import Presence, Present
 from diloco.transport.runtime import Runtime
 from tests.fronts import drive
 from tests.local import NoDirectory

@@ -23,9 +23,9 @@ from diloco.peer.life import AgreedLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
-from diloco.run.own_loop import OwnLoop
+from diloco.run.door import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
-from diloco.transport.presence import Presence, Present
+from diloco.transport.dht import Presence, Present
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.align import WELL_ALIGNED, aligned
 from diloco.outer.fragments import Layout
+from diloco.outer.pseudograd import WELL_ALIGNED, aligned
 
 PLANE = Layout.of([("w", (2,))]).fragments[0]
 EAST = torch.tensor([5.0, 0.0])

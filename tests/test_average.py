@@ -15,9 +15,8 @@ from torch import Tensor
 
 from diloco.compress import Codec, PayloadError, bundle, open_codec
 from diloco.config.codec import CodecSection
-from diloco.outer.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, unpack
+from diloco.outer.average import BadTerm, fold, max_mean_bytes, mean_digest, mean_into, radial_mean, unpack
 from diloco.outer.fragments import Layout
-from diloco.outer.radial import radial_mean
 
 FP32 = open_codec(CodecSection(name="fp32", zstd=False))
 INT8 = open_codec(CodecSection(name="int8"))

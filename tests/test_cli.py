@@ -267,7 +267,7 @@ def test_what_is_said_comes_out_whole_and_in_order() -> None:
 
 
 def test_a_hangup_is_heard_where_the_terminal_is_gone() -> None:
-    program = "import os, signal; from diloco.cli.stopping import stop_asked; stop = stop_asked(); "
+    program = "import os, signal; from diloco.cli.options import stop_asked; stop = stop_asked(); "
     program += "os.kill(os.getpid(), signal.SIGHUP); print(stop())"
     with Path("/dev/full").open("wb") as gone:
         done = run_python(program, stdout=subprocess.PIPE, stderr=gone)

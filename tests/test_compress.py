@@ -22,12 +22,8 @@ from torch import Tensor
 
 from diloco import compress
 from diloco.compress import Codec, PayloadError, open_codec
-from diloco.compress.binned import BinnedCodec
-from diloco.compress.blocks import TILE_ELEMENTS, BlockCodec
-from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.blocks import TILE_ELEMENTS, BinnedCodec, BlockCodec, E3M0Codec, Int4Codec, Int8Codec
 from diloco.compress.extra.sign import SignCodec
-from diloco.compress.int4 import Int4Codec
-from diloco.compress.int8 import Int8Codec
 from diloco.config.codec import CodecSection
 
 KINDS = (

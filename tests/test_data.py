@@ -16,13 +16,10 @@ import torch
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
 from diloco.data import open_dataset
-from diloco.data.dataset import ArrayDataset, Dataset, fingerprint
-from diloco.data.documents import pieces
+from diloco.data.dataset import ArrayDataset, Dataset, choose, fingerprint, split, tail, token_dtype
 from diloco.data.files import find
-from diloco.data.split import choose, split, tail
-from diloco.data.stdlib import read_library
-from diloco.data.tokenizer import ByteTokenizer, token_dtype
-from diloco.data.tokenizers import open_tokenizer
+from diloco.data.text import pieces, read_library
+from diloco.data.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def text_section(*paths: str, **keys: Any) -> DataSection:
@@ -160,7 +157,7 @@ def test_a_long_text_is_read_in_pieces_and_gives_the_same_tokens(
 ) -> None:
     text = "".join(f"line {i} é\n" for i in range(500))
     path = write_tree(tmp_path, {"a.txt": text}) / "a.txt"
-    monkeypatch.setattr("diloco.data.documents.PIECE_BYTES", 100)
+    monkeypatch.setattr("diloco.data.text.PIECE_BYTES", 100)
     parts = list(pieces(path, ByteTokenizer(), "text"))
     assert len(parts) > 50
     assert b"".join(piece.tokens.tobytes() for piece in parts) == text.encode() + b"\0"

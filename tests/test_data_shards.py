@@ -19,9 +19,9 @@ import torch
 from diloco.base.errors import DataError, ResourceError, UsageError
 from diloco.config.contract import DataSection
 from diloco.data import open_dataset
-from diloco.data.pack import pack
-from diloco.data.shards import HEADER_BYTES, MAGIC, ShardHeader
-from diloco.data.tokenizer import ByteTokenizer, token_dtype
+from diloco.data.dataset import token_dtype
+from diloco.data.shards import HEADER_BYTES, MAGIC, ShardHeader, pack
+from diloco.data.tokenizer import ByteTokenizer
 
 TEXT = "".join(f"line {i} of a text for packing\n" for i in range(100))
 

@@ -23,11 +23,10 @@ from diloco.base.errors import ResourceError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.config.site import Site
 from diloco.protocol.streams import Welcome
-from diloco.transport import presence as presence_module
-from diloco.transport.dht import TTL_S, Directory
+from diloco.transport import dht as presence_module
+from diloco.transport.dht import TTL_S, Directory, Presence
 from diloco.transport.dht_node import MAX_RECORD_BYTES, MAX_TTL_S, _parse_record, _Records
 from diloco.transport.endpoint import Endpoint
-from diloco.transport.presence import Presence
 from diloco.transport.sockets import _socket_inodes
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from diloco.compress import PayloadError
+from diloco.compress.codec import FloatCodec
 from diloco.compress.encoding import Encoder, Piece, encode_now
-from diloco.compress.floats import FloatCodec
 
 PARTS = 8
 CODEC = FloatCodec("fp32", torch.float32)

@@ -21,8 +21,7 @@ from diloco.compress import PayloadError
 from diloco.data.order import block_at, own_seed
 from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
-from diloco.gossip.pairing import Pairing, check_partner, pair_mean, settle, spread
-from diloco.gossip.settling import Settling
+from diloco.gossip.pairing import Pairing, Settling, check_partner, pair_mean, settle, spread
 from diloco.gossip.swaps import MAX_SERVED, Swap, Swaps, SwapStage
 from diloco.outer.state import TILE_ELEMENTS, FragmentState
 from diloco.protocol.gossip_messages import Acquaintance

@@ -24,20 +24,15 @@ from torch import Tensor
 
 from diloco.base.errors import ConfigError
 from diloco.compress import Codec, PayloadError, kernels
-from diloco.compress.binned import WHOLE_PART, BinnedCodec
-from diloco.compress.blocks import BlockCodec
-from diloco.compress.codec import magnitude
-from diloco.compress.e3m0 import E3M0Codec
+from diloco.compress.blocks import WHOLE_PART, BinnedCodec, BlockCodec, E3M0Codec, Int4Codec, Int8Codec
+from diloco.compress.codec import FloatCodec, magnitude
 from diloco.compress.extra.dct import DctCodec
 from diloco.compress.extra.sign import SignCodec
-from diloco.compress.floats import FloatCodec
-from diloco.compress.int4 import Int4Codec
-from diloco.compress.int8 import Int8Codec
 from diloco.compress.topk import DivideBy, TopKCodec, kept_of
 from diloco.kernels import build
-from diloco.outer.feedback import left_over, with_residual
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import Nesterov
+from diloco.outer.pseudograd import left_over, with_residual
 from diloco.outer.state import FragmentState
 from tests.peers import DEADLINE_S
 

@@ -38,8 +38,8 @@ from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
-from diloco.exchange.lane_terms import LaneEvents
 from diloco.exchange.lanes import FirstRank, RankListener, RemoteLane
+from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.bridge import Bridge

@@ -28,8 +28,7 @@ from diloco.observe.events import VersionClosed
 from diloco.protocol.coordinating import Coordinating
 from diloco.run import run as run_module
 from diloco.run.blocking import block
-from diloco.run.door import Entrance, Parts, open_run
-from diloco.run.own_loop import OwnLoop
+from diloco.run.door import Entrance, OwnLoop, Parts, open_run
 from diloco.run.run import Run
 from diloco.transport.endpoint import Endpoint
 from tests.local import ELEMENTS, LocalEndpoint, LocalWorld

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.exchange.status import status_json
 from diloco.protocol import messages as m
-from diloco.protocol.admission import MAX_NAMES, WINDOW, Admission
-from diloco.protocol.electorate import MAX_EVICTED, Electorate
-from diloco.protocol.lineage import goes_on, parted_at
 from diloco.protocol.machine import Machine
-from diloco.protocol.reduction import Reduction, covers, well_formed
-from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Rules, Timing
-from diloco.protocol.tally import Tally
+from diloco.protocol.parting import goes_on, parted_at
+from diloco.protocol.reduction import Reduction, Tally, covers, well_formed
+from diloco.protocol.roster import MAX_NAMES, WINDOW, Admission, Roster
 from diloco.protocol.view import (
+    MAX_EVICTED,
     SAME_RATES,
+    Electorate,
     Policy,
+    Rules,
+    Timing,
     coordinator,
     decide,
     in_turn,

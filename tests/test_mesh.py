@@ -16,9 +16,19 @@ from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_site
 from diloco.config.site import MeshSection, Site
 from diloco.island import given_ranks
-from diloco.island.mesh import DATA_DIMENSIONS, DIMENSIONS, Mesh, check, check_device, sizes_of
+from diloco.island.mesh import (
+    DATA_DIMENSIONS,
+    DIMENSIONS,
+    Mesh,
+    check,
+    check_device,
+    cut,
+    home_of,
+    layer_costs,
+    sizes_of,
+    stages_of,
+)
 from diloco.island.pipeline import SCHEDULES
-from diloco.island.stages import cut, home_of, layer_costs, stages_of
 from tests.peers import DEADLINE_S
 
 CONTRACT = Contract.model_validate(

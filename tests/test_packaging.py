@@ -63,7 +63,7 @@ def test_an_installed_package_finds_its_contracts_from_an_empty_folder(wheel: zi
     empty.mkdir()
     program = f"""
 import sys; sys.path.insert(0, {str(tmp_path / "site")!r})
-import diloco.config.shipped as shipped
+import diloco.config.load as shipped
 assert shipped.__file__.startswith({str(tmp_path)!r}), shipped.__file__
 assert str(shipped.shipped_contracts()["quick"]).startswith({str(tmp_path)!r})
 from diloco.config.load import load_contract

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from diloco.outer.radial import radial_mean
+from diloco.outer.average import radial_mean
 
 
 def orthogonal(peers: int, length: float = 1.0, elements: int = 64) -> list[Tensor]:

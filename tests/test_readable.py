@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.observe.readable import (
+from diloco.base.readable import (
     printable,
     readable_bytes,
     readable_count,

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from diloco.compress import Codec, PayloadError, bundle, open_codec
+from diloco.compress.codec import FloatCodec
 from diloco.compress.extra.dct import DctCodec
 from diloco.compress.extra.dct import _basis as basis
 from diloco.compress.extra.lowrank import LowRankCodec
-from diloco.compress.floats import FloatCodec
 from diloco.compress.topk import CHUNK, TopKCodec, kept_of
 from diloco.config.codec import CodecSection
 

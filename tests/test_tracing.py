@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.inner.tracing import Trace
+from diloco.inner.meter import Trace
 from tests.peers import PeerProcess, ending, tiny_contract
 
 STEPS = 2

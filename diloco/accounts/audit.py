@@ -21,12 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.books import Book, Life, _open_books, chain_of, peer_folders
-from diloco.accounts.chain import Chain
+from diloco.accounts.books import Book, Chain, Life, _open_books, chain_of, peer_folders
 from diloco.accounts.ledger import Record, Totals
 from diloco.base.errors import ConfigError, StateError
+from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted
-from diloco.observe.readable import readable_text
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState

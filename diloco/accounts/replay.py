@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from diloco.accounts.audit import saved_state
-from diloco.accounts.books import Book, chain_of, read_books
-from diloco.accounts.chain import Chain
+from diloco.accounts.books import Book, Chain, chain_of, read_books
 from diloco.accounts.recording import Recording, recordings
 from diloco.base.errors import StateError, UsageError
+from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted
 from diloco.compress import Codec, PayloadError, open_codecs
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.models import build_model
-from diloco.observe.readable import readable_text
 from diloco.outer.average import fold, mean_digest, unpack
 from diloco.outer.fragments import Fragment, Layout, named_parameters, read_fragment
 from diloco.outer.optimizers import open_outer

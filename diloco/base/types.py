@@ -12,9 +12,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from diloco.base.bounds import MAX_TEXT, MinValue
+MAX_TEXT: Final = 256
+"""Characters of a name, an address, a digest."""
+MAX_LIST: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MinValue:
+    """`Annotated[int, MinValue(-1)]`: the least number that is taken."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class MinLength:
+    """The fewest entries of a tuple."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class MaxLength:
+    """The most characters of a text, bytes of a `bytes`, entries of a tuple."""
+
+    length: int
+    cut: bool = False
+    """A longer text is cut when it is sent, not refused: it is for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class HexDigest:
+    """A hexadecimal text that travels as its `size` raw bytes."""
+
+    size: int
+
 
 StateVersion = Annotated[int, MinValue(-1)]
 """The version of a state; -1: none yet."""

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco.base.columns import aligned
 from diloco.base.errors import UsageError
+from diloco.base.readable import aligned
+from diloco.cli.options import raise_when_stopped
 from diloco.cli.plan import write_json
-from diloco.cli.stopping import raise_when_stopped
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
@@ -147,7 +147,7 @@ SCALING_HEADER = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", 
 
 
 def _scaling_row(scaling: str, measured: IslandSpeed, efficiency: float | None) -> list[str]:
-    from diloco.observe.readable import readable_bytes, readable_flops, readable_share
+    from diloco.base.readable import readable_bytes, readable_flops, readable_share
 
     mesh = " x ".join(f"{name} {size}" for name, size in measured.mesh.items()) or "one rank"
     share = "-" if efficiency is None else f"{100 * efficiency:.0f} %"

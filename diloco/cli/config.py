@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, progress_in
-from diloco.cli.stopping import raise_when_stopped
+from diloco.base.errors import ResourceError, UsageError
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, progress_in, raise_when_stopped
 
 config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=True)
 data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
@@ -71,8 +71,8 @@ def data_pack(
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a memory-mapped token shard (data.source = "shards")."""
-    from diloco.data.pack import pack
-    from diloco.data.tokenizers import open_tokenizer
+    from diloco.data.shards import pack
+    from diloco.data.tokenizer import open_tokenizer
 
     raise_when_stopped()  # a shard half written is deleted
     progress = None if as_json else progress_in("bytes")
@@ -87,3 +87,28 @@ def data_pack(
 
 def _files(count: int) -> str:
     return "1 file" if count == 1 else f"{count:,} files"
+
+
+commands = typer.Typer()
+
+
+@commands.command(epilog="Example:  diloco init my-run && diloco simulate my-run/contract.toml --peers 2")
+def init(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; this one.")] = Path(),
+) -> None:
+    """Write contract.toml and site.toml, with every key, its default and what it means."""
+    from diloco.config.template import contract_template, site_template
+
+    contract, site = directory / "contract.toml", directory / "site.toml"
+    for path in (contract, site):
+        if path.exists():
+            raise UsageError(f"{path.absolute()} is there already", "name another folder: diloco init DIR")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        contract.write_text(contract_template(str(contract), str(site)))
+        site.write_text(site_template())
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write to {directory.absolute()}: {error.strerror}", "name another folder"
+        ) from error
+    print(f"{contract}\n{site}\ntry:  diloco simulate {contract} --peers 2")

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco.base.errors import StateError
-from diloco.cli.options import AsJson, PeerFolders, progress_in
-from diloco.cli.stopping import raise_when_stopped
+from diloco.cli.options import AsJson, PeerFolders, progress_in, raise_when_stopped
 
 commands = typer.Typer()
 
@@ -108,7 +107,7 @@ def evaluate(
 
 def _root(given: Path | None, *folders: Path) -> Path:
     """The data root: as given, else as the first of these folders, or of the peers in them, remembers."""
-    from diloco.config.remembered import remembered_root
+    from diloco.config.load import remembered_root
 
     places = [place for folder in folders for place in (folder, *sorted(folder.glob("p*")))]
     remembered = (remembered_root(place) for place in places)

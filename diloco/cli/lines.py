@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from diloco.base.readable import NOTHING, printable, readable_share
 from diloco.observe import events
 from diloco.observe.events import Event, Stamped
-from diloco.observe.readable import NOTHING, printable, readable_share
 from diloco.observe.run_state import RunState
 
 MAX_LINES = 10_000

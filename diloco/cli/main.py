@@ -12,8 +12,8 @@ import typer
 
 from diloco import __version__
 from diloco.base.errors import DilocoError, ResourceError, UsageError
-from diloco.cli import bench, config, init, inspect, operate, peer, plan, simulate, virtual
-from diloco.observe.readable import printable
+from diloco.base.readable import printable
+from diloco.cli import bench, config, inspect, peer, plan, simulate, virtual
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 ELSEWHERE = {
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (init, peer, simulate, virtual, plan, operate, inspect):
+for group in (config, peer, simulate, virtual, plan, inspect):
     app.add_typer(group.commands)
 app.add_typer(config.config_app, name="config")
 app.add_typer(config.data_app, name="data")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -35,3 +39,28 @@ def progress_in(unit: str) -> Callable[[int, int], None]:
             sys.stderr.write(f"\r{done:,} of {total:,} {unit}" + ("\n" if done >= total else ""))
 
     return show
+
+
+def stop_asked() -> Callable[[], bool]:
+    """Install handlers: the first SIGINT, SIGTERM or SIGHUP asks to stop, the second ends the process at once.
+
+    Returns whether to stop.
+    """
+    asked: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if asked:
+            os._exit(128 + number)
+        asked.append(number)
+        with suppress(OSError):  # a hangup comes where the terminal is gone
+            os.write(2, b"leaving in good order; once more to end at once\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+    return lambda: bool(asked)
+
+
+def raise_when_stopped() -> None:
+    """From here on SIGINT and SIGTERM raise KeyboardInterrupt: this command has something to clean up, or to tell."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)

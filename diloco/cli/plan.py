@@ -59,8 +59,7 @@ def plan(
     """
     from diloco.plan import question as ask
     from diloco.plan.answer import make_plan
-    from diloco.plan.rows import plan_json
-    from diloco.plan.text import plan_text
+    from diloco.plan.text import plan_json, plan_text
 
     if bandwidth_table:
         if model or params:

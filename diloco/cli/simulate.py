@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath
-from diloco.cli.stopping import stop_asked
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, stop_asked
 
 commands = typer.Typer()
 

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from diloco.base.errors import UsageError
-from diloco.cli.options import AsJson
+from diloco.cli.options import AsJson, raise_when_stopped
 from diloco.cli.plan import write_json
-from diloco.cli.stopping import raise_when_stopped
 
 commands = typer.Typer()
 

@@ -6,12 +6,8 @@ from importlib import import_module
 
 import torch
 
-from diloco.compress.binned import DEFAULT_BLOCKS, BinnedCodec
-from diloco.compress.codec import Codec, PayloadError
-from diloco.compress.e3m0 import E3M0Codec
-from diloco.compress.floats import FloatCodec
-from diloco.compress.int4 import Int4Codec
-from diloco.compress.int8 import Int8Codec
+from diloco.compress.blocks import DEFAULT_BLOCKS, BinnedCodec, E3M0Codec, Int4Codec, Int8Codec
+from diloco.compress.codec import Codec, FloatCodec, PayloadError
 from diloco.compress.topk import TopKCodec
 from diloco.compress.zstd import ZstdCodec
 from diloco.config.codec import CodecChoice, CodecSection

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -217,3 +219,148 @@ def _mixed(numbers: Tensor) -> Tensor:
         numbers = (numbers ^ (numbers >> 16)) * 0x45D9F3B
     numbers = numbers & 0xFFFFFFFF
     return numbers ^ (numbers >> 16)
+
+
+MAX_INT8 = 127
+MIN_SCALE = 2.0**-126
+"""Smallest normal fp32. A block that needs less (values below 1.5e-36) is sent as zero: below it the quotient
+value / scale may leave the range of a code, and CPUs may be set to flush to zero."""
+
+
+@dataclass(frozen=True)
+class Int8Codec(BlockCodec):
+    """Codes from -127 to 127, in two's complement; values saturate at 1.7e38."""
+
+    block: int = 256
+    stochastic: bool = False
+    bits = 8
+    kernel = "int8"
+    header_dtype = torch.float32
+    max_value = MAX_INT8 * MAX_HEADER
+
+    def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
+        scales = values.abs().amax(dim=1, keepdim=True) / MAX_INT8
+        scales.masked_fill_(scales < MIN_SCALE, 0.0)
+        codes = quotients(values, scales)
+        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-MAX_INT8, MAX_INT8)
+        return scales, codes.to(torch.int8).view(torch.uint8)
+
+    def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(torch.int8)).mul_(headers)
+
+
+SIGN = 8
+FINEST = 2.0**-6
+"""Magnitudes are 0, then FINEST scales, doubled from code to code, to 1 scale at code 7."""
+LEVELS = (0.0, *(FINEST * 2**exponent for exponent in range(7)))
+
+
+@dataclass(frozen=True)
+class E3M0Codec(BlockCodec):
+    """Nearest level; half-way the smaller one."""
+
+    block: int = 64
+    stochastic: bool = False
+    bits = 4
+    kernel = "e3m0"
+
+    def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
+        scales = rounded_up(magnitudes(values))
+        ratios = quotients(values, scales)
+        lower, share = _place(ratios.abs())
+        codes = lower + (share > (0.5 if dither is None else dither))
+        negative = (ratios < 0) & (codes > 0)  # there is one zero
+        return scales, torch.where(negative, codes + SIGN, codes).to(torch.uint8)
+
+    def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
+        levels = torch.tensor([*LEVELS, *(-level for level in LEVELS)], dtype=torch.float32, device="cpu")
+        out.copy_(levels.index_select(0, codes.flatten().int()).view(codes.shape)).mul_(headers)
+
+
+def _place(ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest code whose level is not above a ratio in [0, 1], and how far (0 to 1) it is to the next.
+
+    The exponent is read from the bits of the number: 2^-6 has 121. Steps are powers of two, so nothing is rounded.
+    """
+    codes = ((ratios.view(torch.int32) >> 23) - 120).clamp_(min=0)
+    steps = (codes.clamp(min=1) + 120 << 23).view(torch.float32)
+    return codes, (ratios - torch.where(codes > 0, steps, 0.0)) / steps
+
+
+SIGMAS = {8: 6.0, 4: 2.5, 2: 2.0}
+"""Bits -> k."""
+WHOLE_PART = 2**40
+"""As a block: one codebook for each part, however large."""
+DEFAULT_BLOCKS = {8: WHOLE_PART, 4: 1024, 2: 256}
+"""Codebooks cost 0.004 (parts of 2^20), 0.25 and 0.25 bits a value."""
+
+
+@dataclass(frozen=True)
+class BinnedCodec(BlockCodec):
+    """2^bits bins. Statistics are taken of fixed-point numbers: integers add up to the same sum in any order."""
+
+    block: int
+    bits: int
+
+    @property
+    def name(self) -> str:
+        return "two_bit" if self.bits == 2 else f"int{self.bits}-statistical"
+
+    @property
+    def kernel(self) -> str:  # type: ignore[override]
+        """Name of the compiled kernel."""
+        return f"binned{self.bits}"
+
+    @property
+    def header_numbers(self) -> int:
+        return 1 << self.bits
+
+    def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
+        largest = magnitudes(values)
+        numbers = fixed_point(values, largest)
+        codes = self._codes(numbers)
+        integers = numbers.long()
+        empty = torch.zeros(len(values), self.header_numbers, dtype=torch.int64, device=values.device)
+        sums, counts = empty.scatter_add(1, codes, integers), empty.scatter_add(1, codes, torch.ones_like(integers))
+        means = sums.double() / counts.clamp(min=1) * (largest.double() / FIXED_POINT)
+        return means.float().bfloat16(), codes.to(torch.uint8)
+
+    def _codes(self, numbers: Tensor) -> Tensor:
+        """The bin of each fixed-point number, int64."""
+        integers = numbers.long()
+        columns = numbers.shape[1]
+        mean = integers.sum(dim=1, keepdim=True).double() / columns
+        variance = integers.square().sum(dim=1, keepdim=True).double() / columns - mean * mean
+        sigma = torch.from_numpy(np.sqrt(variance.clamp(min=0).cpu().numpy())).to(mean)
+        bins = self.header_numbers
+        slope = (bins / 2) / (SIGMAS[self.bits] * sigma.masked_fill(sigma == 0, torch.inf))
+        offset = bins / 2 - mean * slope
+        return (numbers * slope.float()).add_(offset.float()).floor_().clamp_(0, bins - 1).long()
+
+    def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
+        torch.gather(headers, 1, codes.long(), out=out)
+
+
+MAX_INT4 = 7
+ZERO = 8
+"""Offset that is added to a code, so that it is stored without a sign."""
+
+
+@dataclass(frozen=True)
+class Int4Codec(BlockCodec):
+    """Codes from -7 to 7, stored as 1 to 15; a 0, which only others send, decodes to -8 scales."""
+
+    block: int = 64
+    stochastic: bool = False
+    bits = 4
+    kernel = "int4"
+    max_value = MAX_INT4 * MAX_HEADER
+
+    def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
+        scales = rounded_up(magnitudes(values) / MAX_INT4)
+        codes = quotients(values, scales)
+        codes = codes.round_() if dither is None else codes.add_(dither).floor_().clamp_(-MAX_INT4, MAX_INT4)
+        return scales, codes.add_(ZERO).to(torch.uint8)
+
+    def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
+        out.copy_(codes).sub_(ZERO).mul_(headers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -121,3 +122,27 @@ def to_bytes(raw: Tensor) -> bytes:
 def from_bytes(payload: bytes) -> Tensor:
     """A new flat uint8 tensor, writable and aligned, which `bytes` are not."""
     return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
+
+
+@dataclass(frozen=True)
+class FloatCodec(Codec):
+    """One number of type `dtype` per value, rounded to nearest even; fp16 saturates at 65,504."""
+
+    label: str
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def encode(self, values: Tensor) -> bytes:
+        return to_bytes(saturated(values, torch.finfo(self.dtype).max).to(self.dtype))
+
+    def decode_into(self, payload: bytes, out: Tensor) -> None:
+        check_size(payload, self.max_bytes(out.numel()))
+        out.copy_(from_bytes(payload).view(self.dtype))
+        if not math.isfinite(magnitude(out)):
+            raise PayloadError(f"{self.name} payload holds values that are not finite")
+
+    def max_bytes(self, elements: int) -> int:
+        return elements * self.dtype.itemsize

@@ -147,7 +147,7 @@ def magnitude(values: Tensor) -> float | None:
 
 
 def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
-    """`diloco.outer.feedback.with_residual`. None: not here."""
+    """`diloco.outer.pseudograd.with_residual`. None: not here."""
     flat = (gradient, residual, out)
     library = installed()
     if library is None or not all(_is_plain(one, out.numel()) for one in flat):

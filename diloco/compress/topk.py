@@ -28,10 +28,8 @@ import torch
 from torch import Tensor
 
 from diloco.compress import kernels
-from diloco.compress.binned import BinnedCodec
-from diloco.compress.codec import Codec, PayloadError, check_size
-from diloco.compress.floats import FloatCodec
-from diloco.compress.int8 import Int8Codec
+from diloco.compress.blocks import BinnedCodec, Int8Codec
+from diloco.compress.codec import Codec, FloatCodec, PayloadError, check_size
 from diloco.config.codec import CodecChoice
 
 CHUNK = 4096

@@ -7,17 +7,32 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from diloco.base.errors import ConfigError, IncompatibleError
+from diloco.base.errors import ConfigError, IncompatibleError, StateError
 from diloco.config.contract import CONTRACT_VERSION, Contract
 from diloco.config.presets import PRESETS
 from diloco.config.section import Section, shown
-from diloco.config.shipped import contract_path, shipped_contracts
 from diloco.config.site import Site
+
+
+@cache
+def shipped_contracts() -> dict[str, Path]:
+    """Path of each shipped contract by its name, sorted."""
+    installed = Path(__file__).with_name("contracts")
+    folder = installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
+
+
+def contract_path(text: str | Path) -> Path:
+    """The file that `text` names: the path itself where there is a file, else the shipped contract of that name."""
+    path = Path(text)
+    return path if path.is_file() else shipped_contracts().get(str(text), path)
+
 
 S = TypeVar("S", Contract, Site)
 
@@ -269,3 +284,33 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     message = first["msg"].removeprefix("Value error, ")
     got = "" if isinstance(first["input"], dict) else f", got {shown(first['input'])}"
     return key, f"{safe}: {message}{got}" if name else message
+
+
+NAME = "site.json"
+
+
+def remember(directory: Path, site: Site) -> None:
+    """Write `site.json` into the folder of a peer. Raises OSError."""
+    path = directory / NAME
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
+    beside.replace(path)
+
+
+def remembered_root(path: Path) -> str | None:
+    """The data root of the peer whose folder, folder of checkpoints, or checkpoint `path` is; None: not known.
+
+    Raises StateError for a damaged file.
+    """
+    folder = path.absolute()
+    places = (folder, folder.parent, folder.parent.parent)
+    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
+    if found is None:
+        return None
+    try:
+        root = json.loads(found.read_text())["data"]["root"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StateError(
+            f"{found} is damaged", "delete it, and name the data's folder: data.root, --data-root"
+        ) from error
+    return str(root)

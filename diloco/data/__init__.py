@@ -28,7 +28,7 @@ def open_dataset(section: DataSection, root: Path) -> Dataset:
     """
     match section.source:
         case "stdlib":
-            from diloco.data.stdlib import open_stdlib
+            from diloco.data.text import open_stdlib
 
             return open_stdlib(section)
         case "text":

@@ -19,11 +19,10 @@ import torch
 
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
-from diloco.data.dataset import Dataset, TokenArray, fingerprint
-from diloco.data.documents import text_of
+from diloco.data.dataset import Dataset, TokenArray, fingerprint, token_dtype
 from diloco.data.files import find, unreadable
-from diloco.data.tokenizer import Tokenizer, token_dtype
-from diloco.data.tokenizers import open_tokenizer
+from diloco.data.text import text_of
+from diloco.data.tokenizer import Tokenizer, open_tokenizer
 
 try:
     import datasets

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from diloco.base.errors import ConfigError, DataError
-from diloco.data.dataset import TokenArray, fingerprint
-from diloco.data.tokenizer import token_dtype
+from diloco.data.dataset import TokenArray, fingerprint, token_dtype
 
 try:
     import transformers

@@ -5,14 +5,97 @@ For text that does not fit, make a shard first (`diloco data pack`).
 
 from __future__ import annotations
 
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
-from diloco.data.dataset import Dataset
-from diloco.data.documents import pieces
-from diloco.data.files import TEXT_SUFFIXES, find
-from diloco.data.split import split_dataset
-from diloco.data.tokenizers import open_tokenizer
+from diloco.data.dataset import Dataset, TokenArray, split_dataset, token_dtype
+from diloco.data.files import TEXT_SUFFIXES, find, read_bytes, unreadable, walk
+from diloco.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+
+PIECE_BYTES = 16 * 2**20
+"""A text file is tokenised in pieces of about this size, each to the end of a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one document, or of a part of a long one; the last token of a document is the separator."""
+
+    tokens: TokenArray
+    input_bytes: int
+    """Bytes of the file it was made of."""
+
+
+def pieces(path: Path, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]:
+    """Tokens of a `.jsonl` file (one document a line, in `text_field`) or of any other file (one UTF-8 document).
+
+    Raises DataError, naming file and line.
+    """
+    separator = np.array([tokenizer.separator], token_dtype(tokenizer.vocab_size))
+    texts = _jsonl(path, text_field) if path.suffix == ".jsonl" else _plain(path)
+    try:
+        for text, ends, input_bytes in texts:
+            tokens = tokenizer.encode(text)
+            yield Piece(np.concatenate([tokens, separator]) if ends else tokens, input_bytes)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(text, whether the document ends with it, bytes read)."""
+    with path.open("rb") as file:
+        start = 0
+        data = file.read(PIECE_BYTES) + file.readline()
+        while data:
+            following = file.read(PIECE_BYTES) + file.readline()
+            yield _decode(data, path, start), not following, len(data)
+            start += len(data)
+            data = following
+
+
+def _decode(data: bytes, path: Path, start: int) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {start + error.start}",
+            "convert it to UTF-8, or leave it out of data.paths",
+        ) from error
+
+
+def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = _field(line, text_field, f"{path}:{number}") if line.strip() else ""
+            if text:
+                yield text, True, len(line)
+
+
+def _field(line: bytes, text_field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON: {error}", "write one JSON object on each line") from error
+    return text_of(record, text_field, where)
+
+
+def text_of(record: object, text_field: str, where: str) -> str:
+    """The text in a record's field, with lone surrogates (which no UTF-8 text can hold) replaced. Raises DataError."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object with the field {text_field!r}, got {type(record).__name__}")
+    if text_field not in record:
+        fields = ", ".join(map(repr, list(record)[:8])) or "none"
+        raise DataError(f"{where}: no field {text_field!r} (fields: {fields})", "set data.text_field")
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {text_field!r} holds {type(text).__name__}, not text", "set data.text_field")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def open_text(section: DataSection, root: Path) -> Dataset:
@@ -27,3 +110,33 @@ def open_text(section: DataSection, root: Path) -> Dataset:
     }
     where = f"{', '.join(section.paths)} in {root}"
     return split_dataset(documents, section, tokenizer.vocab_size, (tokenizer.vocab_size,), where)
+
+
+_SKIP_FOLDERS = frozenset(
+    # not the standard library, or compiled
+    {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+    # packaged separately by distributions
+    | {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"}
+    # 1.4 MB of character tables
+    | {"encodings"}
+)
+_SKIP_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+"""Beginnings of file names that hold this machine's own settings."""
+
+
+def open_stdlib(section: DataSection) -> Dataset:
+    """Documents are files, each followed by the byte 0. Raises DataError when the library's source is not installed."""
+    if section.tokenizer != "bytes" or section.paths:
+        raise ConfigError("data.source 'stdlib' takes bytes only and no paths", "for anything else use 'text'")
+    return read_library(Path(sysconfig.get_path("stdlib")), section)
+
+
+def read_library(folder: Path, section: DataSection) -> Dataset:
+    """The dataset of a standard library in `folder`. Raises DataError."""
+    files = [file for file in walk(folder, (".py",), _SKIP_FOLDERS) if not file.name.startswith(_SKIP_FILES)]
+    documents = {
+        file.relative_to(folder).as_posix(): [np.frombuffer(read_bytes(file) + b"\0", np.uint8)] for file in files
+    }
+    if not documents:
+        raise DataError(f"{folder} holds no source of the standard library (*.py)", "use data.source = 'text'")
+    return split_dataset(documents, section, ByteTokenizer.vocab_size, (), str(folder))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from diloco.data.dataset import TokenArray, fingerprint
+from diloco.data.files import inside
 
 
 class Tokenizer(Protocol):
@@ -42,6 +44,13 @@ class ByteTokenizer:
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
-def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest little-endian unsigned type that holds every token."""
-    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+def open_tokenizer(name: str, root: Path) -> Tokenizer:
+    """`bytes`, or the Hugging Face tokenizer in the folder `root / name`; nothing is ever downloaded.
+
+    Raises DataError (no such tokenizer) and ConfigError (a path outside `root`, or the extra is missing).
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    from diloco.data.hf_tokenizer import HFTokenizer
+
+    return HFTokenizer(inside(name, root))

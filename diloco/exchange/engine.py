@@ -25,19 +25,19 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.background import Background, settle
 from diloco.exchange.lane import Lane
-from diloco.exchange.lane_terms import LaneTerms
 from diloco.exchange.lanes import RemoteLane
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
 from diloco.exchange.status import status_json
+from diloco.exchange.work import LaneTerms
 from diloco.outer.average import digest_of, is_mean_of
 from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
-from diloco.protocol.rules import Rules, Timing
 from diloco.protocol.streams import Kind, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.view import Rules, Timing
+from diloco.transport.endpoint import nobody_listens
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit
-from diloco.transport.probe import nobody_listens
 
 logger = logging.getLogger(__name__)
 

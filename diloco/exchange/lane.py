@@ -22,9 +22,8 @@ from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
-from diloco.exchange.lane_terms import LaneEvents, LaneTerms, SteppedVersion
 from diloco.exchange.outlets import Outlets, Precedence
-from diloco.exchange.work import BadContribution, Work, hashed
+from diloco.exchange.work import BadContribution, LaneEvents, LaneTerms, SteppedVersion, Work, hashed
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m

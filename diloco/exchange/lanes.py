@@ -24,7 +24,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Commit, Member
 from diloco.exchange.lane import Key, Lane
-from diloco.exchange.lane_terms import LaneEvents
+from diloco.exchange.work import LaneEvents
 from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome

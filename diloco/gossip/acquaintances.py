@@ -7,8 +7,10 @@ clocks are not compared. What is kept is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from diloco.base.types import Member, Phase, Progress
 from diloco.protocol.gossip_messages import Acquaintance
@@ -108,3 +110,40 @@ class Acquaintances:
 
 def _later(word: Acquaintance, known: Acquaintance) -> bool:
     return (word.member.incarnation, word.beat) > (known.member.incarnation, known.beat)
+
+
+def gossip_status_json(acquaintances: Acquaintances, terms: Mapping[str, Any], reason: str, now: float) -> str:
+    """The same under gossip: every peer has a state of its own, and `peers` are those that this one knows.
+
+    `terms`: what does not come from the acquaintances, by its name in `status_json`.
+    """
+    known, mine = acquaintances, acquaintances.progress
+    everybody = [
+        (Acquaintance(known.me, 0, mine, known.spread), 0.0, True),
+        *sorted(known.everybody(now), key=lambda entry: entry[0].member.peer),
+    ]
+    tree: dict[str, Any] = {
+        **terms,
+        "founded": True,
+        "version": mine.version,
+        "state_digest": "",
+        "tokens": mine.tokens + known.tokens(),
+        "answering": known.me.peer,
+        "reason": reason,
+        "spread": known.spread if known.spread >= 0 else None,
+        "peers": [_acquaintance(word, said_s_ago, alive) for word, said_s_ago, alive in everybody],
+    }
+    return json.dumps(tree)
+
+
+def _acquaintance(word: Acquaintance, said_s_ago: float, alive: bool) -> dict[str, Any]:
+    return {
+        "peer": word.member.peer,
+        "address": word.member.address,
+        "incarnation": word.member.incarnation,
+        "alive": alive,
+        "in_view": alive,
+        "spread": word.spread if word.spread >= 0 else None,
+        "heard_s_ago": round(said_s_ago, 1),
+        **asdict(word.progress),
+    }

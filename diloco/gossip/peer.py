@@ -32,8 +32,7 @@ from diloco.base.memory import empty_as
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
 from diloco.compress.codec import magnitude
-from diloco.gossip.pairing import CountedWeights, Pairing, check_partner, pair_mean, settle, spread
-from diloco.gossip.settling import Settling
+from diloco.gossip.pairing import CountedWeights, Pairing, Settling, check_partner, pair_mean, settle, spread
 from diloco.gossip.swapping import Swapping
 from diloco.gossip.swaps import Swap
 from diloco.gossip.terms import SwapRecord, gossip_terms
@@ -51,8 +50,8 @@ from diloco.observe.events import (
     Warned,
     timed,
 )
+from diloco.outer.line import adoption, book_adoption, book_drop
 from diloco.outer.merge import carry, carry_fragment
-from diloco.outer.resync import adoption, book_adoption, book_drop
 from diloco.outer.state import OuterState
 from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
@@ -62,7 +61,7 @@ from diloco.protocol.gossip_messages import Acquaintance
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
 from diloco.storage.saving import Keeper
-from diloco.transport.presence import Presence
+from diloco.transport.dht import Presence
 from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes
 

@@ -31,15 +31,14 @@ from diloco.base.types import Closed, Member, Progress
 from diloco.compress import PayloadError
 from diloco.exchange.background import Background
 from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
-from diloco.gossip.acquaintances import Acquaintances
-from diloco.gossip.status import gossip_status_json
+from diloco.gossip.acquaintances import Acquaintances, gossip_status_json
 from diloco.gossip.swaps import Swap, Swaps, SwapStage
 from diloco.gossip.transfer import Agreed, Arriving, Failed, GossipTerms, Here, Outgoing
 from diloco.outer.average import max_part_bytes
 from diloco.outer.state import OuterState
 from diloco.protocol import messages as m
-from diloco.protocol.admission import Admission
 from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
+from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit

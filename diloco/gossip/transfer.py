@@ -13,8 +13,8 @@ from diloco.compress import Codec, PayloadError
 from diloco.gossip.swaps import Swap
 from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.state import OuterOptimizer
-from diloco.protocol.rules import Timing
 from diloco.protocol.streams import Part
+from diloco.protocol.view import Timing
 
 
 @dataclass(frozen=True)

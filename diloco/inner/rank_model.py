@@ -21,8 +21,7 @@ from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.data.dataset import Dataset
 from diloco.inner.loop import InnerLoop, ModelRanks, evaluate, random_states, restore_random_states, seed_everything
-from diloco.inner.meter import Usage, device_name, memory_of, peak_flops
-from diloco.inner.tracing import Trace
+from diloco.inner.meter import Trace, Usage, device_name, memory_of, peak_flops
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of

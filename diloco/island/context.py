@@ -1,14 +1,20 @@
 """Context parallelism: each rank has a piece of every sequence, and attention sees the whole.
 
-By heads (DeepSpeed-Ulysses; the other way, a ring, is `diloco.island.ring`): around attention an all-to-all turns
-pieces of all heads into some heads of the whole sequence and back (arXiv 2309.14509, section 3.1); all else needs one
-token at a time. It sends 4 T D / n elements per rank and block, whatever kernel computes the attention, on gloo and on
-NCCL.
+By heads (`divide_sequences` with `heads`; DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1): around attention an
+all-to-all turns pieces of all heads into some heads of the whole sequence and back. It sends 4 T D / n elements per
+rank and block, whatever kernel computes the attention, on gloo and on NCCL.
+
+As a ring (`RingAttention`; arXiv 2310.01889): keys and values go round, and the heads need not divide. The loop over
+the ring and the merging of its parts are torch's own (context parallelism of `torch.distributed.tensor.experimental`,
+made for torch 2.13). It balances causal attention by giving rank r of n the r-th and the r-th last of 2 n chunks of a
+sequence. An all-to-all brings our consecutive pieces into that order, and another one the result back. This sends as
+many elements as attention by heads, and (n - 1) / n of all keys and values beside.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +22,141 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
-from diloco.island.ring import RingAttention
+from diloco.base.errors import ConfigError
 from diloco.models.transformer import Attention, Transformer, attend
+
+HALVES = 2
+"""Chunks of a sequence that a rank has."""
+
+Kernel = Callable[..., Any]
+
+
+class RingAttention:
+    """Causal attention over whole sequences of which each rank has a piece: shapes as `attend`, T being the piece's.
+
+    T must be even.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Raises ConfigError where this torch has no ring attention."""
+        self._group = group
+        _torch_ring()
+        ranks, rank = group.size(), group.rank()
+        self._owner = [min(chunk, HALVES * ranks - 1 - chunk) for chunk in range(HALVES * ranks)]
+        """By chunk of a sequence: the rank that has it while keys and values go round."""
+        mine = [HALVES * rank, HALVES * rank + 1]
+        balanced = [rank, HALVES * ranks - 1 - rank]
+        self._there = _Move(mine, balanced, self._owner, [chunk // HALVES for chunk in range(HALVES * ranks)], group)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's loop keeps tensors that it could not capture
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [part.shape[1] for part in (q, k, v)]
+        q, k, v = torch.split(self._there(torch.cat((q, k, v), dim=1)), heads, dim=1)
+        mixed: Tensor = _Ring.apply(self._group, q, k, v)  # type: ignore[no-untyped-call]
+        return self._there.back(mixed)
+
+
+class _Move:
+    """Chunks of sequences, (B, heads, T, E) with two of them along T, from the ranks of one order to another's."""
+
+    def __init__(
+        self, before: list[int], after: list[int], owner: list[int], source: list[int], group: dist.ProcessGroup
+    ) -> None:
+        """`before`, `after`: the chunks of this rank. `owner`, `source`: each chunk's rank after, and before."""
+        ranks = range(group.size())
+        self._group = group
+        self._sent = sorted(before, key=lambda chunk: (owner[chunk], chunk))
+        self._arriving = sorted(after, key=lambda chunk: (source[chunk], chunk))
+        self._before, self._after = before, after
+        self._to = [sum(owner[chunk] == rank for chunk in before) for rank in ranks]
+        self._from = [sum(source[chunk] == rank for chunk in after) for rank in ranks]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._moved(x, self._before, self._sent, self._arriving, self._after, self._from, self._to)
+
+    def back(self, x: Tensor) -> Tensor:
+        return self._moved(x, self._after, self._arriving, self._sent, self._before, self._to, self._from)
+
+    def _moved(
+        self, x: Tensor, had: list[int], sent: list[int], arriving: list[int], wanted: list[int], received: list[int],
+        given: list[int],
+    ) -> Tensor:  # fmt: skip
+        chunks = dict(zip(had, x.chunk(HALVES, dim=2), strict=True))
+        parts = torch.stack([chunks[chunk] for chunk in sent])
+        arrived: Tensor = all_to_all_single_autograd(parts, received, given, self._group)
+        found = dict(zip(arriving, arrived.unbind(), strict=True))
+        return torch.cat([found[chunk] for chunk in wanted], dim=2)
+
+
+class _Ring(torch.autograd.Function):
+    """Torch's ring around a kernel that returns the logarithm of each query's softmax sum."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, sums, *rest = _torch_ring()._templated_ring_attention(
+            group, 2, _forward_of(q), query=q, key=k, value=v, is_causal=True
+        )
+        ctx.group, ctx.rest = group, rest
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, out, sums = ctx.saved_tensors
+        found = _torch_ring()._templated_ring_attention_backward(
+            ctx.group, 2, _backward_of(q, ctx.rest), grad_out=gradients[0].contiguous(), grad_out_name="grad_out",
+            query=q, key=k, value=v, out=out, logsumexp=sums, is_causal=True,
+        )  # fmt: skip
+        return None, *found[:3]
+
+
+def _forward_of(q: Tensor) -> Kernel:
+    """Attention with as many heads of keys and values as of queries, or fewer: the ring carries few."""
+    aten = torch.ops.aten
+    kernel: Kernel = (
+        aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+    )
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Any:
+        shared = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(shared, dim=1) for one in (key, value))
+        return kernel(query, key, value, dropout_p=0.0, is_causal=is_causal)
+
+    return attention
+
+
+def _backward_of(q: Tensor, rest: list[Any]) -> Kernel:
+    """The gradient of `_forward_of`, given what else that returned (of flash attention: lengths and a random state)."""
+    aten = torch.ops.aten
+
+    def gradients(
+        *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool
+    ) -> Any:
+        heads = key.shape[1]
+        wide = [one.repeat_interleave(query.shape[1] // heads, dim=1) for one in (key, value)]
+        common = (grad_out, query, *wide, out, logsumexp)
+        if q.is_cuda:
+            lengths, (seed, offset) = rest[:4], rest[4:6]
+            of_q, *of_kv = aten._scaled_dot_product_flash_attention_backward(
+                *common, *lengths, 0.0, is_causal, seed, offset
+            )
+        else:
+            of_q, *of_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*common, 0.0, is_causal)
+        return of_q, *(one.unflatten(1, (heads, -1)).sum(dim=2) for one in of_kv)
+
+    return gradients
+
+
+def _torch_ring() -> Any:
+    """Torch's module, set to what this one counts on. Raises ConfigError where there is none."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    except ImportError as error:
+        cause = f"mesh.cp_method 'ring' needs the ring attention of torch 2.13, this is {torch.__version__}"
+        raise ConfigError(cause, 'set mesh.cp_method = "heads"') from error
+    ring._cp_options.enable_load_balance = True
+    ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
+    return ring
 
 
 def divide_sequences(model: Transformer, mesh: DeviceMesh, method: Literal["heads", "ring"] = "heads") -> None:

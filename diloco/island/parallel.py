@@ -44,8 +44,7 @@ from diloco.config.site import MeshSection, Site
 from diloco.island.context import divide_sequences
 from diloco.island.experts import divide_experts, divided_experts
 from diloco.island.mesh import Mesh
-from diloco.island.shares import held
-from diloco.island.slices import Slice
+from diloco.island.slices import Slice, held
 from diloco.models.moe import MixtureOfExperts, routers
 from diloco.models.transformer import Block, Transformer
 

@@ -32,11 +32,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from diloco.config.contract import ModelSection
 from diloco.config.site import MeshSection, PipelineSchedule
 from diloco.island.bridge import Column
-from diloco.island.mesh import Mesh
+from diloco.island.mesh import LOOPED, Mesh, count_stages, cut, home_of, layer_costs, stages_of
 from diloco.island.parallel import give_back
-from diloco.island.shares import held
-from diloco.island.slices import Slice
-from diloco.island.stages import LOOPED, count_stages, cut, home_of, layer_costs, stages_of
+from diloco.island.slices import Slice, held
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
 from diloco.outer.fragments import named_parameters

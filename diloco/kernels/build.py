@@ -30,8 +30,8 @@ from diloco.base.files import sync_path
 from diloco.compress import Codec, kernels, open_codec
 from diloco.compress.codec import magnitude
 from diloco.config.codec import CodecSection
-from diloco.outer.feedback import with_residual
 from diloco.outer.optimizers import Nesterov
+from diloco.outer.pseudograd import with_residual
 from diloco.outer.state import FragmentState
 
 SOURCE = Path(__file__).with_name("kernels.c")

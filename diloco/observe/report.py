@@ -28,8 +28,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
 from diloco.base.errors import ResourceError, UsageError
-from diloco.observe.events import STEPS
-from diloco.observe.readable import (
+from diloco.base.readable import (
     NOTHING,
     readable_bytes,
     readable_count,
@@ -41,6 +40,7 @@ from diloco.observe.readable import (
     readable_text,
     readable_times,
 )
+from diloco.observe.events import STEPS
 from diloco.observe.run_folder import PHASES, Curve, Point, RunFolder, outcomes, read_run
 from diloco.observe.run_state import Version, mean
 

@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from diloco.base.errors import DilocoError
+from diloco.base.readable import readable_text
 from diloco.config.load import load_contract
 from diloco.observe.event_log import read_events
 from diloco.observe.events import (
@@ -31,7 +32,6 @@ from diloco.observe.events import (
     TrainingProgress,
     VersionClosed,
 )
-from diloco.observe.readable import readable_text
 from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, mean
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}

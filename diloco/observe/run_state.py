@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 
+from diloco.base.readable import readable_text
 from diloco.observe import events
 from diloco.observe.events import GOODBYES, STEPS, Event, Stamped
-from diloco.observe.readable import readable_text
 
 RUNNING = (events.ViewChanged, events.TrainingProgress, events.VersionClosed, events.SwapApplied)
 """Events that only a peer in the view writes."""

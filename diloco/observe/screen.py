@@ -19,8 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from diloco.observe.events import Evaluated, Event, Remark, RoundSkipped, Stamped, SwapApplied, VersionClosed
-from diloco.observe.readable import (
+from diloco.base.readable import (
     NOTHING,
     readable_bytes,
     readable_count,
@@ -31,6 +30,7 @@ from diloco.observe.readable import (
     readable_text,
     readable_times,
 )
+from diloco.observe.events import Evaluated, Event, Remark, RoundSkipped, Stamped, SwapApplied, VersionClosed
 from diloco.observe.run_folder import MethodResult, outcomes
 from diloco.observe.run_state import Notice, PeerState, RunState, Version
 

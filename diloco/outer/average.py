@@ -20,8 +20,7 @@ from diloco.base.memory import floats
 from diloco.base.types import Commit
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.outlier import outlier
-from diloco.outer.radial import radial_mean
+from diloco.outer.weighing import outlier
 
 Terms = Sequence[tuple[int, bytes]]
 """Contributions to a part: (weight >= 0, encoded values)."""
@@ -50,12 +49,11 @@ def fold(
     is separately rounded fp32 in that order. Only ratios of weights count, so a common divisor is taken out first:
     equal weights give the plain mean's bits and a single contribution its own. A sum that overflows saturates, lest
     one hostile contribution make a mean that everybody has to refuse; without any weight the mean is zero.
-    `radial`: the mean of `diloco.outer.radial`, which a bundle cannot be; all contributions are in memory, then.
+    `radial`: by `radial_mean`, which a bundle cannot be; all contributions are in memory, then.
 
     Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
-    size of the others (`diloco.outer.outlier`; 0: never). `trained`: tokens behind each payload. Who was alone for long
-    has
-    gone far, and honestly: at most as many times as far as it trained more.
+    size of the others (`diloco.outer.weighing`; 0: never). `trained`: tokens behind each payload. A peer that was
+    alone for long has gone far, and honestly: at most as many times as far as it trained more.
     """
     reduce = _gather if codec.gathered else _sum_radially if radial else _sum
     squares, mean = reduce(payloads, elements, codec)
@@ -180,3 +178,46 @@ def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:
     if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
         return False
     return mean_digest(parts) == commit.mean_digest
+
+
+ROUNDING = 2.0**-23
+"""Spacing of fp32 numbers at 1: directions whose sum is shorter than that, relative to their weights, cancel out."""
+
+
+def radial_mean(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """The radial-directional mean of one part, a new flat fp32 tensor.
+
+    `decoded`: at least one flat fp32 host tensor of finite values, all of one length, in the order of the view;
+    `weights`: one per tensor, >= 0, of which only ratios count. A contribution of weight 0 does not count at all; one
+    of zeros has a length, which is 0, but no direction. Where only one counts, the mean is its bits. Without any
+    weight, or where the directions cancel out, it is zero. Values beyond fp32 saturate.
+    """
+    counted = [(values, weight) for values, weight in zip(decoded, weights, strict=True) if weight > 0]
+    if len(counted) == 1:
+        return counted[0][0].clone()
+    direction = torch.zeros(decoded[0].numel(), dtype=torch.float64, device="cpu")
+    lengths = []
+    for values, weight in counted:
+        exact = values.double()
+        length = _length(exact)
+        lengths.append(weight * length)
+        if length > 0:
+            direction.add_(exact.mul_(weight / length))
+    total = sum(weight for _, weight in counted)
+    resultant = _length(direction)
+    if resultant <= total * ROUNDING:
+        return torch.zeros_like(decoded[0])
+    return direction.mul_(math.fsum(lengths) / total / resultant).float().nan_to_num_()
+
+
+def _length(values: Tensor) -> float:
+    """The Euclidean norm of flat fp64 values, the same bits on any CPU.
+
+    Their squares are added by halves, element by element: the order that torch sums in depends on threads and vectors.
+    """
+    squares = values * values
+    while squares.numel() > 1:
+        half = (squares.numel() + 1) // 2
+        squares[: squares.numel() - half] += squares[half:]
+        squares = squares[:half]
+    return math.sqrt(squares.item())

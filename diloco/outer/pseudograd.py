@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from diloco.compress import Codec, kernels
+from diloco.compress.codec import magnitude
 from diloco.outer.fragments import Fragment, Weights
+from diloco.outer.state import tiles
 
 
 def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor | None = None) -> Tensor:
@@ -39,3 +43,100 @@ def gradients(
     held = local.__getitem__ if local is not None else None
     made = weights.parts(fragment) if held is None else ((p, partial(held, slice(*b))) for p, b in cuts.items())
     yield from ((part, partial(gradient, slice(*cuts[part]), values)) for part, values in made)
+
+
+Total = Callable[[Tensor], Tensor]
+WELL_ALIGNED = 0.5
+"""Cosine from which nothing is changed."""
+
+
+def aligned(
+    gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: float, total: Total = lambda sums: sums
+) -> Tensor:
+    """`gradient` as it is to be sent; all flat fp32 of the fragment's length.
+
+    With lateness l = 1 - 1 / staleness, of a tensor at cosine c to the momentum:
+
+    - c >= `WELL_ALIGNED`: itself;
+    - 0 <= c: turned, at its own length, to the cosine c + l (`WELL_ALIGNED` - c);
+    - c < 0: without the share l of its component against the momentum.
+
+    staleness: versions that closed meanwhile over the trainers; up to 1 nothing is changed. `total` sums over the ranks
+    that hold the fragment together.
+    """
+    if staleness <= 1:
+        return gradient
+    names = {entry.name: row for row, entry in enumerate(fragment.entries)}
+    sums = torch.zeros(len(names), 3, dtype=torch.float64, device="cpu")
+    pieces = [(names[spot.name], slice(spot.offset, spot.end)) for spot in fragment.spots]
+    for row, at in pieces:
+        pairs = (gradient, gradient), (momentum, momentum), (gradient, momentum)
+        products = [float(torch.dot(one[at], other[at])) for one, other in pairs]
+        sums[row] += torch.tensor(products, dtype=torch.float64, device="cpu")
+    sums, late, result = total(sums), 1 - 1 / staleness, torch.empty_like(gradient)
+    for row, at in pieces:
+        result[at] = _aligned(gradient[at], momentum[at], late, sums[row].tolist())
+    return result
+
+
+def _aligned(gradient: Tensor, momentum: Tensor, late: float, sums: list[float]) -> Tensor:
+    """A piece of a tensor; `sums`: the whole tensor's squares, the momentum's, and their products."""
+    if not all(0 < square < math.inf for square in sums[:2]):
+        return gradient
+    lengths = math.sqrt(sums[0]), math.sqrt(sums[1])
+    way = momentum / lengths[1]
+    along = sums[2] / lengths[1]
+    cosine = along / lengths[0]
+    if cosine >= WELL_ALIGNED:
+        return gradient
+    if cosine < 0:
+        return gradient - way * (late * along)
+    across = gradient - way * along
+    beside = math.sqrt(max(sums[0] - along**2, 0.0))
+    if not beside:
+        return gradient
+    wanted = cosine + late * (WELL_ALIGNED - cosine)
+    return way * (lengths[0] * wanted) + across * (lengths[0] * math.sqrt(1 - wanted**2) / beside)
+
+
+def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> bool:
+    """Fill `out`, which may be `gradient`, with what to encode. Returns whether that is finite.
+
+    All flat fp32 of one length; None is a residual of zero.
+    """
+    finite = kernels.with_residual(gradient, residual, decay, out) if residual is not None else None
+    if finite is not None:
+        return finite
+    finite = True
+    for tile in tiles(gradient.numel()):
+        if residual is not None:
+            torch.add(gradient[tile], residual[tile] * decay, out=out[tile])
+        elif out is not gradient:
+            out[tile] = gradient[tile]
+        finite = finite and math.isfinite(magnitude(out[tile]))
+    return finite
+
+
+def left_over(
+    target: Tensor,
+    parts: Sequence[bytes],
+    fragment: Fragment,
+    codecs: Sequence[Codec],
+    counted: Callable[[int], bool],
+    before: Tensor | None,
+) -> Tensor:
+    """`target`, flat fp32, made the new residual in place. Where a part was not `counted` that is still the one of
+    `before`.
+
+    `codecs`: by group of parameters.
+    """
+    encoded = parts[:]  # waits: they may still be made of this very target
+    for part, (start, stop) in fragment.cuts.items():
+        left = target[start:stop]
+        if counted(part):
+            codecs[fragment.group_of(part)].fold(encoded[part], -1.0, left)
+        elif before is not None:
+            left.copy_(before[start:stop])
+        else:
+            left.zero_()
+    return target

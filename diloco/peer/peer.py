@@ -38,8 +38,7 @@ from diloco.observe.events import (
     ViewChanged,
     Warned,
 )
-from diloco.outer.line import Diverged, book, expect
-from diloco.outer.resync import adoption, book_adoption, book_drop
+from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.outer.state import OuterState
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import RunEnd
@@ -51,7 +50,7 @@ from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
 from diloco.storage.saving import Keeper
-from diloco.transport.presence import Presence
+from diloco.transport.dht import Presence
 from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes
 

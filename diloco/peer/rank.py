@@ -17,8 +17,8 @@ from diloco.compress.encoding import Encoder
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import Lane
-from diloco.exchange.lane_terms import SteppedVersion
 from diloco.exchange.lanes import FirstRank, LaneService
+from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Usage
 from diloco.island import Island
 from diloco.island.slices import Slices
@@ -26,8 +26,7 @@ from diloco.kernels.build import compiled_codecs
 from diloco.observe.event_log import Events
 from diloco.observe.events import Event, Stamped, from_json, to_json
 from diloco.outer.fragments import Weights
-from diloco.outer.line import keep_local, weights_at_anchor, weights_to_keep, withdraw
-from diloco.outer.resync import adopt, drop
+from diloco.outer.line import adopt, drop, keep_local, weights_at_anchor, weights_to_keep, withdraw
 from diloco.outer.state import OuterState
 from diloco.outer.stepping import SteppedHere
 from diloco.peer.terms import lane_terms, lanes_of, open_line

@@ -11,17 +11,16 @@ from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.compress.encoding import Encode, encode_now
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.lane_terms import LaneTerms
+from diloco.exchange.work import LaneTerms
 from diloco.island import Island
-from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line
+from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.outer.weighing import Weighing
-from diloco.protocol.rules import Rules, Timing
 from diloco.protocol.streams import Welcome
-from diloco.protocol.view import Policy
+from diloco.protocol.view import Policy, Rules, Timing
 from diloco.transport.pace import SERVE_BPS_PER_CORE
 
 

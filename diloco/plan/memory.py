@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from diloco.config.contract import GATHERED_CODECS, Contract
-from diloco.plan.job import Choice, Job, Precision, Recompute
 from diloco.plan.layout import MeshLayout
+from diloco.plan.step import Choice, Job, Precision, Recompute
 
 GATHERED_LAYERS = 2
 """ZeRO-3 holds the layer that is computed, and the next one, which is on its way."""

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from diloco.plan.syncing import methods
-from diloco.plan.timeline import nearest_bandwidth
+from diloco.plan.timeline import methods, nearest_bandwidth
 
 UTILISATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
 GRID_GBIT_S = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))

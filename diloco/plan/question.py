@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 
 from diloco.base.errors import ConfigError, UsageError
 from diloco.config.contract import Contract, ModelSection
-from diloco.config.load import load_contract
+from diloco.config.load import load_contract, shipped_contracts
 from diloco.config.presets import PRESETS
-from diloco.config.shipped import shipped_contracts
 from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
-from diloco.plan.job import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.layout import MeshLayout, parse_layout, problem
 from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
+from diloco.plan.step import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
-from diloco.plan.syncing import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
+from diloco.plan.timeline import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
 
 USUAL_SEQUENCE = 2048
 USUAL_PEERS = 2

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from typing import Any
 
-from diloco.base.columns import aligned
-from diloco.plan.answer import DAY_S, WANTED_UTILISATION, Plan, WanRow
+from diloco.base.readable import aligned
+from diloco.plan.answer import DAY_S, WANTED_UTILISATION, MemoryRow, Plan, Ranked, WanRow
 from diloco.plan.hardware import USABLE, Hardware
-from diloco.plan.job import RECOMPUTE, STAGES, Choice, Job
 from diloco.plan.published import UTILISATIONS, Cell
-from diloco.plan.ranking import Ranked
-from diloco.plan.step import Step
+from diloco.plan.step import RECOMPUTE, STAGES, Choice, Job, Step
 from diloco.plan.suggest import TOKENS_PER_PARAMETER
 
 MAX_LAYOUTS = 8
@@ -216,3 +215,77 @@ def _duration(seconds: float) -> str:
         if seconds >= least:
             return f"{seconds / unit_s:,.0f} {unit}" if seconds >= 1000 * unit_s else f"{seconds / unit_s:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Values for JSON; a list of rows for each table of the text, with all layouts and not only the first ones."""
+    question = plan.question
+    model, ranks = question.job.model, plan.table_layout.shard_ranks
+    return {
+        "model": asdict(model),
+        "hardware": asdict(question.hardware) | {"world": question.hardware.world},
+        "training": _training_rows(plan),
+        "memory": [_memory_rows(row) | {"ranks": ranks} for row in plan.memory],
+        "pipeline": [asdict(row) for row in plan.pipeline],
+        "layouts": list(_layout_rows(plan)),
+        "collectives": [asdict(one) for one in plan.ranked[0].step.collectives],
+        "wan": list(_wan_rows(plan)),
+        "host_memory_bytes": plan.host,
+    }
+
+
+def _training_rows(plan: Plan) -> dict[str, Any]:
+    job, tokens = plan.question.job, plan.question.total_tokens
+    return {
+        "tokens": tokens,
+        "chinchilla_tokens": TOKENS_PER_PARAMETER * job.model.parameters,
+        "flops": 6 * job.model.active_parameters * tokens,
+        "state_bytes_per_parameter": job.precision.state,
+        "state_bytes": job.precision.state * job.model.parameters,
+        "batch": job.batch,
+        "sequence_length": job.sequence_length,
+        "step_s": plan.step_s,
+        "alone_s": plan.alone_s,
+    }
+
+
+def _memory_rows(row: MemoryRow) -> dict[str, Any]:
+    memory = row.memory
+    return {
+        "stage": row.stage,
+        "recompute": row.recompute,
+        **{f"{name}_bytes": size for name, size in asdict(memory.state).items()},
+        "buffers_bytes": memory.buffers,
+        "activations_bytes": memory.activations,
+        "total_bytes": memory.total,
+        "fits": row.fits,
+    }
+
+
+def _layout_rows(plan: Plan) -> Iterator[dict[str, Any]]:
+    for one in plan.ranked:
+        choice = one.choice
+        yield {
+            **asdict(choice.layout),
+            "world": choice.layout.world,
+            "stage": STAGES[choice.stage],
+            "recompute": choice.recompute,
+            "micro_batch": choice.micro_batch,
+            "micro_batches": choice.micro_batches(plan.question.job),
+            "memory_bytes": one.memory.total,
+            "fits": one.fits,
+            "step_s": one.step.total_s,
+            "compute_s": one.step.compute_s,
+            "lost_s": one.step.losses,
+            "tokens_per_s": one.tokens_per_s,
+            "mfu": one.mfu,
+            "why": one.why,
+        }
+
+
+def _wan_rows(plan: Plan) -> Iterator[dict[str, Any]]:
+    question = plan.question
+    link = {"peers": question.peers, "link_bps": question.link_bps, "latency_s": question.latency_s}
+    for row in plan.wan:
+        tree = asdict(row)
+        yield tree.pop("sync") | tree | link

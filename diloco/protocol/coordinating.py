@@ -8,8 +8,7 @@ from diloco.base.types import Commit, Member
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.committing import Committing
-from diloco.protocol.reduction import Reduction
-from diloco.protocol.tally import Tally
+from diloco.protocol.reduction import Reduction, Tally
 from diloco.protocol.view import GroupDecision, Policy, decide, in_turn, respan, spans
 
 MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"

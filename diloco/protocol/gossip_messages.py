@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from diloco.base.bounds import MinValue
-from diloco.base.types import Member, Progress
+from diloco.base.types import Member, MinValue, Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from diloco.protocol.coordinating import Coordinating
 from diloco.protocol.gossip_messages import Greeting, Invite
 from diloco.protocol.parting import Parting
 from diloco.protocol.reducing import Reducing
-from diloco.protocol.tally import Tally
+from diloco.protocol.reduction import Tally
 
 
 class Machine(Parting):

@@ -8,13 +8,9 @@ from typing import ClassVar
 
 from diloco.base.types import Commit, Member, Phase, Progress
 from diloco.protocol import messages as m
-from diloco.protocol.admission import Admission
-from diloco.protocol.electorate import Electorate
-from diloco.protocol.reduction import Reduction
-from diloco.protocol.roster import Roster
-from diloco.protocol.rules import Rules, Timing
-from diloco.protocol.tally import Tally
-from diloco.protocol.view import coordinator
+from diloco.protocol.reduction import Reduction, Tally
+from diloco.protocol.roster import Admission, Roster
+from diloco.protocol.view import Electorate, Rules, Timing, coordinator
 
 
 class MachineState:

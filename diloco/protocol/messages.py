@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
-from diloco.base.bounds import MaxLength, MinValue
-from diloco.base.types import Commit, Counted, Member, Progress, StateVersion
+from diloco.base.types import Commit, Counted, MaxLength, Member, MinValue, Progress, StateVersion
 from diloco.protocol.gossip_messages import Greeting, Invite
 
 MAX_REASON: Final = 4096

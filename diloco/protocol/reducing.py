@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.protocol.coordinating import Coordinating
-from diloco.protocol.reduction import Reduction, covers, well_formed
-from diloco.protocol.tally import as_counted
+from diloco.protocol.reduction import Reduction, as_counted, covers, well_formed
 
 
 class Reducing(Coordinating):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
-from diloco.base.bounds import HexDigest, MaxLength, MinLength
-from diloco.base.types import Commit, Member, StateVersion
+from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, StateVersion
 from diloco.protocol.gossip_messages import Acquaintance
 from diloco.protocol.messages import Fork
 

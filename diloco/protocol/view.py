@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
@@ -241,3 +241,105 @@ def _same_state(peers: Sequence[str], state_digests: Mapping[str, str]) -> list[
     for peer in peers:
         groups.setdefault(state_digests[peer], []).append(peer)
     return max(groups.values(), key=len, default=[])
+
+
+MAX_EVICTED = 1024
+"""Lives that an operator declared over and that are remembered, in the view or not."""
+
+
+class Electorate:
+    """The votes of one view."""
+
+    def __init__(self) -> None:
+        self._view: tuple[Member, ...] = ()
+        self._heirs: dict[str, str] = {}
+        self._dead: set[tuple[str, int]] = set()
+        self._evicted: dict[tuple[str, int], None] = {}
+
+    def stand(self, view: Sequence[Member]) -> None:
+        """A new view votes from now on. What was said of a member is not said of a later life under its name."""
+        lives = {(member.peer, member.incarnation) for member in self._view}
+        same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
+        self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
+        self._dead &= {(member.peer, member.incarnation) for member in view}
+        self._view = tuple(view)
+
+    def died(self, member: Member) -> None:
+        """This life of a peer is over for certain."""
+        self._dead.add((member.peer, member.incarnation))
+
+    def evict(self, peer: str, incarnation: int) -> None:
+        """An operator answers for it that this life of a peer is over; who is behind may not know it yet."""
+        self._evicted[peer, incarnation] = None
+        if len(self._evicted) > MAX_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
+
+    @property
+    def evicted(self) -> set[str]:
+        """Members that an operator declared dead."""
+        return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
+
+    def bequeath(self, leavers: Iterable[str], heir: str) -> None:
+        """Leavers give their votes to `heir`."""
+        self._heirs |= dict.fromkeys(leavers, heir)
+
+    def voters(self) -> set[str]:
+        """Members that may still vote."""
+        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
+        return living - self.evicted
+
+    def needed(self) -> int:
+        """Number of votes that decide."""
+        living = len(self.voters())
+        needed = votes_needed(len(self._view), len(self._view) - living)
+        return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
+
+    def reachable(self, alive: Collection[str]) -> int:
+        """Votes of those that live, and of leavers whose heir lives."""
+        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
+
+    def held_by(self, peer: str) -> tuple[str, ...]:
+        """Leavers whose vote `peer` has, besides its own."""
+        return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The contract's settings for rounds."""
+
+    run: str
+    contract: str
+    """Digest of the contract."""
+    parts: tuple[int, ...]
+    """Parts of each fragment."""
+    start_peers: int
+    lease_blocks: int
+    """Data blocks that every trainer holds at least after a commit."""
+    policy: Policy
+    backlog_versions: int
+    """Commits that members keep for those who are behind."""
+    continue_after_s: float | None = None
+    """Without a majority for this long, go on as a lineage of our own; None: wait."""
+    offences_allowed: int = 3
+    """After so many contributions that no honest peer sends, a peer is put out of the run."""
+    total_tokens: int | None = None
+    """When so many are committed, only what is under way is still to come. None: never."""
+
+    @property
+    def means_kept(self) -> int:
+        """Encoded means that a peer holds: those of the backlog, and of attempts that may still be proposed again."""
+        return self.backlog_versions + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The site's settings for waiting."""
+
+    heartbeat_s: float
+    suspect_s: float
+    stall_s: float
+
+    @property
+    def resend_s(self) -> float:
+        """Unanswered messages are said again this often."""
+        return self.heartbeat_s

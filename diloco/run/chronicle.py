@@ -19,7 +19,7 @@ REPORT_EVERY_S = 0.5
 
 
 class Leased(Protocol):
-    """Whoever reads the blocks of data that a peer leases (`diloco.run.leased`)."""
+    """Whoever reads the blocks of data that a peer leases (`diloco.run.trainer`)."""
 
     @property
     def repeats(self) -> int:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from diloco.base.errors import StateError, UsageError
 from diloco.config.contract import Contract
-from diloco.config.load import load_contract, load_site
-from diloco.config.remembered import remembered_root
+from diloco.config.load import load_contract, load_site, remembered_root
 from diloco.config.site import Site
 from diloco.transport.address import split_ticket
 

@@ -28,8 +28,8 @@ from diloco.run.blocking import block
 from diloco.run.launch import event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
 from diloco.run.past import peer_name
+from diloco.transport.dht import Presence
 from diloco.transport.endpoint import Endpoint, listening
-from diloco.transport.presence import Presence
 from diloco.transport.runtime import reachable
 
 

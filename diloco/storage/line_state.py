@@ -10,9 +10,8 @@ from torch import Tensor
 
 from diloco.config.contract import Contract
 from diloco.island.slices import Slice
-from diloco.outer.eager import Eager
-from diloco.outer.line import Line, UncommittedProgress
-from diloco.outer.resync import adopt
+from diloco.outer.line import Line, UncommittedProgress, adopt
+from diloco.outer.merge import Eager
 from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, flat_buffers, fragment_slices, outer_state, read_together
 from diloco.storage.saving import Contents

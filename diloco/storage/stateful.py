@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.base.errors import StateError, UsageError
-from diloco.island.shares import held, sharded
-from diloco.island.slices import Pieces, Slice
+from diloco.island.slices import Pieces, Slice, held, sharded
 
 JSON_TYPES = (bool, int, float, str, type(None))
 TENSOR, PAIRS, TUPLE = "tensor", "pairs", "tuple"

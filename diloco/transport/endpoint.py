@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -13,9 +14,30 @@ from diloco.config.site import NetworkSection, Site
 from diloco.identity.keys import VARIABLE, secret_from_environment
 from diloco.protocol.streams import Welcome
 from diloco.transport.address import is_loopback, split_address, split_ticket
-from diloco.transport.dht import Directory
-from diloco.transport.presence import Presence, Present
+from diloco.transport.dht import Directory, Presence, Present
 from diloco.transport.runtime import Runtime, reachable
+
+PROBE_S = 1.0
+
+
+async def nobody_listens(address: str) -> bool:
+    """Whether the process that listened at `address` is gone for certain.
+
+    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
+    network may be a firewall's.
+    """
+    if not is_loopback(address):
+        return False
+    host, port = split_address(address)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
+
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A message has the name of its dataclass and the names of its fields; where that is not so it is written out below.
 What comes in is hostile: the readers raise ValueError for whatever is missing, out of range or too long, and nothing
-else. `diloco.base.bounds` has the bounds that an annotation can set, and those of a field without one.
+else. `diloco.base.types` has the bounds that an annotation can set, and those of a field without one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import DecodeError, Message
 from xxhash import xxh3_64_intdigest
 
-from diloco.base.bounds import MAX_LIST, MAX_TEXT, HexDigest, MaxLength, MinLength, MinValue
-from diloco.base.types import Commit
+from diloco.base.types import MAX_LIST, MAX_TEXT, Commit, HexDigest, MaxLength, MinLength, MinValue
 from diloco.protocol import messages as m
 from diloco.protocol.streams import StateOffer, StreamHeader, Welcome
 from diloco.wire.chunks import Damaged

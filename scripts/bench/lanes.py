@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.base.columns import aligned
+from diloco.base.readable import aligned
 from diloco.observe.event_log import read_lines
 from scripts.bench import netns
 

@@ -38,8 +38,7 @@ from diloco.protocol.streams import Welcome
 from diloco.run.door import Entrance
 from diloco.run.trainer import Trainer
 from diloco.simulate.local.processes import die_with_parent
-from diloco.simulate.memory_endpoint import MemoryEndpoint, MemoryRuntime
-from diloco.simulate.memory_link import MemoryNetwork
+from diloco.simulate.memory_link import MemoryEndpoint, MemoryNetwork, MemoryRuntime
 from diloco.simulate.virtual_time import VirtualLoop, lived, virtual_time
 
 CPU = torch.device("cpu")

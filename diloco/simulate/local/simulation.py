@@ -20,11 +20,11 @@ from typing import Any, TextIO
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import DilocoError, Interrupted, ResourceError, UsageError
+from diloco.base.readable import readable_loss
 from diloco.config.contract import Contract
 from diloco.config.load import load_contract, load_site
 from diloco.observe.event_log import read_lines, read_on
 from diloco.observe.events import BaselineStep, Ended, Stamped, from_json
-from diloco.observe.readable import readable_loss
 from diloco.observe.report import write_plot, write_report
 from diloco.observe.run_folder import read_state
 from diloco.observe.run_state import RunState, mean

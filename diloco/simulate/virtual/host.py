@@ -121,7 +121,7 @@ class Host:
             self.feed(m.Tick())
 
     def _look_up(self) -> None:
-        """Whoever is outside the view, or alone, looks into the directory, as `diloco.transport.presence` does."""
+        """Whoever is outside the view, or alone, looks into the directory, as `diloco.transport.dht` does."""
         if not self.alive:
             return
         self.world.after(LOOK_AGAIN_S, self._look_up)

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.accounts.audit import examine
-from diloco.accounts.books import book_of, chain_of
-from diloco.accounts.chain import Chain
+from diloco.accounts.books import Chain, book_of, chain_of
 from diloco.accounts.ledger import scan
 from diloco.accounts.replay import Replay, Verdict
 from diloco.base.types import Closed, Commit, Counted, Member
@@ -27,7 +26,7 @@ from diloco.outer.average import mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
-from diloco.outer.outlier import MIN_RMS
+from diloco.outer.weighing import MIN_RMS
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import Ballots
 from diloco.simulate.virtual.disk import Page

@@ -19,17 +19,16 @@ from diloco.exchange.work import Work
 from diloco.outer import average, stepping
 from diloco.outer import line as line_of
 from diloco.outer.average import mean_into
-from diloco.outer.feedback import left_over
 from diloco.outer.fragments import Fragment, write_fragment
 from diloco.outer.line import Line, PendingContribution, UncommittedProgress
-from diloco.protocol import electorate, leases
+from diloco.outer.pseudograd import left_over
+from diloco.protocol import leases, view
 from diloco.protocol import messages as m
-from diloco.protocol.admission import Admission
 from diloco.protocol.coordinating import Coordinating
 from diloco.protocol.machine import Machine
 from diloco.protocol.reducing import Reducing
-from diloco.protocol.roster import Roster, RosterEntry
-from diloco.protocol.tally import Tally
+from diloco.protocol.reduction import Tally
+from diloco.protocol.roster import Admission, Roster, RosterEntry
 from diloco.round import measure
 from diloco.simulate.virtual import host, training
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, FaultPlan
@@ -70,7 +69,7 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def _no_majority() -> Iterator[None]:
-    with _replaced(electorate, "votes_needed", lambda members, gone: 1):
+    with _replaced(view, "votes_needed", lambda members, gone: 1):
         yield
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diloco.accounts.chain import Chain
+from diloco.accounts.books import Chain
 from diloco.accounts.recording import Recording
 from diloco.accounts.replay import Replay, Workshop, shelve
 from diloco.base.types import Counted
@@ -57,7 +57,7 @@ def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) 
 
 
 def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The mean length in the mean direction, encoded: fp64, written apart from `diloco.outer.radial`."""
+    """The mean length in the mean direction, encoded: fp64, written apart from `diloco.outer.average`."""
     counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
     if len(counted) == 1:
         return codec.encode(counted[0][1].nan_to_num_())

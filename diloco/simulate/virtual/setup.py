@@ -20,8 +20,7 @@ from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
 from diloco.outer.weighing import FINE, Weighing
 from diloco.peer.schedule import Cadence
-from diloco.protocol.rules import Rules, Timing
-from diloco.protocol.view import Policy
+from diloco.protocol.view import Policy, Rules, Timing
 from diloco.simulate.virtual.plan import FaultPlan
 
 SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))

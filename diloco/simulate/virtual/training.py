@@ -16,20 +16,24 @@ from diloco.accounts.ledger import Ledger, Opening, Position
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.compress import PayloadError
 from diloco.config.site import StorageSection
-from diloco.outer.eager import open_merge
 from diloco.outer.fragments import Weights
 from diloco.outer.line import (
     Diverged,
     Line,
     PendingContribution,
     UncommittedProgress,
+    adopt,
+    adoption,
     book,
+    book_adoption,
+    book_drop,
+    drop,
     expect,
     keep_local,
     weights_to_keep,
     withdraw,
 )
-from diloco.outer.resync import adopt, adoption, book_adoption, book_drop, drop
+from diloco.outer.merge import open_merge
 from diloco.outer.state import OuterState
 from diloco.outer.stepping import SteppedHere
 from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch

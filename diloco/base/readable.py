@@ -78,3 +78,19 @@ def _scaled(count: float, units: Sequence[str]) -> str:
 def _three_digits(value: float) -> str:
     size = abs(value)
     return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A line for each row, the header first; all rows have as many cells.
+
+    The first `left` columns, and those without a header, stand at the left, the others at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < left or not rows[0][index] else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
