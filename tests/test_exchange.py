@@ -14,7 +14,8 @@ import torch
 from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
-from diloco.exchange.statesync import IDLE_S
+from diloco.exchange.archive import IDLE_S
+from diloco.exchange.service import PeerService
 from diloco.outer.state import OuterState
 from diloco.protocol import coordinating
 from diloco.protocol.messages import FetchMean, Offered, Reply
@@ -116,13 +117,15 @@ def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
     exchange, line = world.peers[0].peer.exchange, world.peers[0].peer.line
     assert exchange.state_unused().result(10.0)
     with pytest.raises(LinkRefused):
-        world.run(exchange.on_state_offer(""))
-    waiting = asyncio.run_coroutine_threadsafe(exchange.on_state_offer(""), world.loop)
+        world.run(PeerService(exchange).on_state_offer(""))
+    waiting = asyncio.run_coroutine_threadsafe(PeerService(exchange).on_state_offer(""), world.loop)
     exchange.hold(line.state, line.commit)
     assert waiting.result(DEADLINE_S).digest == line.state.digest
     assert not exchange.state_unused().result(10.0)  # somebody is about to copy it
     other = world.peers[1].peer
-    assert world.run(other.exchange.on_state_offer(other.line.state.digest)).digest == other.line.state.digest
+    assert (
+        world.run(PeerService(other.exchange).on_state_offer(other.line.state.digest)).digest == other.line.state.digest
+    )
     assert other.exchange.state_unused().result(10.0)  # it was asked by one who has that state
 
 
@@ -215,7 +218,7 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     awake, sleeper = world.peers[:2], world.peers[2]
     world.rounds(world.peers, 1)
     for peer in awake:  # a minute after they joined, nobody copies the state that all began with
-        world.call(partial(peer.peer.exchange._snapshots.forget, 1, monotonic_s() + 2 * IDLE_S))
+        world.call(partial(peer.peer.exchange.archive.snapshots.forget, 1, monotonic_s() + 2 * IDLE_S))
     world.call(lambda: world.network.freeze(sleeper.address))
     timing = sleeper.peer.exchange.machine.timing
     sleeper.peer.exchange.machine.timing = replace(timing, heartbeat_s=1e9)
@@ -283,9 +286,9 @@ def test_a_mean_that_takes_long_to_come_is_asked_for_of_two_at_most(
     monkeypatch.setattr(exchange.link, "fetch_mean", slow)
     for _ in range(4):
         world.ask(lambda: exchange._perform(FetchMean(commit, tuple(others))))
-    world.ask(lambda: exchange._means.clear())
+    world.ask(lambda: exchange.archive.means.clear())
     world.ask(comes.set)
-    until(lambda: list(exchange._means) == [commit.mean_digest], "it is here", 10.0)
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 10.0)
     assert sorted(asked) == [member.address for member in others]
 
 

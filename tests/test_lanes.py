@@ -38,7 +38,7 @@ from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import FirstRank, RankListener, RemoteLane
+from diloco.exchange.lanes import FirstRank, Lanes, RankListener, RemoteLane
 from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
@@ -316,9 +316,15 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.Ab
         there.close()
 
 
+def lanes_with(own: Lane, *others: RemoteLane) -> Lanes:
+    lanes = Lanes(own)
+    lanes.others += others
+    return lanes
+
+
 def test_strangers_at_the_door_do_not_keep_the_ranks_out() -> None:
     with two_ranks() as (remote, _, _, _, loop):
-        question = remote.chunk(7, StateChunk("0/anchor", 0, "no such state"))
+        question = remote.ask(Lane.chunk, 7, StateChunk("0/anchor", 0, "no such state"))
         assert asyncio.run_coroutine_threadsafe(question, loop).result(DEADLINE_S) is None
 
 
@@ -351,13 +357,13 @@ class Unsayable:
 
 def test_what_cannot_be_said_to_another_rank_ends_the_island_and_says_why() -> None:
     with two_ranks() as (remote, heard, _, _, loop):
-        question = asyncio.run_coroutine_threadsafe(remote.mean(cast(str, Unsayable())), loop)
+        question = asyncio.run_coroutine_threadsafe(remote.ask(Lane.mean, cast(str, Unsayable())), loop)
         with pytest.raises(TypeError, match="this cannot be said"):
             question.result(DEADLINE_S)
         assert "this cannot be said" in str(heard.failures.get(timeout=DEADLINE_S))
     with two_ranks() as (remote, heard, lane, _, loop):
         lane.take(Contribution(0, 1, 1, 1, 1, cast(Sequence[bytes], [Unsayable()])))
-        asyncio.run_coroutine_threadsafe(remote.contributed(), loop)
+        asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         assert "rank 1 of this island failed: TypeError: this cannot be said" in str(
             heard.failures.get(timeout=DEADLINE_S)
         )
@@ -371,7 +377,7 @@ def test_a_rank_that_goes_while_something_is_said_to_it_is_a_lost_rank(monkeypat
     monkeypatch.setattr(threading, "excepthook", unhandled.append)
     with two_ranks() as (remote, heard, _, first, _):
         late = Unsayable(waits=True)
-        remote.keep_mean("digest", cast(Sequence[bytes], [late]))
+        remote.post(Lane.keep_mean, "digest", cast(Sequence[bytes], [late]))
         assert late.pickled.wait(DEADLINE_S)
         first.close()
         assert "another rank of this island is gone" in str(heard.failures.get(timeout=DEADLINE_S))
@@ -387,7 +393,7 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
     with two_ranks() as (remote, heard, lane, first, loop):
         parts = Blocked()
         lane.take(Contribution(0, 1, 1, 1, 1, parts))
-        question = asyncio.run_coroutine_threadsafe(remote.contributed(), loop)
+        question = asyncio.run_coroutine_threadsafe(remote.ask(Lane.contributed), loop)
         with pytest.raises(TimeoutError):
             question.result(0.05)
         first.close()
@@ -395,7 +401,7 @@ def test_a_question_to_a_rank_that_goes_is_not_waited_for() -> None:
             question.result(DEADLINE_S)
         assert isinstance(heard.failures.get(timeout=DEADLINE_S), ResourceError)
         with pytest.raises(ResourceError, match="gone"):
-            asyncio.run_coroutine_threadsafe(remote.mean("any"), loop).result(DEADLINE_S)
+            asyncio.run_coroutine_threadsafe(remote.ask(Lane.mean, "any"), loop).result(DEADLINE_S)
         parts.may_end.set()
 
 
@@ -405,7 +411,7 @@ def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -
         lane.take(Contribution(0, 1, 1, 1, 1, parts))
         exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
         Background.__init__(exchange, loop)
-        exchange.lanes = [lane, remote]
+        exchange.lanes = lanes_with(lane, remote)
         asked = exchange.whole(Contribution(0, 1, 1, 1, 1, [b"", b""]))
         exchange.failed(ResourceError("the exchange failed"))
         with pytest.raises(ResourceError, match="the exchange failed"):
@@ -418,19 +424,18 @@ def test_how_fast_an_island_uploads_is_unknown_as_long_as_any_lane_has_not_measu
     here: int, there: int, together: int
 ) -> None:
     with two_ranks() as (remote, _, lane, first, _):
-        exchange = object.__new__(Exchange)  # as far as the rates need one
-        exchange.link, exchange.lanes = Mock(send_bps=here), [lane, remote]
+        lane.link = Mock(send_bps=here)
         first.rates(there, 1, 2)
         deadline_s = monotonic_s() + 30.0
         while remote.wire_bytes != (1, 2):
             assert monotonic_s() < deadline_s
             time.sleep(0.01)
-        assert exchange._send_bps == together
+        assert lanes_with(lane, remote).send_bps == together
 
 
 def test_what_fails_on_another_rank_ends_the_island_and_says_where() -> None:
     with two_ranks() as (remote, heard, lane, _, _):
-        remote.fill("0/anchor", 0, b"of a copy that was never begun")
+        remote.post(Lane.fill, "0/anchor", 0, b"of a copy that was never begun")
         assert "rank 1 of this island failed: KeyError" in str(heard.failures.get(timeout=DEADLINE_S))
         lane.failed(PayloadError("of a task of its own"))
         assert "PayloadError: of a task of its own" in str(heard.failures.get(timeout=DEADLINE_S))
@@ -444,14 +449,14 @@ def test_a_state_that_still_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     with two_ranks() as (remote, _, lane, _, _), ThreadPoolExecutor(1) as pool:
         state = state_of(lane)
         lane.hold(state)
-        remote.begin_copy()
+        remote.post(Lane.begin_copy)
         asked, began_s = pool.submit(lane.copied), monotonic_s()
         part = state.chunk(StateChunk("0/anchor", 0, ""))
         while monotonic_s() - began_s < 1.5:
-            remote.fill("0/anchor", 0, part)
+            remote.post(Lane.fill, "0/anchor", 0, part)
             assert not asked.done(), asked.exception()
             time.sleep(0.05)
-        remote.end_copy(7, [7])
+        remote.post(Lane.end_copy, 7, [7])
         assert asked.result(DEADLINE_S).version == 7
         asked = pool.submit(lane.copied)
         with pytest.raises(TimeoutError, match="the copied state did not come from rank 0 within"):
@@ -491,7 +496,7 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
         monkeypatch.setattr(engine, "download", download)
         exchange = object.__new__(Exchange)  # as far as a copy needs one
         Background.__init__(exchange, loop)
-        exchange.lanes, exchange._copying = [lane, remote], asyncio.Lock()
+        exchange.lanes, exchange._copying = lanes_with(lane, remote), asyncio.Lock()
         exchange.terms = exchange.machine = cast(Any, Mock())
         exchange.link = exchange._resync_from = cast(Any, None)
         never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)

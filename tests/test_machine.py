@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
-from diloco.exchange.status import status_json
+from diloco.exchange.service import status_json
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.parting import goes_on, parted_at

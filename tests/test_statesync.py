@@ -21,18 +21,9 @@ from diloco.base.types import Closed, Commit
 from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
-from diloco.exchange.statesync import (
-    IDLE_S,
-    MAX_FRUITLESS_PASSES,
-    MAX_SNAPSHOTS,
-    PAUSE_S,
-    STRIPE_BYTES,
-    Backlog,
-    Snapshots,
-    download,
-    make_offer,
-    why_useless,
-)
+from diloco.exchange.archive import IDLE_S, MAX_SNAPSHOTS, Backlog, Snapshots, make_offer
+from diloco.exchange.service import PeerService
+from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
@@ -625,7 +616,7 @@ def test_who_diverged_takes_an_older_state_where_no_other_is_to_be_had(world: Lo
     for _ in range(MAX_SNAPSHOTS):
         world.rounds(world.peers, 1)
         for peer in world.peers:
-            world.run(peer.peer.exchange.on_state_offer(""))
+            world.run(PeerService(peer.peer.exchange).on_state_offer(""))
     world.rounds(world.peers, 1)
     damage(victim)
     copies = victim.copies

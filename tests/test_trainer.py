@@ -14,7 +14,8 @@ import torch
 from diloco.base.clock import monotonic_s
 from diloco.base.types import Member
 from diloco.data.reader import BlockReader
-from diloco.exchange.statesync import IDLE_S
+from diloco.exchange.archive import IDLE_S
+from diloco.exchange.service import PeerService
 from diloco.island import Island
 from diloco.observe.events import to_json
 from diloco.peer.life import Ending
@@ -35,7 +36,9 @@ class LocalTrainer(LocalPeer):
     def __init__(self, name: str, world: Trainers, through: LocalPeer | None, checkpoint: Checkpoint | None) -> None:
         self.name, self.world, self.told = name, world, []
         self.address = f"{name}:1"
-        endpoint = LocalEndpoint(world, self.address, world.ask(through.peer.exchange.on_hello) if through else None)
+        endpoint = LocalEndpoint(
+            world, self.address, world.ask(PeerService(through.peer.exchange).on_hello) if through else None
+        )
         island = Island(0, 1, torch.device("cpu"))
         listeners = [lambda stamped: self.told.append(to_json(stamped))]
         entrance = Entrance(world.contract, endpoint, name, world.folder / name, checkpoint, listeners)  # type: ignore[arg-type]
@@ -105,7 +108,7 @@ class LocalTrainer(LocalPeer):
     def copy_state(self) -> None:
         """The latest of the others: that which somebody copied before is no longer kept for those who read it."""
         for peer in self.world.peers:
-            snapshots = peer.peer.exchange._snapshots
+            snapshots = peer.peer.exchange.archive.snapshots
             self.world.call(partial(snapshots.forget, peer.version, monotonic_s() + 2 * IDLE_S))
         drive(self.peer.copy_state(self.peer.exchange.sources().result(DEADLINE_S)))
 

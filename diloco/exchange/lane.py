@@ -23,7 +23,8 @@ from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
 from diloco.exchange.outlets import Outlets, Precedence
-from diloco.exchange.work import BadContribution, LaneEvents, LaneTerms, SteppedVersion, Work, hashed
+from diloco.exchange.terms import LaneTerms
+from diloco.exchange.work import BadContribution, LaneEvents, SteppedVersion, Work, hashed
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m

@@ -1,8 +1,8 @@
-"""The lanes of other ranks: what the first rank's exchange asks of them, and what they tell it.
+"""All lanes of one peer: that of rank 0, and those of the other ranks, each over a connection to rank 0.
 
-One connection from each rank to the first, over the network that the ranks of an island share. It belongs to the
-island, as those of torch.distributed do: whoever is on it was let in by a key that rank 0 made and told over these. So
-plain objects travel on it, pickled, in order. Payloads of parts cross it only where others catch up or copy the state.
+The connections run over the network that the ranks of an island share. They belong to the island, as those of
+torch.distributed do: a caller must know a key that rank 0 made and sent over torch.distributed. So plain objects travel
+on them, pickled, in order. Payloads of parts cross them only where other peers catch up or copy the state.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
-from diloco.base.types import Closed, Commit, Member
-from diloco.exchange.lane import Key, Lane
+from diloco.base.types import Closed, Member
+from diloco.exchange.lane import Lane
 from diloco.exchange.work import LaneEvents
 from diloco.outer.state import StateChunk
 from diloco.protocol import messages as m
@@ -31,6 +31,7 @@ from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
 Address = tuple[str, int]
 NUMBER = "number"
@@ -157,7 +158,7 @@ class Channel:
 
 
 class RemoteLane:
-    """Another rank's lane, for the exchange. Methods as in `Lane`; whatever returns nothing is only posted."""
+    """The lane of another rank of this peer, as rank 0 sees it. Positional arguments only."""
 
     def __init__(
         self, connection: Connection[Any, Any], loop: asyncio.AbstractEventLoop, head: LaneEvents, rank: int
@@ -184,65 +185,13 @@ class RemoteLane:
         if not self._closing:
             self._head.failed(error)
 
-    def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
-        self.channel.post("begin", begin, fragment, header, number)
+    def post(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+        """Have that rank's lane do this, after all that was posted before."""
+        self.channel.post(method.__name__, *arguments)
 
-    def repair(self, repair: m.Repair) -> None:
-        self.channel.post("repair", repair)
-
-    def drop(self) -> None:
-        self.channel.post("drop")
-
-    def take(self, contribution: None) -> None:
-        self.channel.post("take", contribution)
-
-    def send_contribution(self, effect: m.SendContribution) -> None:
-        self.channel.post("send_contribution", effect)
-
-    def fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
-        self.channel.post("fold", key, part, omitted)
-
-    def send_mean(self, key: Key, part: int, omitted: Sequence[str]) -> None:
-        self.channel.post("send_mean", key, part, omitted)
-
-    def seal(self, key: Key, digest: str) -> None:
-        self.channel.post("seal", key, digest)
-
-    def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        self.channel.post("keep_mean", digest, parts)
-
-    def keep_means(self, digests: Collection[str]) -> None:
-        self.channel.post("keep_means", digests)
-
-    def close(self, commit: Commit, number: int) -> None:
-        self.channel.post("close_for_follower", commit, number)
-
-    def retain(self, numbers: Collection[int]) -> None:
-        self.channel.post("retain", numbers)
-
-    def begin_copy(self) -> None:
-        self.channel.post("begin_copy")
-
-    def fill(self, buffer: str, part: int, data: bytes) -> None:
-        self.channel.post("fill", buffer, part, data)
-
-    def end_copy(self, version: int, steps: Sequence[int]) -> None:
-        self.channel.post("end_copy", version, steps)
-
-    def drop_copy(self) -> None:
-        self.channel.post("drop_copy")
-
-    async def contributed(self) -> Sequence[bytes]:
-        found: Sequence[bytes] = await self.channel.ask("contributed")
-        return found
-
-    async def mean(self, digest: str) -> Sequence[bytes] | None:
-        found: Sequence[bytes] | None = await self.channel.ask("mean", digest)
-        return found
-
-    async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
-        found: bytes | None = await self.channel.ask("chunk", number, entry)
-        return found
+    async def ask(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> Any:
+        """Returns what that rank's lane does, once it is done. Raises ResourceError when the rank is gone."""
+        return await self.channel.ask(method.__name__, *arguments)
 
     def end(self) -> None:
         """Nothing more."""
@@ -250,8 +199,70 @@ class RemoteLane:
         self.channel.close()
 
 
+class Lanes:
+    """The lanes of one peer by number: rank 0's own first, then those of the other ranks. Lane n holds part p if p mod
+    their count is n."""
+
+    def __init__(self, own: Lane) -> None:
+        self.own = own
+        self.others: list[RemoteLane] = []
+
+    def __len__(self) -> int:
+        return 1 + len(self.others)
+
+    def each(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+        """Have every lane do this."""
+        method(self.own, *arguments, **_)
+        for lane in self.others:
+            lane.post(method, *arguments, **_)
+
+    def at(self, part: int, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+        """Have the lane do this that holds the part."""
+        number = part % len(self)
+        if number:
+            self.others[number - 1].post(method, *arguments, **_)
+        else:
+            method(self.own, *arguments, **_)
+
+    def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+        """A mean that another peer gave, whole: each lane keeps the parts that it holds."""
+        lanes = len(self)
+        held = [[part if p % lanes == number else b"" for p, part in enumerate(parts)] for number in range(lanes)]
+        self.own.keep_mean(digest, held[0])
+        for lane, some in zip(self.others, held[1:], strict=True):
+            lane.post(Lane.keep_mean, digest, some)
+
+    async def mean(self, digest: str) -> Sequence[bytes] | None:
+        """All encoded parts of a mean; None when it is not kept."""
+        by_lane = [self.own.mean(digest), *[await lane.ask(Lane.mean, digest) for lane in self.others]]
+        return _interleaved([parts for parts in by_lane if parts is not None]) if None not in by_lane else None
+
+    async def contributed(self, own: Sequence[bytes]) -> Sequence[bytes]:
+        """All encoded parts of a contribution, of which `own` are rank 0's."""
+        return _interleaved([own, *[await lane.ask(Lane.contributed) for lane in self.others]])
+
+    async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
+        """A part of the state with that number; None when it is gone."""
+        lane = entry.part % len(self)
+        if lane:
+            found: bytes | None = await self.others[lane - 1].ask(Lane.chunk, number, entry)
+            return found
+        return self.own.chunk(number, entry)
+
+    @property
+    def send_bps(self) -> int:
+        """Upload rate of all lanes together, bits per second; 0, unknown, while that of any of them is."""
+        rates = [self.own.link.send_bps, *(lane.send_bps for lane in self.others)]
+        return sum(rates) if all(rates) else 0
+
+
+def _interleaved(by_lane: Sequence[Sequence[bytes]]) -> Sequence[bytes]:
+    """Each part from the lane that holds it."""
+    return [by_lane[part % len(by_lane)][part] for part in range(len(by_lane[0]))]
+
+
 class FirstRank:
-    """The head of a lane on another rank: what the lane tells goes to the exchange of rank 0."""
+    """The head of a lane on another rank: its events go to the exchange of rank 0."""
 
     def __init__(self, address: Address, key: bytes, rank: int, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
         """Raises OSError, EOFError and AuthenticationError when rank 0 does not let us in."""

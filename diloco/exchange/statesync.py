@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from diloco.base.errors import StateError
 from diloco.base.hashing import content_hash
-from diloco.base.types import Closed, Commit
+from diloco.base.types import Commit
 from diloco.outer.fragments import Layout
 from diloco.outer.state import (
     ELEMENT_BYTES,
@@ -42,138 +41,9 @@ MAX_FRUITLESS_PASSES = 6
 """Passes over all members, in a row, that bring nothing: then the copy has failed."""
 PAUSE_S = 0.5
 """Between such passes."""
-MAX_SNAPSHOTS = 2
-"""States kept for those who are copying them, besides the latest."""
-IDLE_S = 60.0
-"""A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
-
 
 Elsewhere = Callable[[str, int, bytes], None]
 """Takes a part of a buffer that another rank holds."""
-
-# ---------------------------------------------------------------- giving
-
-
-def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
-    """Offer of a state to a joiner. Hashes only what no version hashed before."""
-    steps = tuple(fragment.steps for fragment in state.fragments)
-    hashes = tuple(chunk.digest for chunk in state.manifest())
-    return StateOffer(state.version, commit, state.digest, steps, hashes)
-
-
-@dataclass
-class _Snapshot:
-    state: OuterState
-    offer: StateOffer
-    manifest: tuple[StateChunk, ...]
-    read_at_s: float
-
-
-class Backlog:
-    """The latest commits with their means, for those who are behind.
-
-    A copy over a slow link takes more versions than are kept otherwise, and would be too old whenever it is here. So
-    all since the oldest snapshot stay, too, while their means fit in the memory of one state: 8 versions of int8, 16 of
-    int4. A link that takes whole rounds for its part of the syncs brings a state in as many.
-
-    Args:
-        versions: kept in any case.
-        max_bytes: of all means, when more than `versions` are kept.
-    """
-
-    def __init__(self, versions: int, max_bytes: int) -> None:
-        self._versions = versions
-        self._max_bytes = max_bytes
-        self._closed: deque[Closed] = deque()
-        self._bytes = 0
-
-    def add(self, closed: Closed, read_version: int | None) -> None:
-        """`read_version`: of the oldest snapshot that is being read; None: there is none."""
-        self._closed.append(closed)
-        self._bytes += _payload_bytes(closed)
-        while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
-            self._bytes -= _payload_bytes(self._closed.popleft())
-
-    def _is_read(self, closed: Closed, read_version: int | None) -> bool:
-        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._max_bytes
-
-    def after(self, version: int) -> list[Closed]:
-        """Closed versions after `version` that are kept. The list may begin later than with the next."""
-        return [closed for closed in self._closed if closed.commit.version > version]
-
-    def since(self, version: int) -> list[Closed]:
-        """All later versions; none, unless the next one is kept."""
-        return self.after(version) if self.leads_on_from(version) else []
-
-    def leads_on_from(self, version: int) -> bool:
-        """Whether the next version is kept, and so all after it."""
-        return any(closed.commit.version == version + 1 for closed in self._closed)
-
-    def means(self) -> set[str]:
-        """Digests of the means of all that are kept."""
-        return {closed.commit.mean_digest for closed in self._closed}
-
-    def clear(self) -> None:
-        """Forget all versions."""
-        self._closed.clear()
-        self._bytes = 0
-
-
-def _payload_bytes(closed: Closed) -> int:
-    return sum(map(len, closed.parts))
-
-
-class Snapshots:
-    """States that others are copying. One that is being read stays, for as long as commits lead on from it."""
-
-    def __init__(self, backlog: Backlog) -> None:
-        self._backlog = backlog
-        self._kept: dict[str, _Snapshot] = {}
-
-    def oldest_version(self) -> int | None:
-        """Oldest version whose state is kept. None: there is none."""
-        return min((snapshot.offer.version for snapshot in self._kept.values()), default=None)
-
-    def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
-        """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
-        self.forget(state.version, now_s)
-        full = len(self._kept) >= MAX_SNAPSHOTS and offer.digest not in self._kept
-        if not full:
-            self._kept[offer.digest] = _Snapshot(state, offer, state.manifest(), now_s)
-            return offer
-        latest = max(self._kept.values(), key=lambda snapshot: snapshot.offer.version)
-        latest.read_at_s = now_s
-        return latest.offer
-
-    def digests(self) -> set[str]:
-        """Digests of the states that are kept."""
-        return set(self._kept)
-
-    def entry(self, digest: str, index: int, now_s: float) -> StateChunk | None:
-        """Entry of one chunk in the manifest of the state with that digest, which is being read; None when it is not
-        kept any more."""
-        snapshot = self._kept.get(digest)
-        if snapshot is None or not 0 <= index < len(snapshot.manifest):
-            return None
-        snapshot.read_at_s = now_s
-        return snapshot.manifest[index]
-
-    def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
-        """One chunk of a state that is all here."""
-        entry = self.entry(digest, index, now_s)
-        return self._kept[digest].state.chunk(entry) if entry is not None else None
-
-    def forget(self, version: int, now_s: float) -> None:
-        """Drop what nobody reads, and that from which no commits lead on to `version`, where we stand."""
-
-        def wanted(snapshot: _Snapshot) -> bool:
-            at = snapshot.offer.version
-            return now_s - snapshot.read_at_s <= IDLE_S and (at >= version or self._backlog.leads_on_from(at))
-
-        self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if wanted(snapshot)}
-
-
-# ---------------------------------------------------------------- taking
 
 
 async def download(

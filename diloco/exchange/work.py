@@ -15,38 +15,13 @@ from typing import Protocol
 from diloco.base.hashing import content_hash
 from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
-from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes, max_part_bytes
-from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.state import FragmentState, OuterOptimizer
+from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
+from diloco.outer.fragments import Fragment
+from diloco.outer.state import FragmentState
 from diloco.outer.stepping import Stepping
-from diloco.outer.weighing import Weighing
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
 from diloco.protocol.streams import Kind, StreamHeader
-
-
-@dataclass(frozen=True)
-class LaneTerms:
-    """Settings of the run that a lane needs."""
-
-    layout: Layout
-    """Layout of the parts that are held here. Without fragments for a witness."""
-    codecs: Sequence[Codec]
-    """By group of parameters (`Fragment.group_of`)."""
-    optimizer: OuterOptimizer
-    weighing: Weighing
-    stall_s: float
-    max_norm_ratio: float = 0.0
-    """A contribution that is so many times larger than the others' is refused; 0: none is."""
-    radial: bool = False
-    """Lengths and directions are averaged apart (`diloco.outer.average`)."""
-    ahead: bool = True
-    """Outer steps are made part by part as the mean arrives; else in place, when the version is applied."""
-
-    @property
-    def max_part_bytes(self) -> int:
-        """Largest part that others send, in bytes."""
-        return max_part_bytes(self.layout, self.codecs)
 
 
 @dataclass(frozen=True, slots=True)

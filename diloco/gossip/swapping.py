@@ -29,8 +29,9 @@ from diloco.base.clock import monotonic_s
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Member, Progress
 from diloco.compress import PayloadError
+from diloco.exchange.archive import Backlog, Snapshots, make_offer
 from diloco.exchange.background import Background
-from diloco.exchange.statesync import Backlog, Snapshots, download, make_offer
+from diloco.exchange.statesync import download
 from diloco.gossip.acquaintances import Acquaintances, gossip_status_json
 from diloco.gossip.swaps import Swap, Swaps, SwapStage
 from diloco.gossip.transfer import Agreed, Arriving, Failed, GossipTerms, Here, Outgoing

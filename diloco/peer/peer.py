@@ -24,8 +24,10 @@ from diloco.base.errors import EvictedError, StateError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.config.site import Site
-from diloco.exchange.engine import Exchange, Terms
+from diloco.exchange.engine import Exchange
 from diloco.exchange.lanes import RankListener
+from diloco.exchange.service import PeerService
+from diloco.exchange.terms import Terms
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
     Departure,
@@ -170,7 +172,7 @@ class Peer:
         welcome = self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
-        served = self.endpoint.runtime.serve(self.exchange, network.listen)
+        served = self.endpoint.runtime.serve(PeerService(self.exchange), network.listen)
         self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         self.endpoint.open_directory(self.contract.run.name, self._warn)
         self.exchange.start(self.address, self.endpoint.directory.addresses, self._meet_ranks(welcome))

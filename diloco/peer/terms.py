@@ -11,7 +11,7 @@ from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.compress.encoding import Encode, encode_now
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.work import LaneTerms
+from diloco.exchange.terms import LaneTerms
 from diloco.island import Island
 from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line

@@ -16,7 +16,9 @@ from diloco.base.errors import EvictedError, UsageError
 from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Closed, Member, Phase, Progress
 from diloco.config.contract import Contract
-from diloco.exchange.engine import Exchange, Terms
+from diloco.exchange.engine import Exchange
+from diloco.exchange.service import PeerService
+from diloco.exchange.terms import Terms
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
@@ -95,7 +97,7 @@ class Witness:
         endpoint, welcome = self.endpoint, self.endpoint.welcome
         assert welcome is not None
         network = endpoint.site.network
-        served = endpoint.runtime.serve(self.exchange, network.listen)
+        served = endpoint.runtime.serve(PeerService(self.exchange), network.listen)
         address = network.advertise or reachable(served, welcome.members[0].address)
         endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
         self.exchange.start(address, endpoint.directory.addresses)

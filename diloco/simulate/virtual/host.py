@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.base.types import Closed, Commit, Contribution, Member, Skip
 from diloco.compress import PayloadError
-from diloco.exchange.statesync import Backlog, Snapshots, make_offer
+from diloco.exchange.archive import Backlog, Snapshots, make_offer
 from diloco.exchange.work import BadContribution, Work
 from diloco.outer.average import is_mean_of, mean_digest
 from diloco.outer.state import OuterState, state_bytes

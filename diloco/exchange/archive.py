@@ -1,0 +1,227 @@
+"""States, means and commits that a peer keeps: for its own next version, and for members that join or are behind."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Closed, Commit
+from diloco.exchange.lane import Lane
+from diloco.exchange.lanes import Lanes
+from diloco.outer.state import OuterState, StateChunk
+from diloco.protocol.streams import StateOffer
+
+MAX_SNAPSHOTS = 2
+"""States kept for peers that are copying them, besides the latest."""
+IDLE_S = 60.0
+"""A snapshot that nobody read for so long is dropped: at 0.6 Mb/s one chunk takes that long."""
+
+
+def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
+    """Offer of a state to a joiner. Hashes only what no version hashed before."""
+    steps = tuple(fragment.steps for fragment in state.fragments)
+    hashes = tuple(chunk.digest for chunk in state.manifest())
+    return StateOffer(state.version, commit, state.digest, steps, hashes)
+
+
+@dataclass
+class _Snapshot:
+    state: OuterState
+    offer: StateOffer
+    manifest: tuple[StateChunk, ...]
+    read_at_s: float
+
+
+class Backlog:
+    """The latest commits with their means, for those who are behind.
+
+    A copy over a slow link takes more versions than are kept otherwise, and would be too old whenever it is here. So
+    all since the oldest snapshot stay, too, while their means fit in the memory of one state: 8 versions of int8, 16 of
+    int4. A link that takes whole rounds for its part of the syncs brings a state in as many.
+
+    Args:
+        versions: kept in any case.
+        max_bytes: of all means, when more than `versions` are kept.
+    """
+
+    def __init__(self, versions: int, max_bytes: int) -> None:
+        self._versions = versions
+        self._max_bytes = max_bytes
+        self._closed: deque[Closed] = deque()
+        self._bytes = 0
+
+    def add(self, closed: Closed, read_version: int | None) -> None:
+        """`read_version`: of the oldest snapshot that is being read; None: there is none."""
+        self._closed.append(closed)
+        self._bytes += _payload_bytes(closed)
+        while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
+            self._bytes -= _payload_bytes(self._closed.popleft())
+
+    def _is_read(self, closed: Closed, read_version: int | None) -> bool:
+        return read_version is not None and closed.commit.version > read_version and self._bytes <= self._max_bytes
+
+    def after(self, version: int) -> list[Closed]:
+        """Closed versions after `version` that are kept. The list may begin later than with the next."""
+        return [closed for closed in self._closed if closed.commit.version > version]
+
+    def since(self, version: int) -> list[Closed]:
+        """All later versions; none, unless the next one is kept."""
+        return self.after(version) if self.leads_on_from(version) else []
+
+    def leads_on_from(self, version: int) -> bool:
+        """Whether the next version is kept, and so all after it."""
+        return any(closed.commit.version == version + 1 for closed in self._closed)
+
+    def means(self) -> set[str]:
+        """Digests of the means of all that are kept."""
+        return {closed.commit.mean_digest for closed in self._closed}
+
+    def clear(self) -> None:
+        """Forget all versions."""
+        self._closed.clear()
+        self._bytes = 0
+
+
+def _payload_bytes(closed: Closed) -> int:
+    return sum(map(len, closed.parts))
+
+
+class Snapshots:
+    """States that others are copying. One that is being read stays, for as long as commits lead on from it."""
+
+    def __init__(self, backlog: Backlog) -> None:
+        self._backlog = backlog
+        self._kept: dict[str, _Snapshot] = {}
+
+    def oldest_version(self) -> int | None:
+        """Oldest version whose state is kept. None: there is none."""
+        return min((snapshot.offer.version for snapshot in self._kept.values()), default=None)
+
+    def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
+        """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
+        self.forget(state.version, now_s)
+        full = len(self._kept) >= MAX_SNAPSHOTS and offer.digest not in self._kept
+        if not full:
+            self._kept[offer.digest] = _Snapshot(state, offer, state.manifest(), now_s)
+            return offer
+        latest = max(self._kept.values(), key=lambda snapshot: snapshot.offer.version)
+        latest.read_at_s = now_s
+        return latest.offer
+
+    def digests(self) -> set[str]:
+        """Digests of the states that are kept."""
+        return set(self._kept)
+
+    def entry(self, digest: str, index: int, now_s: float) -> StateChunk | None:
+        """Entry of one chunk in the manifest of the state with that digest, which is being read; None when it is not
+        kept any more."""
+        snapshot = self._kept.get(digest)
+        if snapshot is None or not 0 <= index < len(snapshot.manifest):
+            return None
+        snapshot.read_at_s = now_s
+        return snapshot.manifest[index]
+
+    def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
+        """One chunk of a state that is all here."""
+        entry = self.entry(digest, index, now_s)
+        return self._kept[digest].state.chunk(entry) if entry is not None else None
+
+    def forget(self, version: int, now_s: float) -> None:
+        """Drop what nobody reads, and that from which no commits lead on to `version`, where we stand."""
+
+        def wanted(snapshot: _Snapshot) -> bool:
+            at = snapshot.offer.version
+            return now_s - snapshot.read_at_s <= IDLE_S and (at >= version or self._backlog.leads_on_from(at))
+
+        self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if wanted(snapshot)}
+
+
+class Archive:
+    """What the lanes of one peer keep, by digest. On rank 0, on the loop's thread.
+
+    Tensors and payloads are in the lanes of the ranks, which know a state by a number.
+
+    Args:
+        max_bytes: of all means of the backlog, while a state is copied (`Backlog`).
+    """
+
+    def __init__(self, lanes: Lanes, means_kept: int, backlog_versions: int, max_bytes: int) -> None:
+        self._lanes = lanes
+        self.backlog = Backlog(backlog_versions, max_bytes)
+        self.snapshots = Snapshots(self.backlog)
+        self.state: OuterState | None = None
+        """Where the training side stands."""
+        self.commit: Commit | None = None
+        """Commit of that state."""
+        self.reused = False
+        """Whether the next version's outer step overwrites the state."""
+        self.means: deque[str] = deque(maxlen=means_kept)
+        """Digests of the latest means that are here, whole."""
+        self._numbers: dict[str, int] = {}
+        """The lanes' numbers of the states that are kept, by digest."""
+
+    def hold(self, state: OuterState, commit: Commit | None, number: int) -> None:
+        """The training side stands at `state` now, which the lanes call `number`."""
+        self.state, self.commit, self.reused = state, commit, False
+        self._numbers[state.digest] = number
+        self.snapshots.forget(state.version, monotonic_s())
+        self.retain()
+
+    def retain(self) -> None:
+        """Have the lanes keep the latest state and those that others are copying, and forget all others."""
+        read = self.snapshots.digests() | ({self.state.digest} if self.state is not None else set())
+        self._numbers = {digest: number for digest, number in self._numbers.items() if digest in read}
+        self._lanes.each(Lane.retain, tuple(self._numbers.values()))
+
+    def reuse(self) -> bool:
+        """Give the state up to be overwritten, unless somebody copies it. Until `hold` it is offered to nobody."""
+        if self.state is not None:
+            self.snapshots.forget(self.state.version, monotonic_s())
+            self.reused = self.state.digest not in self.snapshots.digests()
+        return self.reused
+
+    def number_at(self, version: int) -> int:
+        """The lanes' number of the state, if it is of that version; else 0."""
+        state = self.state
+        return self._numbers[state.digest] if state is not None and state.version == version else 0
+
+    def number_of(self, digest: str) -> int:
+        """The lanes' number of the state, if it has that digest; else 0."""
+        return self._numbers[digest] if self.state is not None and self.state.digest == digest else 0
+
+    def offer(self, state: OuterState, offer: StateOffer) -> StateOffer:
+        """Offer `state` to a peer that copies it, or an older one (`Snapshots.offer`), and keep that."""
+        given = self.snapshots.offer(state, offer, monotonic_s())
+        self.retain()
+        return given
+
+    async def chunk(self, digest: str, index: int) -> bytes | None:
+        """One chunk of a state that is being copied; None when it is gone."""
+        entry = self.snapshots.entry(digest, index, monotonic_s())
+        if entry is None or digest not in self._numbers:
+            return None
+        return await self._lanes.chunk(self._numbers[digest], entry)
+
+    def take_mean(self, digest: str, parts: Sequence[bytes]) -> None:
+        """Keep a mean that another peer gave, whole."""
+        self._lanes.keep_mean(digest, parts)
+        self.keep_mean(digest)
+
+    def keep_mean(self, digest: str) -> None:
+        """The mean with this digest is here, whole: the lanes keep it, and forget those that nobody needs."""
+        if digest in self.means:
+            self.means.remove(digest)
+        self.means.append(digest)
+        self._lanes.each(Lane.keep_means, {*self.means, *self.backlog.means()})
+
+    async def commits(self, since: int) -> list[Closed]:
+        """Commits after version `since` with their means, without gaps, as far as they are kept."""
+        found = []
+        for closed in self.backlog.since(since):
+            parts = await self._lanes.mean(closed.commit.mean_digest) if closed.parts else ()
+            if parts is None:
+                break
+            found.append(Closed(closed.commit, parts))
+        return found

@@ -1,0 +1,93 @@
+"""Commits and means that a peer missed, fetched from members that keep them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from diloco.base.types import Commit, Member
+from diloco.exchange.archive import Archive
+from diloco.exchange.terms import Terms
+from diloco.outer.average import is_mean_of
+from diloco.outer.state import state_bytes
+from diloco.protocol import messages as m
+from diloco.protocol.machine import Machine
+from diloco.protocol.streams import Limits
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
+
+logger = logging.getLogger(__name__)
+
+MAX_ASKED_AT_ONCE = 2
+"""Members asked for one mean, or for missed commits. Over a slow link these take many stall times; were one more asked
+after each, no answer would come to its end. With one alone, a member that sends drop by drop could stop this peer."""
+
+
+class Fetcher:
+    """Asks members for what this peer missed, checks it, and feeds it to the machine. On the loop's thread."""
+
+    def __init__(
+        self, terms: Terms, link: Link, machine: Machine, archive: Archive, feed: Callable[[m.Event], None]
+    ) -> None:
+        self._terms, self._link, self._machine, self._archive, self._feed = terms, link, machine, archive, feed
+        self._asked: set[tuple[str, Member]] = set()
+        """Mean digests (or "commits") that are being fetched, and from whom."""
+        rules, lane = terms.rules, terms.lane
+        parts = max(rules.parts, default=0)
+        mean_bytes = parts * lane.max_part_bytes
+        kept_bytes = state_bytes(lane.layout, lane.optimizer) + rules.backlog_versions * mean_bytes
+        self._limits = Limits(parts, lane.max_part_bytes, kept_bytes)
+        """Bounds of an answer from another peer's backlog: no larger than this peer's own may be."""
+
+    async def mean(self, commit: Commit, sources: Sequence[Member]) -> None:
+        """Fetch the mean of a commit from the first member that gives it."""
+        digest, stall_s = commit.mean_digest, self._terms.timing.stall_s
+        for source in sources:
+            try:
+                with self._asking(digest, source):
+                    parts = await self._link.fetch_mean(source.address, digest, self._limits, stall_s)
+            except (_Asked, LinkDown, LinkSlow, LinkRefused):
+                continue
+            if is_mean_of(parts, commit, self._terms.lane.layout):
+                self._archive.take_mean(digest, parts)
+                self._feed(m.MeanHeld(digest))
+                return
+
+    async def commits(self, source: Member) -> bool:
+        """Fetch the commits after the latest that is known, with their means. False: the member keeps no next one, so
+        only a copy of the state helps."""
+        since, stall_s = self._since(), self._terms.timing.stall_s
+        try:
+            with self._asking("commits", source):
+                missed = await self._link.fetch_commits(source.address, since, self._limits, stall_s)
+        except _Asked:
+            return True
+        except (LinkDown, LinkSlow, LinkRefused) as error:
+            logger.info("no commits from %s: %s", source.peer, error)
+            return True
+        for closed in missed:
+            if not is_mean_of(closed.parts, closed.commit, self._terms.lane.layout):
+                logger.warning("%s sent a mean that does not match its commit", source.peer)
+                break
+            self._archive.take_mean(closed.commit.mean_digest, closed.parts)
+            self._feed(m.Learned(closed.commit))
+        return bool(missed) or since != self._since()  # or a version closed here meanwhile
+
+    def _since(self) -> int:
+        """The version after which commits are missing."""
+        return self._machine.version if self._machine.commit is not None else self._machine.version - 1
+
+    @contextmanager
+    def _asking(self, what: str, source: Member) -> Iterator[None]:
+        """Raises _Asked where this member is asked for it already, or `MAX_ASKED_AT_ONCE` others are."""
+        if (what, source) in self._asked or sum(one == what for one, _ in self._asked) >= MAX_ASKED_AT_ONCE:
+            raise _Asked
+        self._asked.add((what, source))
+        try:
+            yield
+        finally:
+            self._asked.discard((what, source))
+
+
+class _Asked(Exception):
+    """The answer is on its way already."""

@@ -1,0 +1,153 @@
+"""The answers of one peer to the calls of others: messages, parts, the state, missed means and commits, status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from diloco.base import failpoints
+from diloco.base.clock import monotonic_s
+from diloco.base.types import Closed, Member, Progress
+from diloco.exchange.archive import make_offer
+from diloco.exchange.engine import Exchange
+from diloco.outer.state import OuterState
+from diloco.protocol.leases import count
+from diloco.protocol.machine import Machine
+from diloco.protocol.messages import Envelope, Reply
+from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import LinkRefused, Service
+from diloco.transport.pace import RateLimit
+
+
+class PeerService(Service):
+    """The `Service` of a peer under agreement. On the exchange's loop."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
+        self.max_part_bytes = exchange.max_part_bytes
+        self._serving = RateLimit(exchange.terms.serve_bps)
+
+    async def on_envelope(self, envelope: Envelope) -> Reply:
+        return self._exchange.receive(envelope)
+
+    async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
+        return await self._exchange.lane.on_parts(header, parts)
+
+    def on_bytes(self, header: StreamHeader) -> None:
+        """A round counts parts: one that is late is repaired around."""
+
+    def on_hello(self) -> Welcome:
+        machine, terms = self._exchange.machine, self._terms
+        if not machine.me.address:
+            raise LinkRefused(Reply.TOO_EARLY, "still starting")
+        state = self._archive.state
+        return Welcome(
+            terms.contract_json,
+            machine.lineage,
+            state.version if state else -1,
+            machine.commit is not None,
+            (machine.me, *self._exchange.others),
+            self._exchange.directory,
+            terms.layout_digest,
+            terms.data,
+            machine.forks,
+        )
+
+    def on_lanes(self) -> tuple[str, ...]:
+        return (self._exchange.me.address, *self._exchange.lane_addresses)
+
+    async def on_fetch_commits(self, since: int) -> list[Closed]:
+        return await self._archive.commits(since)
+
+    async def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
+        return await self._exchange.lanes.mean(digest)
+
+    async def on_state_offer(self, have: str) -> StateOffer:
+        archive = self._archive
+        while (state := await self._state_to_offer()) is not None:
+            # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
+            commit = archive.commit if self._exchange.machine.commit is not None else None
+            offer = await asyncio.get_running_loop().run_in_executor(self._exchange.hasher, make_offer, state, commit)
+            if have == offer.digest:
+                return offer
+            if not archive.reused and archive.state is state:
+                return archive.offer(state, offer)
+        raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
+
+    async def _state_to_offer(self) -> OuterState | None:
+        """The state, once it is not being overwritten; None when that takes too long, or there is none."""
+        archive, moved = self._archive, self._exchange.moved
+        with suppress(TimeoutError):
+            async with moved:
+                await asyncio.wait_for(moved.wait_for(lambda: not archive.reused), self._terms.timing.stall_s)
+        return None if archive.reused else archive.state
+
+    async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
+        failpoints.hit("serving-state")
+        return await self._archive.chunk(digest, chunk)
+
+    async def on_state_bytes(self, size_bytes: int) -> None:
+        await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
+
+    def on_status(self) -> str:
+        exchange, total, state = self._exchange, self._terms.total_tokens, self._archive.state
+        send_bps = exchange.lanes.send_bps
+        return status_json(exchange.machine, state, total, exchange.directory, send_bps, monotonic_s())
+
+
+def status_json(
+    machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], send_bps: int, now: float
+) -> str:
+    """One object; `peers` has one entry for every member of the view, every joiner at the door, and who answers.
+
+    `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
+    """
+    commit = machine.commit
+    tree: dict[str, Any] = {
+        "run": machine.rules.run,
+        "contract_digest": machine.rules.contract,
+        "lineage": machine.lineage,
+        "founded": commit is not None,
+        "version": machine.version,
+        "commit_digest": commit.digest if commit else "",
+        "state_version": state.version if state else -1,
+        "state_digest": state.digest if state else "",
+        "tokens": commit.tokens if commit else 0,
+        "total_tokens": total_tokens,
+        "counted": [counted.peer for counted in commit.counted] if commit else [],
+        "lost_blocks": commit.leases.lost if commit else 0,
+        "returned_blocks": count(commit.leases.returned) if commit else 0,
+        "answering": machine.me.peer,
+        "send_bps": send_bps,
+        "reason": machine.reason,
+        "directory": list(directory),
+        "peers": [_peer(machine, member, now) for member in _known(machine)],
+    }
+    return json.dumps(tree)
+
+
+def _known(machine: Machine) -> list[Member]:
+    listed = {member.peer: member for member in (*machine.view, machine.me)}
+    strangers = [entry.member for entry in machine.roster if entry.member.peer not in listed and not entry.left]
+    return [*listed.values(), *strangers]
+
+
+def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
+    entry = machine.roster.get(member.peer)
+    beat = entry.heartbeat if entry else None
+    mine = member.peer == machine.me.peer
+    progress = machine.progress if mine else beat.progress if beat else Progress()
+    return {
+        "peer": member.peer,
+        "address": member.address,
+        "alive": mine or machine.roster.alive(member, now),
+        "incarnation": member.incarnation,
+        "in_view": member in machine.view,
+        "version": machine.version if mine else beat.version if beat else -1,
+        "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
+        **asdict(progress),
+    }
