@@ -285,7 +285,7 @@ def test_a_mean_that_takes_long_to_come_is_asked_for_of_two_at_most(
 
     monkeypatch.setattr(exchange.link, "fetch_mean", slow)
     for _ in range(4):
-        world.ask(lambda: exchange._perform(FetchMean(commit, tuple(others))))
+        world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
     world.ask(lambda: exchange.archive.means.clear())
     world.ask(comes.set)
     until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 10.0)

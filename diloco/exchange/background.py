@@ -1,4 +1,4 @@
-"""What lives on the exchange's loop, and is talked to from the training thread."""
+"""Base of the exchange and its lanes: tasks on an event loop, called from the training thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Tasks on a loop of another thread. What fails there fails every future that it has given out."""
+    """Tasks on the event loop of another thread. A failure there fails every future that was given out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -104,10 +104,11 @@ class Background:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def settle(future: Future[T], value: T) -> None:
-    """Give a future its result, unless it was cancelled, or has failed, meanwhile."""
-    with suppress(InvalidStateError):
-        future.set_result(value)
+def settle(future: Future[T] | None, value: T) -> None:
+    """Give a future its result, unless it was cancelled, or has failed, meanwhile. None: nobody waits."""
+    if future is not None:
+        with suppress(InvalidStateError):
+            future.set_result(value)
 
 
 def _work(future: Future[T], work: Callable[[], T]) -> None:

@@ -66,7 +66,6 @@ class Exchange(Background):
         self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
         self.machine.forks = forks
         self.directory: tuple[str, ...] = ()
-        self.max_part_bytes = terms.lane.max_part_bytes
         self.overlap_tokens = 0
         """Of the inner steps that go on while a contribution is on its way."""
         self.behind = False
@@ -148,11 +147,7 @@ class Exchange(Background):
 
     def whole(self, contribution: Contribution) -> Future[Contribution]:
         """The contribution with the parts that other ranks of this island encode."""
-        return self._start_task(self._whole(contribution)) if self.lanes.others else done(contribution)
-
-    async def _whole(self, contribution: Contribution) -> Contribution:
-        own = await asyncio.to_thread(list, contribution.parts)
-        return replace(contribution, parts=await self.lanes.contributed(own))
+        return self._start_task(self.lanes.whole(contribution)) if self.lanes.others else done(contribution)
 
     def closed(self) -> Sequence[Closed]:
         """Versions that closed since the last call, in order. Raises what has made the exchange fail."""
@@ -175,7 +170,19 @@ class Exchange(Background):
         """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
         event = m.StateHeld(state.version, state.digest, commit if copied else None)
         self.lane.hold(state)
-        self._call(self._hold, state, commit, event, copied, self.lane.held)
+        number = self.lane.held
+
+        def hold() -> None:
+            if copied:  # the state may be older than what closed here: the versions in between are to be applied
+                with self._closed_changed:
+                    later = self.archive.backlog.after(state.version)
+                    self._closed = deque(later)
+                    self.behind = bool(later) and later[0].commit.version != state.version + 1
+            self.archive.hold(state, commit, number)
+            self._spawn(self._notify_moved())
+            self._feed(event)
+
+        self._call(hold)
 
     def state_unused(self) -> Future[bool]:
         """Whether no peer copies the state that this one stands at. Then it is offered to none any more, and may be
@@ -227,14 +234,14 @@ class Exchange(Background):
 
     def sources(self) -> Future[list[str]]:
         """Addresses of those who can give us the state: of the view, or before we have one, of whom we heard."""
-        return self._ask(self._sources)
 
-    def _sources(self) -> list[str]:
-        machine = self.machine
-        others = [member.address for member in machine.alive() if member != machine.me and not member.witness]
-        heard = [entry for entry in machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
-        addresses = [entry.member.address for entry in heard if not entry.left and not entry.member.witness]
-        return others or [*self._resync_from, *addresses]
+        def known() -> list[str]:
+            trainers = [member.address for member in self.others if not member.witness]
+            heard = [entry for entry in self.machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
+            addresses = [entry.member.address for entry in heard if not entry.left and not entry.member.witness]
+            return trainers or [*self._resync_from, *addresses]
+
+        return self._ask(known)
 
     def awaited(self) -> Future[bool]:
         """Whether most others have done their inner steps and wait for those that have not."""
@@ -255,7 +262,12 @@ class Exchange(Background):
 
     def leave(self) -> Future[None]:
         """Say goodbye and hand the vote on. Done when all have answered or were given up."""
-        return self._start_task(self._leave())
+
+        async def leave() -> None:
+            effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
+            await asyncio.gather(*(self._send(effect) for effect in effects if isinstance(effect, m.Send)))
+
+        return self._start_task(leave())
 
     def stop(self) -> None:
         """End the tasks. The link and the server are the caller's."""
@@ -274,9 +286,14 @@ class Exchange(Background):
         where other ranks of ours listen (`assign`)."""
         self.directory, self.lane_addresses = directory, lanes
 
+        async def tick() -> None:
+            while True:
+                self._feed(m.Tick())
+                await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
+
         def start() -> None:
             self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
-            self._spawn(self._tick_for_ever())
+            self._spawn(tick())
 
         self._call(start)
 
@@ -284,22 +301,7 @@ class Exchange(Background):
         """Other ranks divide the outer state with us: their connections, by rank. Before `start`."""
         self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
 
-    def elsewhere_bytes(self) -> tuple[int, int]:
-        """Sent and received by other ranks of ours, as far as they reported."""
-        reported = [lane.wire_bytes for lane in self.lanes.others]
-        return sum(sent for sent, _ in reported), sum(received for _, received in reported)
-
     # ------------------------------------------------------------ the loop's thread from here on
-
-    async def _tick_for_ever(self) -> None:
-        while True:
-            self._feed(m.Tick())
-            await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
-
-    async def _leave(self) -> None:
-        effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
-        sends = [self._send(effect) for effect in effects if isinstance(effect, m.Send)]
-        await asyncio.gather(*sends)
 
     def _offer(self, contribution: Contribution, leaving: bool, future: Future[Skip | None]) -> None:
         if self._closed:
@@ -312,57 +314,45 @@ class Exchange(Background):
         offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.lanes.send_bps, slack_s)
         self._feed(m.Offered(offer))
 
-    def _hold(self, state: OuterState, commit: Commit | None, event: m.StateHeld, copied: bool, number: int) -> None:
-        if copied:  # the state may be older than what closed here: the versions in between are to be applied
-            with self._closed_changed:
-                later = self.archive.backlog.after(state.version)
-                self._closed = deque(later)
-                self.behind = bool(later) and later[0].commit.version != state.version + 1
-        self.archive.hold(state, commit, number)
-        self._spawn(self._notify_moved())
-        self._feed(event)
-
     def _feed(self, event: m.Event) -> None:
-        self._perform_all(self.machine.handle(event, monotonic_s()))
+        self._perform(self.machine.handle(event, monotonic_s()))
 
     def receive(self, envelope: m.Envelope) -> m.Reply:
         """A message of another peer."""
         reply, effects = self.machine.receive(envelope, monotonic_s())
-        self._perform_all(effects)
+        self._perform(effects)
         return reply
 
-    def _perform_all(self, effects: Sequence[m.Effect]) -> None:
+    def _perform(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
-            self._perform(effect)
-
-    def _perform(self, effect: m.Effect) -> None:
-        match effect:
-            case m.Send():
-                self._spawn(self._send(effect))
-            case m.BeginReduction(begin):
-                self._begin(begin)
-            case m.SendContribution():
-                self.lanes.each(Lane.send_contribution, effect)
-            case m.RepairReduction(repair):
-                self._repair(repair)
-            case m.FoldPart(version, attempt, part, omitted):
-                self.lanes.at(part, Lane.fold, (version, attempt), part, omitted)
-            case m.SendMean(version, attempt, part, omitted):
-                self.lanes.at(part, Lane.send_mean, (version, attempt), part, omitted)
-            case m.SealMean(version, attempt):
-                self._call(self._seal, (version, attempt))
-            case m.FetchMean(commit, sources):
-                self._spawn(self._fetcher.mean(commit, sources))
-            case m.CatchUp(source, _):
-                self._spawn(self._catch_up(source))
-            case m.Close(commit):
-                self._close(commit)
-            case m.GiveUp(reason, exposed):
-                self._answer(Skip(reason, exposed))
-            case m.Resync(source, discarded_tokens):
-                self._leave_lineage(source, discarded_tokens)
-            case m.Note(reason, routine):
-                self._on_reason(reason, routine)
+            match effect:
+                case m.Send():
+                    self._spawn(self._send(effect))
+                case m.BeginReduction(begin):
+                    self._begin(begin)
+                case m.SendContribution():
+                    self.lanes.each(Lane.send_contribution, effect)
+                case m.RepairReduction(repair):
+                    self._repair(repair)
+                case m.FoldPart(version, attempt, part, omitted):
+                    self.lanes.at(part, Lane.fold, (version, attempt), part, omitted)
+                case m.SendMean(version, attempt, part, omitted):
+                    self.lanes.at(part, Lane.send_mean, (version, attempt), part, omitted)
+                case m.SealMean(version, attempt):
+                    self._call(self._seal, (version, attempt))
+                case m.FetchMean(commit, sources):
+                    self._spawn(self._fetcher.mean(commit, sources))
+                case m.CatchUp(source, _):
+                    self._spawn(self._catch_up(source))
+                case m.Close(commit):
+                    self._close(commit)
+                case m.GiveUp(reason, exposed):
+                    waiting, self._waiting = self._waiting, None
+                    settle(waiting, Skip(reason, exposed))
+                case m.Resync(source, discarded_tokens):
+                    self._leave_lineage(source, discarded_tokens)
+                case m.Note(reason, routine):
+                    self._on_reason(reason, routine)
 
     # ------------------------------------------------------------ sending
 
@@ -370,6 +360,7 @@ class Exchange(Background):
         step = _FAILPOINTS.get(type(effect.envelope.body))
         if step:
             failpoints.hit(f"before-{step}")
+        reply = m.Reply.STALE
         try:
             reply = await self.link.deliver(effect.to.address, effect.envelope)
         except LinkDown:
@@ -377,9 +368,11 @@ class Exchange(Background):
         except LinkSlow:
             logger.debug("%s did not answer %s", effect.to.peer, type(effect.envelope.body).__name__)
         except LinkRefused as error:
-            self._note_refusal(effect.to, error.reply)
-        else:
-            self._note_refusal(effect.to, reply)
+            reply = error.reply
+        if reply not in (m.Reply.STALE, m.Reply.REPLAYED):  # of these it has only moved on meanwhile
+            if reply is not m.Reply.OK and reply is not self.refused:
+                logger.warning("%s refuses: %s", effect.to.peer, reply.name)
+            self.refused = reply
         if step:
             failpoints.hit(f"after-{step}")
 
@@ -397,13 +390,6 @@ class Exchange(Background):
         except (LinkSlow, LinkRefused):
             return True  # or it is silent, which its missing heartbeats will show
         return True
-
-    def _note_refusal(self, by: Member, reply: m.Reply) -> None:
-        if reply in (m.Reply.STALE, m.Reply.REPLAYED):
-            return  # it has moved on meanwhile
-        if reply is not m.Reply.OK and reply is not self.refused:
-            logger.warning("%s refuses: %s", by.peer, reply.name)
-        self.refused = reply
 
     # ------------------------------------------------------------ reducing
 
@@ -490,9 +476,9 @@ class Exchange(Background):
         with self._closed_changed:
             self._closed.append(closed)
             closes, self._closes = self._closes, None
-        if closes is not None:
-            settle(closes, None)
-        self._answer(None)
+        outcome, self._waiting = self._waiting, None
+        settle(closes, None)
+        settle(outcome, None)
         self._spawn(self._notify_moved())
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
@@ -505,11 +491,6 @@ class Exchange(Background):
             self._closed.clear()
         self._resync_from = [source.address]
         self.behind = True
-
-    def _answer(self, outcome: Skip | None) -> None:
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            settle(waiting, outcome)
 
     async def _catch_up(self, source: Member) -> None:
         if not await self._fetcher.commits(source):

@@ -16,13 +16,14 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Concatenate, ParamSpec
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
-from diloco.base.types import Closed, Member
+from diloco.base.types import Closed, Contribution, Member
 from diloco.exchange.lane import Lane
 from diloco.exchange.work import LaneEvents
 from diloco.outer.state import StateChunk
@@ -237,9 +238,11 @@ class Lanes:
         by_lane = [self.own.mean(digest), *[await lane.ask(Lane.mean, digest) for lane in self.others]]
         return _interleaved([parts for parts in by_lane if parts is not None]) if None not in by_lane else None
 
-    async def contributed(self, own: Sequence[bytes]) -> Sequence[bytes]:
-        """All encoded parts of a contribution, of which `own` are rank 0's."""
-        return _interleaved([own, *[await lane.ask(Lane.contributed) for lane in self.others]])
+    async def whole(self, contribution: Contribution) -> Contribution:
+        """A contribution with the parts that the other ranks encode."""
+        own = await asyncio.to_thread(list, contribution.parts)
+        parts = _interleaved([own, *[await lane.ask(Lane.contributed) for lane in self.others]])
+        return replace(contribution, parts=parts)
 
     async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
         """A part of the state with that number; None when it is gone."""
@@ -248,6 +251,12 @@ class Lanes:
             found: bytes | None = await self.others[lane - 1].ask(Lane.chunk, number, entry)
             return found
         return self.own.chunk(number, entry)
+
+    @property
+    def wire_bytes(self) -> tuple[int, int]:
+        """Sent and received by the other ranks, as far as they reported."""
+        reported = [lane.wire_bytes for lane in self.others]
+        return sum(sent for sent, _ in reported), sum(received for _, received in reported)
 
     @property
     def send_bps(self) -> int:

@@ -28,7 +28,7 @@ class PeerService(Service):
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
-        self.max_part_bytes = exchange.max_part_bytes
+        self.max_part_bytes = exchange.terms.lane.max_part_bytes
         self._serving = RateLimit(exchange.terms.serve_bps)
 
     async def on_envelope(self, envelope: Envelope) -> Reply:

@@ -209,7 +209,7 @@ class Peer:
 
     def wire(self) -> SocketBytes | None:
         """Bytes sent and received so far, by all ranks of the island. None where nobody can tell."""
-        own, others = self.counter.sample(), self.exchange.elsewhere_bytes()
+        own, others = self.counter.sample(), self.exchange.lanes.wire_bytes
         return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
 
     def _meet_members(self, welcome: Welcome) -> None:
