@@ -103,7 +103,8 @@ class GossipPeer:
         self.weights = Led(bridge, self.island) if isinstance(bridge, Bridge) else bridge
         """As rank 0 reads and writes them, which holds all of the outer state."""
         self.directory = directory
-        self.do, self.publish = rank.lead(name, events, directory)
+        rank.lead(name, events, directory)
+        self.do, self.publish = rank.do, rank.publish
         self._checkpoint = checkpoint
         self.keeper = Keeper(self.publish, events.emit, self._begin_save)
         self.tokens = 0

@@ -27,7 +27,6 @@ from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lanes import RankListener
 from diloco.exchange.service import PeerService
-from diloco.exchange.terms import Terms
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
     Departure,
@@ -41,13 +40,12 @@ from diloco.observe.events import (
     Warned,
 )
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
-from diloco.outer.state import OuterState
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import RunEnd
-from diloco.peer.terms import check_alike, lane_terms, lanes_of, rules_of, serve_bps_of, timing_of
+from diloco.peer.terms import check_alike, exchange_terms, lanes_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
-from diloco.protocol.streams import StateOffer, Welcome
+from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
@@ -66,16 +64,16 @@ SETTLE_POLL_S = 0.05
 
 
 class PeerRecord(Protocol):
-    """Whoever records what happens to a peer (`diloco.run.chronicle`)."""
+    """Receiver of what happens to a peer (`diloco.run.chronicle`)."""
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
-        """A version was applied, after `before`; it counts `mine`. Returns what is to be told of it, if anything."""
+        """A version was applied, after `before`; it counts `mine`. Returns the event to publish, if any."""
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
         """The line stands at a state that was copied."""
 
     def numbers(self) -> dict[str, Any]:
-        """What a checkpoint holds of who trains, on rank 0 alone: JSON."""
+        """Numbers of the trainer for a checkpoint, on rank 0 alone: JSON."""
 
 
 class Peer:
@@ -98,8 +96,11 @@ class Peer:
         self.contract, self.site, self.island = rank.contract, rank.site, rank.island
         self.line, self.counter = rank.line, rank.counter
         self.directory = directory
-        self.do, self.publish = rank.lead(name, events, directory)
-        terms = self._terms(data)
+        rank.lead(name, events, directory)
+        self.do, self.publish = rank.do, rank.publish
+        terms = exchange_terms(
+            self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
+        )
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint = checkpoint
         welcome = endpoint.welcome
@@ -167,39 +168,35 @@ class Peer:
         Raises ResourceError (port in use), StateError (nobody gives the state), IncompatibleError (other model).
         """
         if self._checkpoint is not None:
-            yield from self._restore(self._checkpoint)
-        network = self.site.network
-        welcome = self.endpoint.welcome
+            checkpoint = self._checkpoint
+            yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
+            book_restored(self.line, checkpoint)
+            self.journal.trained_tokens = self.line.trained.tokens
+            if self.line.commit is not None:
+                self.ending.on_commit(self.line.commit, copied=True)
+        network, welcome = self.site.network, self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
         served = self.endpoint.runtime.serve(PeerService(self.exchange), network.listen)
-        self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
+        toward = welcome.members[0].address if welcome else None
+        self.address = network.advertise or reachable(served, toward)
         self.endpoint.open_directory(self.contract.run.name, self._warn)
-        self.exchange.start(self.address, self.endpoint.directory.addresses, self._meet_ranks(welcome))
+        lanes = self._meet_ranks(toward) if self.island.size > 1 else ()
+        self.exchange.start(self.address, self.endpoint.directory.addresses, lanes)
         self.journal.opened(self.contract)
         if welcome is not None:
             self.drop("the run may have counted it before the restart")
             self._meet_members(welcome)
-            yield from self._get_state(welcome)
+            if self.line.commit is None or self.line.commit.lineage != welcome.lineage:
+                yield from self.copy_state([member.address for member in welcome.members])
         self.exchange.hold(self.line.state, self.line.commit, copied=True)
         self._presence = self.endpoint.appear(self.exchange)
         self.events.emit(Listening(self.address, self.ticket))
 
-    def _restore(self, checkpoint: Checkpoint) -> Life[None]:
-        yield from self.do(Restore(str(checkpoint.path.resolve()), checkpoint.digest), checkpoint)
-        book_restored(self.line, checkpoint)
-        self.journal.trained_tokens = self.line.trained.tokens
-        if self.line.commit is not None:
-            self.ending.on_commit(self.line.commit, copied=True)
-
-    def _meet_ranks(self, welcome: Welcome | None) -> tuple[str, ...]:
-        """Have the other ranks open their lanes. Returns where those listen."""
-        island = self.island
-        if island.size == 1:
-            return ()
-        key = secrets.token_bytes(32)
+    def _meet_ranks(self, toward: str | None) -> tuple[str, ...]:
+        """Have the other ranks of the island open their lanes. Returns the addresses where those listen."""
+        island, key = self.island, secrets.token_bytes(32)
         listener = RankListener(island.host, key)
-        toward = welcome.members[0].address if welcome else None
         island.decide(Meet(island.host, listener.port, key.hex(), self.name, toward))
         others = listener.accept_ranks(lanes_of(self.site, island) - 1, self.site.timeouts.collective_s)
         self.exchange.assign(others)
@@ -208,32 +205,24 @@ class Peer:
         return tuple(address for address in island.gather("") if address)
 
     def wire(self) -> SocketBytes | None:
-        """Bytes sent and received so far, by all ranks of the island. None where nobody can tell."""
+        """Bytes sent and received so far, by all ranks of the island. None where they cannot be counted."""
         own, others = self.counter.sample(), self.exchange.lanes.wire_bytes
         return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
 
     def _meet_members(self, welcome: Welcome) -> None:
+        """Know the members of the run. Raises EvictedError where another live peer has this peer's name."""
         found = self.endpoint.directory.lookup()
         known = {member.peer: member for member in (*found.values(), *welcome.members)}
         if self.name in known and self.line.commit is None:
-            self._check_namesake(known[self.name].address)
+            # A former life of this peer does not answer any more, and at its own address it answers itself.
+            address = known[self.name].address
+            answer = self.endpoint.runtime.answer_of(address)
+            there = answer.members[0] if answer is not None else None
+            if there is not None and there.peer == self.name and there.incarnation != self.exchange.me.incarnation:
+                cause = f"the run has a live peer named {self.name}, at {address}"
+                raise EvictedError(cause, "choose another --name, or --resume its folder once it is gone")
+            logger.warning("the run has, or had, a peer named %s", self.name)
         self.exchange.meet([member for name, member in known.items() if name != self.name])
-
-    def _check_namesake(self, address: str) -> None:
-        """Raises EvictedError where another peer of our name answers now. It may be a former life of ours, which does
-        not; at our own address, we answer."""
-        answer = self.endpoint.runtime.answer_of(address)
-        there = answer.members[0] if answer is not None else None
-        if there is not None and there.peer == self.name and there.incarnation != self.exchange.machine.me.incarnation:
-            cause = f"the run has a live peer named {self.name}, at {address}"
-            raise EvictedError(cause, "choose another --name, or --resume its folder once it is gone")
-        logger.warning("the run has, or had, a peer named %s", self.name)
-
-    def _get_state(self, welcome: Welcome) -> Life[None]:
-        """From a checkpoint, if the run still goes on from there; else copied from the members."""
-        if self.line.commit is not None and self.line.commit.lineage == welcome.lineage:
-            return
-        yield from self.copy_state([member.address for member in welcome.members])
 
     def copy_state(self, sources: Sequence[str]) -> Life[None]:
         """Copy anchor and outer state from these members. Raises StateError, also once this peer is to leave."""
@@ -242,9 +231,6 @@ class Peer:
         self.events.emit(StateCopying(0, total_bytes))
         copying = self.exchange.copy_state(sources, self.line.state, self.line.stands_at, self._on_copied)
         state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave)
-        yield from self._adopt(state, offer)
-
-    def _adopt(self, state: OuterState, offer: StateOffer) -> Life[None]:
         line, before = self.line, self.line.commit
         taken = adoption(line, offer.commit)
         steps = tuple(fragment.steps for fragment in state.fragments)
@@ -263,9 +249,9 @@ class Peer:
 
     def _on_copied(self, done_bytes: int, total_bytes: int) -> None:
         failpoints.hit("copying-state")
-        now = monotonic_s()
-        if now - self._reported_s >= 1.0 or done_bytes == total_bytes:
-            self._reported_s = now
+        now_s = monotonic_s()
+        if now_s - self._reported_s >= 1.0 or done_bytes == total_bytes:
+            self._reported_s = now_s
             self.events.emit(StateCopying(done_bytes, total_bytes))
 
     def enter(self, patience: Callable[[], bool]) -> Life[bool]:
@@ -307,7 +293,9 @@ class Peer:
             line.commit = commit
         else:
             mine = expect(line, commit)
-            state_unused = mine is not None and (yield from self._state_unused())
+            state_unused = False  # whether the outer step may be made in the buffers of the state before
+            if mine is not None and not (self.exchange.terms.lane.ahead or self.keeper.busy):
+                state_unused = yield from answered(self.exchange.state_unused())
             yield from self.do(line.applying(commit, mine is not None, state_unused), closed, seconds)
             book(line, commit, mine)
         self.journal.committed(commit, mine if offered else None)
@@ -325,12 +313,6 @@ class Peer:
             if self.directory is not None and every and commit.version % every == 0:
                 self.keeper.due(commit.version)
 
-    def _state_unused(self) -> Life[bool]:
-        """Whether the next outer step may be made in the buffers of the state that we stand at."""
-        if self.exchange.terms.lane.ahead or self.keeper.busy:
-            return False
-        return (yield from answered(self.exchange.state_unused()))
-
     def catch_up(self) -> Life[None]:
         """Apply versions that closed without us; copy the state when they are too many."""
         try:
@@ -339,7 +321,9 @@ class Peer:
         except Diverged as error:
             yield from self.diverged(error)
         if self.exchange.behind:
-            self._report_void_tokens()
+            if void := self.exchange.void_tokens - self.void_tokens:  # another lineage of the run went on
+                self.void_tokens += void
+                self.publish(LineageReplaced(self.exchange.machine.lineage, void))
             yield from self.copy_again("too far behind to catch up by commits")
 
     def diverged(self, error: Diverged) -> Life[None]:
@@ -347,13 +331,6 @@ class Peer:
         if error.uncounted:
             self.withdraw()
         yield from self.copy_again(str(error))
-
-    def _report_void_tokens(self) -> None:
-        """Another lineage of the run went on, and ours is void since the two parted."""
-        void = self.exchange.void_tokens - self.void_tokens
-        if void:
-            self.void_tokens += void
-            self.publish(LineageReplaced(self.exchange.machine.lineage, void))
 
     def copy_again(self, why: str) -> Life[None]:
         """Copy the state from the other members. When nobody gives it now, training goes on; the next round tries."""
@@ -374,7 +351,7 @@ class Peer:
             self.publish(ViewChanged(after.version, tuple(sorted(new - old)), left))
 
     def report(self, **changes: str | int | float) -> None:
-        """Change what the heartbeats say of us. A loss that is not finite is left out: others refuse such a message."""
+        """Change the progress that heartbeats carry. Other peers refuse a loss that is not finite: it is left out."""
         finite = {name: value for name, value in changes.items() if isinstance(value, str) or math.isfinite(value)}
         self.progress = replace(self.progress, **finite)  # type: ignore[arg-type]
         self.exchange.report(self.progress)
@@ -395,7 +372,13 @@ class Peer:
         self.report(phase=Phase.DONE if self.done else Phase.LEAVING)
         yield from settled(self.exchange, self.site)
         if not self.done:
-            yield from self._apply_last()
+            try:
+                for closed in self.exchange.closed():
+                    yield from self.apply(closed, {})
+            except Diverged as error:  # only a copy would mend the state: it stays as it is
+                if error.uncounted:
+                    self.withdraw()
+                self._warn(f"{error}; leaving with the one before")
         yield from left(self.exchange, self.site)
         sent = self.line.sent  # offered, and no version that we know was made with it or without it
         why = f"{reason}; a version may count {sent.contribution.tokens} of them" if sent is not None else reason
@@ -403,16 +386,6 @@ class Peer:
         self.journal.closed(reason)
         if self._presence is not None:
             self._presence.end()
-
-    def _apply_last(self) -> Life[None]:
-        """What closed since the last round. A state that only a copy would mend stays as it is."""
-        try:
-            for closed in self.exchange.closed():
-                yield from self.apply(closed, {})
-        except Diverged as error:
-            if error.uncounted:
-                self.withdraw()
-            self._warn(f"{error}; leaving with the one before")
 
     def stop(self) -> None:
         """End the exchange, goodbye or not. Twice is no error."""
@@ -433,25 +406,12 @@ class Peer:
         self.island.decide(Save("local" in groups))
         return self.rank.save((groups, {**about, **self.chronicle.numbers()}), self.site.storage.keep)
 
-    def _terms(self, data: str) -> Terms:
-        contract, layout = self.contract, self.line.layout
-        return Terms(
-            contract_json=contract.to_json().encode(),
-            rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
-            timing=timing_of(self.site),
-            lane=lane_terms(contract, self.site, layout, self.island.size),
-            layout_digest=layout.digest,
-            total_tokens=contract.run.total_tokens,
-            data=data,
-            serve_bps=serve_bps_of(self.site),
-        )
-
 
 def _reasons(
     gone: AbstractSet[str], goodbyes: AbstractSet[str], before: Commit | None, after: Commit
 ) -> dict[str, str]:
-    """Who left and who was lost. Whoever leaves with its last contribution says goodbye when that is counted, which
-    is too late to be heard here; but the commit hands its data back. Of those without any, a goodbye tells."""
+    """`left` or `lost` for each peer that is gone. A peer that leaves with its last contribution says goodbye when that
+    is counted, which is too late to be heard here; but the commit hands its data back. Others said goodbye before."""
     used = {counted.peer: counted.blocks for counted in after.counted}
     in_good_order = dict.fromkeys(goodbyes, True)
     if before is not None:
@@ -474,7 +434,7 @@ def left(exchange: Exchange, site: Site) -> Life[None]:
 
 
 def in_time(copying: Future[T], timeout_s: float, asked_to_leave: Callable[[], bool]) -> Life[T]:
-    """What copying a state comes to. Raises StateError, also after `timeout_s`, and once this peer is to leave."""
+    """The copied state and its offer. Raises StateError, also after `timeout_s`, and once this peer is to leave."""
     deadline_s = monotonic_s() + timeout_s
     while not copying.done():
         yield Wait(copying, POLL_S)

@@ -42,10 +42,6 @@ LANE_PORTS = 100
 """Above that of rank 0 are those of the other ranks; the peer directory's is the next one, usually."""
 
 
-Do = Callable[..., Life[None]]
-"""`PeerRank.do`."""
-
-
 class Trains(Protocol):
     """Whoever trains: what a run asks of it. On every rank of an island, and all ranks are asked together."""
 
@@ -102,11 +98,10 @@ class PeerRank:
 
     # ------------------------------------------------------------ rank 0 decides
 
-    def lead(self, name: str, events: Events, directory: Path | None) -> tuple[Do, Callable[[Event], None]]:
-        """This is rank 0. Where events and checkpoints go. Returns `do` and `publish`."""
+    def lead(self, name: str, events: Events, directory: Path | None) -> None:
+        """This is rank 0 of the peer `name`. Events go to `events`, checkpoints to `directory`."""
         self.line.peer, self.events = name, events
         self.folder = (directory or Path()) / "checkpoints"
-        return self.do, self.publish
 
     def do(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
         """On rank 0: have every rank do this, this one included. `own`: what only this rank holds of it."""
@@ -131,22 +126,37 @@ class PeerRank:
             case d.Withdraw():
                 withdraw(line)
             case d.Apply():
-                closed = own if own is not None else self._closed(Commit.from_bytes(decision.commit.encode()))
+                closed = own
+                if closed is None:
+                    commit = Commit.from_bytes(decision.commit.encode())
+                    nothing = [b""] * line.layout.fragments[commit.fragment].parts
+                    closed = self._lane.closed(commit) if self._lane is not None else Closed(commit, nothing)
                 version = closed if isinstance(closed, SteppedVersion) else SteppedHere(line, closed)
                 yield from apply(line, version, decision, seconds)
                 self._hold()
             case d.Adopt():
-                state = own if own is not None else self._copied(decision.version, decision.steps)
-                adopt(line, state, decision.stays)
+                state = own
+                if state is None and self._lane is not None:
+                    state = self._lane.copied()
+                adopt(line, state or standing_at(line.state, decision.version, decision.steps), decision.stays)
                 self._hold()
             case d.Drop():
                 drop(line)
             case d.Restore():
-                self._restore(decision, own)
+
+                def opened() -> Checkpoint:
+                    return own or reopen(Path(decision.path), decision.digest)
+
+                restore_line(line, opened)
+                self.trains.restore(opened)
             case d.Save():
                 self.save_part(local=decision.local)
             case d.Publish():
-                self._publish(own or _event_of(decision))
+                stamped = from_json(json.loads(decision.event)) if own is None else None
+                event = stamped.event if stamped is not None else own
+                self.caused.append(event)
+                for subscriber in self.subscribers:
+                    subscriber(event)
             case d.Evaluate():
                 with weights_at_anchor(line):
                     self.val_loss = self.trains.evaluate()
@@ -171,13 +181,6 @@ class PeerRank:
             self._lane.offer(sent.contribution)
         self.island.all(True)  # have it, too, before anybody asks for it
 
-    def _closed(self, commit: Commit) -> Closed:
-        nothing = [b""] * self.line.layout.fragments[commit.fragment].parts
-        return self._lane.closed(commit) if self._lane is not None else Closed(commit, nothing)
-
-    def _copied(self, version: int, steps: Sequence[int]) -> OuterState:
-        return self._lane.copied() if self._lane is not None else standing_at(self.line.state, version, steps)
-
     def _hold(self) -> None:
         """This rank's lane is to know what it stands at before anybody goes on."""
         if self._lane is not None and self._first is not None and self._runtime is not None:
@@ -187,19 +190,7 @@ class PeerRank:
             self._first.rates(self._runtime.link.send_bps, sent, received)
         self.island.all(True)
 
-    def _publish(self, event: Event) -> None:
-        self.caused.append(event)
-        for subscriber in self.subscribers:
-            subscriber(event)
-
     # ------------------------------------------------------------ checkpoints
-
-    def _restore(self, decision: d.Restore, own: Checkpoint | None) -> None:
-        def opened() -> Checkpoint:
-            return own or reopen(Path(decision.path), decision.digest)
-
-        restore_line(self.line, opened)
-        self.trains.restore(opened)
 
     def save(self, contents: Contents, keep: int) -> Future[Written]:
         """Rank 0's part of `Save`: `contents`, and what this rank holds. May come to ResourceError."""
@@ -247,12 +238,6 @@ class PeerRank:
             self._lane.stop()
         if self._runtime is not None:
             self._runtime.close()
-
-
-def _event_of(decision: d.Publish) -> Event:
-    stamped = from_json(json.loads(decision.event))
-    assert stamped is not None
-    return stamped.event
 
 
 def standing_at(state: OuterState, version: int, steps: Sequence[int]) -> OuterState:

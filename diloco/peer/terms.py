@@ -1,4 +1,4 @@
-"""What protocol, lanes and rounds need of contract and site."""
+"""Settings for protocol, lanes and rounds, made of contract and site."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.compress.encoding import Encode, encode_now
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.terms import LaneTerms
+from diloco.exchange.terms import LaneTerms, Terms
 from diloco.island import Island
 from diloco.outer.fragments import Layout, Weights
 from diloco.outer.line import Line
@@ -39,8 +39,7 @@ def open_line(
     island: Island | None = None,
     lanes: int = 1,
 ) -> Line:
-    """What the rounds of a peer work on, before the first version: on a rank of an island, its part. Raises
-    ConfigError."""
+    """The line of a peer before the first version: on a rank of an island, its part. Raises ConfigError."""
     layout = Layout.agreed(weights.shapes, contract).on_lane(island.rank if island is not None else 0, lanes)
     optimizer = open_outer(contract.outer)
     anchor = [weights.read(fragment) for fragment in layout.fragments]
@@ -73,7 +72,7 @@ def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
-    """What the protocol needs of a contract. `parts`: of each fragment."""
+    """Rules of the protocol, from a contract. `parts`: of each fragment."""
     membership = contract.membership
     return Rules(
         run=contract.run.name,
@@ -97,7 +96,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
 
 
 def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
-    """What a lane needs of both. `layout`: of the parts that are held here; `ranks`: of the island."""
+    """Settings of a lane. `layout`: of the parts that are held here; `ranks`: of the island."""
     how = site.device.outer_step
     return LaneTerms(
         layout,
@@ -119,6 +118,22 @@ def serve_bps_of(site: Site) -> float:
     return SERVE_BPS_PER_CORE * cores
 
 
+def exchange_terms(
+    contract: Contract, site: Site, layout: Layout, layout_digest: str, data: str, ranks: int = 1
+) -> Terms:
+    """Settings of an exchange. `layout`: as for `lane_terms`; `layout_digest`, `data`: as a joiner must have them."""
+    return Terms(
+        contract_json=contract.to_json().encode(),
+        rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
+        timing=timing_of(site),
+        lane=lane_terms(contract, site, layout, ranks),
+        layout_digest=layout_digest,
+        total_tokens=contract.run.total_tokens,
+        data=data,
+        serve_bps=serve_bps_of(site),
+    )
+
+
 def timing_of(site: Site) -> Timing:
-    """What the protocol needs of a site."""
+    """Timing of the protocol, from a site."""
     return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)

@@ -18,13 +18,12 @@ from diloco.base.types import Closed, Member, Phase, Progress
 from diloco.config.contract import Contract
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import PeerService
-from diloco.exchange.terms import Terms
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
 from diloco.peer.peer import left, settled
 from diloco.peer.schedule import RunEnd
-from diloco.peer.terms import lane_terms, rules_of, timing_of
+from diloco.peer.terms import exchange_terms
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
 from diloco.run.launch import event_card, fetch_contract, open_directory
@@ -69,13 +68,13 @@ class Witness:
         self.endpoint = endpoint
         self.events = events
         me = Member(name, new_incarnation(), "", witness=True)
-        assert endpoint.welcome is not None
-        lineage = endpoint.welcome.lineage
-        runtime = endpoint.runtime
-        forks = endpoint.welcome.forks
-        self.exchange = Exchange(me, self._terms(), runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
+        welcome, runtime = endpoint.welcome, endpoint.runtime
+        assert welcome is not None
+        terms = exchange_terms(contract, endpoint.site, Layout(()), welcome.layout, welcome.data)
+        lineage, forks = welcome.lineage, welcome.forks
+        self.exchange = Exchange(me, terms, runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
         self.version, self.tokens = -1, 0
-        self.ending = RunEnd.of(contract, self.exchange.terms.rules.policy.max_peers)
+        self.ending = RunEnd.of(contract, terms.rules.policy.max_peers)
 
     def run(self, stop: Callable[[], bool]) -> WitnessEnding:
         """Listen, ask to be taken in, vote; say goodbye at the end."""
@@ -130,16 +129,3 @@ class Witness:
 
     def _on_reason(self, reason: str, routine: bool) -> None:
         self.events.emit(Remark(reason, routine))
-
-    def _terms(self) -> Terms:
-        contract, welcome = self.contract, self.endpoint.welcome
-        assert welcome is not None
-        return Terms(
-            contract_json=contract.to_json().encode(),
-            rules=rules_of(contract, parts=()),
-            timing=timing_of(self.endpoint.site),
-            lane=lane_terms(contract, self.endpoint.site, Layout(())),
-            layout_digest=welcome.layout,
-            total_tokens=contract.run.total_tokens,
-            data=welcome.data,
-        )
