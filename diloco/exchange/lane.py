@@ -1,10 +1,9 @@
 """A lane: the bytes of the parts that one rank of an island holds, on their way from and to other peers.
 
 A peer of one rank has one lane. Where several ranks divide the outer state, each has a lane of its own, with
-connections of its own: it encodes, sends, receives, averages and steps its parts. What is to be done with them the
-first rank decides, whose `Exchange` drives the protocol; a lane tells it what came of it. Part p is held by lane
-p mod L, on every peer for its own number of lanes L, so that each lane has its share of what a peer owns, sends and
-receives, whoever owns what.
+connections of its own: it encodes, sends, receives, averages and steps its parts. The `Exchange` of rank 0 drives the
+protocol and the lanes, which report events to it. Lane p mod L holds part p, on every peer for its own number of lanes
+L, so that each lane has its share of what a peer owns, sends and receives, whoever owns what.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from diloco.base import failpoints
+from diloco.base.hashing import content_hash
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
@@ -24,7 +24,7 @@ from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
 from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.terms import LaneTerms
-from diloco.exchange.work import BadContribution, LaneEvents, SteppedVersion, Work, hashed
+from diloco.exchange.work import BadContribution, LaneEvents, SteppedVersion, Work
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m
@@ -38,19 +38,15 @@ STREAM_PAUSE_S = 0.1
 """Tries to send a stream of parts on a line that breaks or damages it, and the pause between two of them."""
 
 NEWS_S = 60.0
-"""Seconds that the training side of a rank other than 0 waits for what rank 0 has announced, while nothing comes: of
-a state that is copied all parts come first, and rank 0 may have them faster than it passes them on."""
+"""Seconds that the training side of a rank other than 0 waits while nothing comes of what rank 0 has announced. Of a
+copied state all parts come first, and rank 0 may have them faster than it passes them on."""
 
 Key = tuple[int, int]
 """The version being made, and the attempt at it."""
 
 
-def _fitted(work: Work, receiver: str, part: Part) -> Part:
-    return replace(part, payload=work.sent_to(receiver, part.index, part.payload, work.named(part.omitted)))
-
-
 class Lane(Background):
-    """One rank's. Methods are for the loop's thread, but for those that say otherwise."""
+    """The lane of one rank. Methods are for the loop's thread, but for those that say otherwise."""
 
     def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
@@ -132,14 +128,14 @@ class Lane(Background):
     # ------------------------------------------------------------ reducing
 
     def failed(self, error: BaseException) -> None:
-        """Ends the exchange, and whoever waits for this lane, with `error`."""
+        """End the exchange, and whoever waits for this lane, with `error`."""
         super().failed(error)
         self._head.failed(error)
         with self._news:
             self._news.notify_all()
 
     def take(self, contribution: Contribution | None) -> None:
-        """Sets the contribution that a reduction that counts us sends; None: nothing any more."""
+        """Set the contribution that a reduction that counts this peer sends; None: nothing any more."""
         self._contribution = contribution
 
     async def contributed(self) -> Sequence[bytes]:
@@ -159,8 +155,7 @@ class Lane(Background):
         if self._contribution is not None:
             work.take_own(self._contribution)
         share = terms.weighing.share(begin.contributors, begin.receivers)  # a repair, or who comes, may change it
-        if not self._steps_from(number, fragment, share):
-            self._stepping = self._step_from(number, fragment, share)
+        self._stepping = self._step_from(number, fragment, share)
         self._open_outlets(work, work.owned())
 
     def repair(self, repair: m.Repair) -> None:
@@ -222,10 +217,16 @@ class Lane(Background):
     def close(self, commit: Commit, number: int) -> Closed:
         """A version closed. Its step is made on our own thread, if it was made on the state `number`, which is held."""
         parts = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
-        closed = self._stepped(Closed(commit, parts), number)
+        stepping = None
+        if parts and commit.fragment >= 0:
+            stepping = self._step_from(number, commit.fragment, self.terms.weighing.share(commit.counted, commit.view))
+        self._stepping, self._contribution = None, None
         self.drop()
-        self._contribution = None
-        return closed
+        if stepping is None:
+            return Closed(commit, parts)
+        averaging = self._stepper.submit(stepping.average, parts)
+        stepped = self._stepper.submit(stepping.outer, parts) if self.terms.ahead else None
+        return SteppedVersion(commit, parts, stepping, self._stepper, averaging, stepped)
 
     def close_for_follower(self, commit: Commit, number: int) -> None:
         """The same, for `closed` to find."""
@@ -236,30 +237,15 @@ class Lane(Background):
             self._closed[commit.version] = number, closed
             self._news.notify_all()
 
-    def _stepped(self, closed: Closed, number: int) -> Closed:
-        commit = closed.commit
-        stepping = None
-        if closed.parts and commit.fragment >= 0:
-            share = self.terms.weighing.share(commit.counted, commit.view)
-            begun = self._steps_from(number, commit.fragment, share)
-            stepping = self._stepping if begun else self._step_from(number, commit.fragment, share)
-        self._stepping = None
-        if stepping is None:
-            return closed
-        averaging = self._stepper.submit(stepping.average, closed.parts)
-        stepped = self._stepper.submit(stepping.outer, closed.parts) if self.terms.ahead else None
-        return SteppedVersion(commit, closed.parts, stepping, self._stepper, averaging, stepped)
-
-    def _steps_from(self, number: int, fragment: int, share: float) -> bool:
-        """Whether what was begun is this very step."""
-        begun, state = self._stepping, self._states.get(number)
-        return begun is not None and (begun.state, begun.fragment.index, begun.share) == (state, fragment, share)
-
     def _step_from(self, number: int, fragment: int, share: float) -> Stepping | None:
-        state, terms = self._states.get(number), self.terms
+        """The outer step from the state `number`: the one that was begun if it is this very step. None: that state is
+        not held."""
+        state, terms, begun = self._states.get(number), self.terms, self._stepping
         if state is None:
             return None
         piece = terms.layout.fragments[fragment]
+        if begun is not None and (begun.state, begun.fragment.index, begun.share) == (state, fragment, share):
+            return begun
         return Stepping(state, piece, terms.codecs, terms.optimizer, share, terms.ahead)
 
     @property
@@ -296,7 +282,7 @@ class Lane(Background):
         self._filled += 1
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
-        """Completes a copied state: all its parts were passed."""
+        """Complete a copied state: all its parts were passed."""
         copy, self._copy = self._copy, {}
         state = OuterState.assemble(version, steps, copy, self.terms.layout, self.terms.optimizer)
         with self._news:
@@ -335,9 +321,14 @@ class Lane(Background):
             return
         outlets = Outlets(parts)
         header = self._headed(Kind.MEAN, work.generation)
+
+        def fitted(receiver: str, part: Part) -> Part:
+            payload = work.sent_to(receiver, part.index, part.payload, work.named(part.omitted))
+            return replace(part, payload=payload)
+
         for member in work.begin.receivers:
             if member.peer != work.me:
-                flow = partial(outlets.flow, partial(_fitted, work, member.peer), self._precedence, set())
+                flow = partial(outlets.flow, partial(fitted, member.peer), self._precedence, set())
                 outlets.streams.append(self._spawn(self._stream(member, header, parts, flow)))
         self._outlets.append(outlets)
 
@@ -381,30 +372,25 @@ class Lane(Background):
     async def _send(
         self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
     ) -> None:
+        """Send parts to one lane, from the start again when the line breaks, damages them or is early."""
+        key, what = (header.version, header.attempt), f"{header.kind.name.lower()} to {to.peer}"
         for _ in range(MAX_STREAM_TRIES):
-            if await self._send_once(to, address, header, parts()) or self.work is None:
+            reply = m.Reply.DAMAGED
+            try:
+                reply = await self.link.send_parts(address, header, parts(), self.terms.stall_s)
+            except LinkDown:
+                self._head.on_lost(to)
+            except LinkSlow as error:
+                logger.info("%s of %s: %s", what, key, error)
+                return
+            except LinkRefused as error:
+                logger.info("%s of %s: %s", what, key, error)
+                reply = error.reply
+            if reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY) or self.work is None:
                 return
             await asyncio.sleep(STREAM_PAUSE_S)
-            if self.work is None or self.work.key != (header.version, header.attempt):
+            if self.work is None or self.work.key != key:
                 return
-
-    async def _send_once(self, to: Member, address: str, header: StreamHeader, parts: AsyncGenerator[Part]) -> bool:
-        """One try to send a stream; True when there is nothing more to try."""
-        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
-        try:
-            reply = await self.link.send_parts(address, header, parts, self.terms.stall_s)
-        except LinkDown:
-            self._head.on_lost(to)
-            return False
-        except LinkSlow as error:
-            logger.info("%s: %s", what, error)
-            return True
-        except LinkRefused as error:
-            logger.info("%s: %s", what, error)
-            reply = error.reply
-        if reply is not m.Reply.OK:
-            logger.debug("%s: %s", what, reply.name)
-        return reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY)
 
     # ------------------------------------------------------------ receiving
 
@@ -482,11 +468,16 @@ class Lane(Background):
             await self._check(work, part, mean)
 
     async def _check(self, work: Work, part: int, mean: bytes) -> bytes:
-        """The `content_hash` of a part of a mean. Raises PayloadError when nobody could apply it: then nobody must
-        commit it. Steps by it, if we can."""
+        """The `content_hash` of a part of a mean, which also goes into the outer step, if the state is here. Raises
+        PayloadError when nobody could apply the part: then nobody must commit it."""
         stepping = self._stepping if self.work is work else None  # another version's by now
         check = work.check_mean if stepping is None else stepping.take
-        return await self._loop.run_in_executor(self._stepper, hashed, check, part, mean)
+
+        def checked() -> bytes:
+            check(part, mean)
+            return content_hash(mean)
+
+        return await self._loop.run_in_executor(self._stepper, checked)
 
 
 async def _encoded(parts: Sequence[bytes], index: int) -> bytes:

@@ -7,7 +7,7 @@ or one from each contributor where the codec gathers them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -225,9 +225,3 @@ class Work:
 
     def _elements(self, part: int) -> int:
         return self.fragment.size_of(part)
-
-
-def hashed(check: Callable[[int, bytes], None], part: int, mean: bytes) -> bytes:
-    """`content_hash` of a part of a mean that passes a check. Raises what `check` raises."""
-    check(part, mean)
-    return content_hash(mean)
