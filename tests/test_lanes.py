@@ -38,11 +38,12 @@ from diloco.exchange import lane as lanes_of_ranks
 from diloco.exchange.background import Background
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import FirstRank, Lanes, RankListener, RemoteLane
+from diloco.exchange.lanes import FirstRank, Lanes, RemoteLane
 from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.island.bridge import Bridge
+from diloco.island.connections import RankListener, call_rank_0
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.outer.line import Line, complete
@@ -301,7 +302,7 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.Ab
                     pass
         here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
-        first = FirstRank(("127.0.0.1", listener.port), key, 1, lane, there.loop)
+        first = FirstRank(call_rank_0(("127.0.0.1", listener.port), key, 1), lane, there.loop)
         connections = welcome.result(DEADLINE_S)
         silent.close()
     heard = Heard()

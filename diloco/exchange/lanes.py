@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
 import socket
-import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Concatenate, ParamSpec
 
-from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Contribution, Member
 from diloco.exchange.lane import Lane
@@ -34,13 +31,8 @@ from diloco.transport.link import LinkRefused, Service
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-Address = tuple[str, int]
 NUMBER = "number"
 """A question's; its answer has the same."""
-BACKLOG = 1024
-"""So many ranks may call at once."""
-GREETING_S = 60
-"""Longest wait for a caller to prove that it is a rank of this island."""
 SEE = "its output says why"
 
 
@@ -273,10 +265,8 @@ def _interleaved(by_lane: Sequence[Sequence[bytes]]) -> Sequence[bytes]:
 class FirstRank:
     """The head of a lane on another rank: its events go to the exchange of rank 0."""
 
-    def __init__(self, address: Address, key: bytes, rank: int, lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
-        """Raises OSError, EOFError and AuthenticationError when rank 0 does not let us in."""
-        connection = Client(address, authkey=key)
-        connection.send(rank)
+    def __init__(self, connection: Connection[Any, Any], lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
+        """`connection`: to rank 0 (`call_rank_0`)."""
         self._lane = lane
         # When rank 0 is gone, so are torch's connections to it: they say so where this rank waits.
         self._channel = Channel(connection, loop, self._handle, lane.failed, lambda _: None)
@@ -348,66 +338,3 @@ class LaneService(Service):
 
 def _not_here() -> LinkRefused:
     return LinkRefused(m.Reply.MALFORMED, "this is one of several ranks of a peer: ask at its first one's address")
-
-
-class RankListener:
-    """Listening socket of rank 0, where the lanes of other ranks connect."""
-
-    def __init__(self, host: str, key: bytes) -> None:
-        """`host`: where the other ranks reach this one."""
-        self._key = key
-        try:
-            self._listener = socket.create_server((host, 0), backlog=BACKLOG)
-        except OSError:  # a name or an address that only others know: of a service, of a translated network
-            self._listener = socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
-        self._came: queue.SimpleQueue[tuple[int, Connection[Any, Any]]] = queue.SimpleQueue()
-
-    @property
-    def port(self) -> int:
-        """Port on which it listens."""
-        return int(self._listener.getsockname()[1])
-
-    def accept_ranks(self, count: int, timeout_s: float) -> dict[int, Connection[Any, Any]]:
-        """The connections of ranks 1 to `count`, by rank. Raises ResourceError when one does not come in time."""
-        threading.Thread(target=self._open, name="rank-listener", daemon=True).start()
-        connections: dict[int, Connection[Any, Any]] = {}
-        deadline_s = monotonic_s() + timeout_s
-        try:
-            while missing := [str(rank) for rank in range(1, count + 1) if rank not in connections]:
-                rank, connection = self._came.get(timeout=max(deadline_s - monotonic_s(), 0.0))
-                connections[rank] = connection
-        except queue.Empty:
-            cause = f"rank {', '.join(missing)} of this island did not call rank 0 within {timeout_s:g} s"
-            raise ResourceError(cause, SEE) from None
-        finally:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread in accept()
-            self._listener.close()
-        return connections
-
-    def _open(self) -> None:
-        """Accept callers until the socket is closed. A silent caller keeps nobody else waiting."""
-        with suppress(OSError):
-            while True:
-                caller, _ = self._listener.accept()
-                threading.Thread(target=self._greet, args=(caller,), name="rank-listener", daemon=True).start()
-
-    def _greet(self, caller: socket.socket) -> None:
-        with caller:
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(GREETING_S))
-            connection: Connection[Any, Any] = Connection(os.dup(caller.fileno()))
-            try:
-                deliver_challenge(connection, self._key)
-                answer_challenge(connection, self._key)
-                rank = int(connection.recv())
-            except Exception as error:  # the thread's edge: whatever strangers send
-                logger.warning("a caller that is no rank of this island was refused: %s", error)
-                connection.close()
-                return
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(0))  # later messages have no deadline
-        self._came.put((rank, connection))
-
-
-def _seconds(count: int) -> bytes:
-    """As the operating system takes them, a `struct timeval`."""
-    return struct.pack("ll", count, 0)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -21,14 +23,13 @@ from torch.distributed.rendezvous import rendezvous as meet
 
 from diloco.base.decisions import Decision, Fail
 from diloco.base.errors import ResourceError, UsageError
+from diloco.island.connections import RankListener, call_rank_0
 
+SEE = "its output says why"
 COLLECTIVE_S = 600.0
 """`timeouts.collective_s`, where there is no site."""
 MEETING_TIMEOUT = timedelta(minutes=10)
 """For all ranks to have started, at least."""
-LENGTH_BYTES = 8
-HEAD_BYTES = 512
-"""Length and beginning of what rank 0 says, in one broadcast: most of it is shorter, and a second one costs as much."""
 ASIDE_TIMEOUT = timedelta(hours=6)
 """How long ranks wait for each other on another thread (`Island.aside`): there it is for a disk."""
 
@@ -52,6 +53,8 @@ class Island:
         """Longest that a rank waits for another."""
         self._group: Any = None
         """Whom it speaks over; None: torch's default group."""
+        self._connections: list[Connection[Any, Any]] = []
+        """On rank 0 to all other ranks, on these to rank 0; made when the first text is shared."""
         self._borrowed = False
         """Whether torch.distributed is somebody else's, to begin and to end."""
 
@@ -115,7 +118,7 @@ class Island:
 
     def aside(self) -> Island:
         """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
-        other = Island(self.rank, self.size, self.device, self.ranks_per_node, self.timeout_s)
+        other = Island(self.rank, self.size, self.device, self.ranks_per_node, ASIDE_TIMEOUT.total_seconds())
         if self.size > 1:
             other._group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT)
         return other
@@ -131,7 +134,7 @@ class Island:
         return self.rank == 0
 
     def decide(self, decision: Decision) -> None:
-        """On rank 0: tell the others what is to be done together now."""
+        """On rank 0: have the other ranks do this now, too."""
         if self.size > 1:
             self.share(decision.to_json())
 
@@ -139,38 +142,49 @@ class Island:
         """On the other ranks: what rank 0 decides next. Raises ResourceError when rank 0 is gone, or has failed."""
         decision = Decision.from_json(self.share())
         if isinstance(decision, Fail):
-            raise ResourceError(f"rank 0 of this island failed: {decision.why}", "its output says why")
+            raise ResourceError(f"rank 0 of this island failed: {decision.why}", SEE)
         return decision
 
     def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank. Raises ResourceError on the others when rank 0 is gone."""
+        """Rank 0's text, on every rank. Raises ResourceError when another rank is gone.
+
+        It travels over plain sockets: a broadcast of gloo takes several times as long, and ranks meet often.
+        """
         if self.size == 1:
             return text
-        data = text.encode()
-        head = bytearray(HEAD_BYTES)
-        head[:LENGTH_BYTES] = len(data).to_bytes(LENGTH_BYTES, "little")
-        room = HEAD_BYTES - LENGTH_BYTES
-        head[LENGTH_BYTES:] = data[:room].ljust(room, b"\0")
-        self._receive(torch.frombuffer(head, dtype=torch.uint8))
-        length = int.from_bytes(head[:LENGTH_BYTES], "little")
-        rest = bytearray(data[room:] if self.leads else max(length - room, 0))
-        if rest:
-            self._receive(torch.frombuffer(rest, dtype=torch.uint8))
-        return (head[LENGTH_BYTES:][:length] + rest).decode()
+        self._connections = self._connections or self._connect()
+        try:
+            if self.leads:
+                for connection in self._connections:
+                    connection.send_bytes(text.encode())
+            elif self._connections[0].poll(self.timeout_s):
+                text = self._connections[0].recv_bytes().decode()
+            else:
+                raise ResourceError(f"rank 0 of this island has not answered for {self.timeout_s:g} s", SEE)
+        except (EOFError, OSError) as error:
+            raise ResourceError(f"{'a rank' if self.leads else 'rank 0'} of this island is gone", SEE) from error
+        return text
+
+    def _connect(self) -> list[Connection[Any, Any]]:
+        """From rank 0 to every other rank, or back. All ranks call it together."""
+        if self.leads:
+            key = secrets.token_bytes(32)
+            listener = RankListener(self.host, key)
+            self.gather(f"{listener.port} {key.hex()}")
+            return list(listener.accept_ranks(self.size - 1, self.timeout_s).values())
+        port, key_hex = self.gather("")[0].split()
+        return [call_rank_0((self.host, int(port)), bytes.fromhex(key_hex), self.rank)]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
         """Rank 0's host tensor, into every rank's of the same shape and dtype."""
-        if self.size > 1:
-            self._receive(tensor)
-        return tensor
-
-    def _receive(self, tensor: Tensor) -> None:
         try:
-            dist.broadcast(tensor, 0, group=self._group)
+            if self.size > 1:
+                dist.broadcast(tensor, 0, group=self._group)
         except RuntimeError as error:
             if self.leads:
                 raise
-            raise ResourceError("rank 0 of this island is gone", "its output says why") from error
+            raise ResourceError("rank 0 of this island is gone", SEE) from error
+        return tensor
 
     def all(self, fine: bool) -> bool:
         """Whether it is fine on every rank."""
@@ -193,7 +207,7 @@ class Island:
             padded[: len(data)] = data
             found = self._gather(padded)
         except RuntimeError as error:
-            raise ResourceError("a rank of this island is gone", "its output says why") from error
+            raise ResourceError("a rank of this island is gone", SEE) from error
         return [bytes(one[: length - 1].numpy()).decode() for one, length in zip(found, lengths, strict=True)]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
@@ -220,13 +234,15 @@ class Island:
                 raise
             cause = f"another rank of this island is gone, or has not answered for {self.timeout_s:g} s"
             said = str(error).partition("\n")[0][:300]
-            raise ResourceError(f"{cause} ({said})", "its output says why") from error
+            raise ResourceError(f"{cause} ({said})", SEE) from error
 
     def close(self) -> None:
         """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
         if self.size > 1 and dist.is_initialized() and not self._borrowed:
             dist.barrier()
             dist.destroy_process_group()
+        for connection in self._connections:
+            connection.close()
 
 
 def _count(number: int) -> Tensor:

@@ -25,8 +25,8 @@ from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
-from diloco.exchange.lanes import RankListener
 from diloco.exchange.service import PeerService
+from diloco.island.connections import RankListener
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
     Departure,

@@ -21,6 +21,7 @@ from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Usage
 from diloco.island import Island
+from diloco.island.connections import call_rank_0
 from diloco.island.slices import Slices
 from diloco.kernels.build import compiled_codecs
 from diloco.observe.event_log import Events
@@ -221,7 +222,7 @@ class PeerRank:
         runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / self.lanes, site.network.streams)
         terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
         lane = self._lane = Lane(terms, runtime.link, runtime.loop)
-        self._first = FirstRank(rank_0, key, self.island.rank, lane, runtime.loop)
+        self._first = FirstRank(call_rank_0(rank_0, key, self.island.rank), lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0
         served = runtime.serve(LaneService(lane), join_address(host, own))
