@@ -22,10 +22,12 @@ from diloco.base.errors import DataError
 from diloco.config.contract import DataSection
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+Documents: TypeAlias = Mapping[str, Sequence[TokenArray]]
+"""Tokens of the documents of each file, by the file's name."""
 
 
 class Dataset(Protocol):
-    """A source of training blocks. The order in which they are trained on is `diloco.data.order`'s business."""
+    """A source of training blocks. The order in which they are trained on is `diloco.data.reader`'s business."""
 
     vocab_size: int
     sequence_length: int
@@ -43,7 +45,7 @@ class Dataset(Protocol):
         ...
 
     def heldout(self, sequences: int) -> torch.Tensor:
-        """The same blocks at each call, on every peer, and never in training: int64 of shape (n, L + 1).
+        """Held-out blocks, the same at each call and on every peer, and never in training: int64 of shape (n, L + 1).
 
         n is `sequences`, or fewer (at least 1) where the held-out part has no more.
         """
@@ -54,7 +56,7 @@ class Dataset(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to the place that `state_dict` returned."""
+        """Go back to the place in the stream that `state_dict` returned."""
         ...
 
 
@@ -81,10 +83,8 @@ class ArrayDataset:
         self._where = where
         if not (self._training.total and self._heldout.total):
             tokens = sum(map(len, training)) + sum(map(len, heldout))
-            raise DataError(
-                f"{where}: {tokens} tokens do not make one training and one held-out block of {sequence_length} each",
-                "add text or lower data.sequence_length",
-            )
+            cause = f"{tokens} tokens do not make one training and one held-out block of {sequence_length} each"
+            raise DataError(f"{where}: {cause}", "add text or lower data.sequence_length")
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         return self._checked(self._training.read(blocks))
@@ -103,10 +103,8 @@ class ArrayDataset:
     def _checked(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         # An index beyond the embedding is a crash far from its cause (on a GPU, an assertion on the device).
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab_size:
-            raise DataError(
-                f"{self._where}: holds token {rows.max()}, beyond its vocabulary of {self.vocab_size}",
-                "the file is damaged: pack or copy it again",
-            )
+            cause = f"{self._where}: holds token {rows.max()}, beyond its vocabulary of {self.vocab_size}"
+            raise DataError(cause, "the file is damaged: pack or copy it again")
         return torch.from_numpy(rows)
 
 
@@ -148,11 +146,7 @@ def fingerprint(*parts: str | int | float | bytes | TokenArray) -> str:
 
 
 def split_dataset(
-    documents: Mapping[str, Sequence[TokenArray]],
-    section: DataSection,
-    vocab_size: int,
-    distinguished_by: Sequence[int],
-    where: str,
+    documents: Documents, section: DataSection, vocab_size: int, distinguished_by: Sequence[int], where: str
 ) -> ArrayDataset:
     """The dataset of `documents` in memory. Its fingerprint is that of both parts, and of `distinguished_by`."""
     length = section.sequence_length
@@ -163,10 +157,9 @@ def split_dataset(
     )
 
 
-def split(
-    documents: Mapping[str, Sequence[TokenArray]], holdout: float, sequence_length: int
-) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) tokens of `documents`, the documents of each file by the file's name.
+def split(documents: Documents, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
+    """(training, held-out) tokens of `documents`: decided by names and sizes, never by chance or by the file system's
+    order.
 
     Whole files are held out where that comes near the share `holdout` of the tokens; with few files, whole
     documents; with few documents, the end of the text.
@@ -190,7 +183,8 @@ def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
     A name that is larger than the share is passed over. Empty when the others do not reach the share.
     """
     target = holdout * sum(sizes.values())
-    small = sorted((name for name, size in sizes.items() if size <= target), key=_hash)
+    small = [name for name, size in sizes.items() if size <= target]
+    small.sort(key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
     sums = list(itertools.accumulate(sizes[name] for name in small))
     reached = next((count for count, total in enumerate(sums, 1) if total >= target), 0)
     return frozenset(small[:reached])
@@ -203,15 +197,11 @@ def tail(tokens: TokenArray, holdout: float, sequence_length: int) -> tuple[Toke
     return tokens[:cut], tokens[cut:]
 
 
-def _hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-
-
 def _concatenate(arrays: Iterable[TokenArray]) -> TokenArray:
     listed = list(arrays)
     return np.concatenate(listed) if listed else np.empty(0, np.uint8)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest little-endian unsigned type that holds every token."""
+    """The smallest little-endian unsigned type that holds every token of a vocabulary."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")

@@ -26,10 +26,8 @@ class HFTokenizer:
     def __init__(self, folder: Path) -> None:
         """Raises DataError when `folder` holds no usable tokenizer."""
         if not folder.is_dir():
-            raise DataError(
-                f"no tokenizer folder at {folder}",
-                "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded",
-            )
+            fix = "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded"
+            raise DataError(f"no tokenizer folder at {folder}", fix)
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False

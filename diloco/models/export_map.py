@@ -45,9 +45,24 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
     `vocab_size` counts the rows of the embedding. `max_length` is advice to generation code; the model has no limit.
     """
     architecture, model_type = ("Qwen3ForCausalLM", "qwen3") if section.qk_norm else ("LlamaForCausalLM", "llama")
+    experts: dict[str, Any] = {}
     if section.experts:
         architecture, model_type = "Glm4MoeForCausalLM", "glm4_moe"
-    return (_experts_config(section) if section.experts else {}) | {
+        experts = {
+            "n_routed_experts": section.experts,
+            "num_experts_per_tok": section.experts_per_token,
+            "n_shared_experts": section.shared_experts,
+            "moe_intermediate_size": section.expert_width,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": section.experts_per_token > 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": section.qk_norm,
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+        }
+    return experts | {
         "architectures": [architecture],
         "model_type": model_type,
         "vocab_size": vocab_size,
@@ -71,23 +86,6 @@ def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048)
     }
 
 
-def _experts_config(section: ModelSection) -> dict[str, Any]:
-    return {
-        "n_routed_experts": section.experts,
-        "num_experts_per_tok": section.experts_per_token,
-        "n_shared_experts": section.shared_experts,
-        "moe_intermediate_size": section.expert_width,
-        "first_k_dense_replace": 0,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": section.experts_per_token > 1,
-        "routed_scaling_factor": 1.0,
-        "use_qk_norm": section.qk_norm,
-        "partial_rotary_factor": 1.0,
-        "num_nextn_predict_layers": 0,
-    }
-
-
 def to_llama(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`Transformer.state_dict()` under Hugging Face's names; the tensors are the given ones, or views of stacks.
 
@@ -95,11 +93,16 @@ def to_llama(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     renamed: dict[str, Tensor] = {}
     for name, tensor in _completed(state).items():
-        _, _, rest = name.split(".", 2) if name not in TOP else ("", "", name)
+        if name in TOP:
+            renamed[TOP[name]] = tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        block = f"model.layers.{layer}."
         if rest in STACKS:
-            renamed |= {_renamed(name, expert): one for expert, one in enumerate(tensor)}
+            for expert, one in enumerate(tensor):
+                renamed[f"{block}mlp.experts.{expert}.{STACKS[rest]}.weight"] = one
         else:
-            renamed[_renamed(name)] = tensor
+            renamed[block + IN_BLOCK[rest]] = tensor
     return renamed
 
 
@@ -114,12 +117,3 @@ def _completed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             implied |= {f"{ffn}shared.{matrix}.weight": weight.new_empty(0, dim) for matrix in ("gate", "up")}
             implied[f"{ffn}shared.down.weight"] = weight.new_empty(dim, 0)
     return {**implied, **state}
-
-
-def _renamed(name: str, expert: int = 0) -> str:
-    """Hugging Face's name; for a stack, that of one of its experts."""
-    if name in TOP:
-        return TOP[name]
-    _, layer, rest = name.split(".", 2)
-    inner = f"mlp.experts.{expert}.{STACKS[rest]}.weight" if rest in STACKS else IN_BLOCK[rest]
-    return f"model.layers.{layer}.{inner}"

@@ -6,7 +6,6 @@ The only file of the models that imports `transformers` (extra `hf`).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -35,33 +34,20 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> Causal
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ConfigError(
-            f"model.kind 'hf' needs transformers: {error}", "install it with: pip install 'diloco[hf]'"
-        ) from error
+        cause = f"model.kind 'hf' needs transformers: {error}"
+        raise ConfigError(cause, "install it with: pip install 'diloco[hf]'") from error
     folder = root / str(section.hf_config)
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.hf_config: no config.json in {folder}", "give the folder's path relative to the site's data.root"
-        )
+        cause = f"model.hf_config: no config.json in {folder}"
+        raise ConfigError(cause, "give the folder's path relative to the site's data.root")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         lm: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of a config that does not make sense transformers raises anything
-        raise ConfigError(
-            f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {_first_line(error)}",
-            "use a config.json of an architecture built into transformers",
-        ) from error
-    _check_vocabulary(config, vocab_size, folder)
-    return CausalLM(lm.float().train())
-
-
-def _check_vocabulary(config: Any, vocab_size: int, folder: Path) -> None:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # some fill a screen
+        cause = f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {reason}"
+        raise ConfigError(cause, "use a config.json of an architecture built into transformers") from error
     if config.vocab_size < vocab_size:
-        raise ConfigError(
-            f"{folder}/config.json: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocab_size}",
-            f"set vocab_size in that config.json to at least {vocab_size}",
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = f"{folder}/config.json: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocab_size}"
+        raise ConfigError(cause, f"set vocab_size in that config.json to at least {vocab_size}")
+    return CausalLM(lm.float().train())
