@@ -38,8 +38,19 @@ from diloco.plan.cost import (
     step_of,
     zero_state,
 )
-from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
-from diloco.plan.layout import PLACED, MeshLayout, layouts, parse_layout, path_of, problem
+from diloco.plan.hardware import (
+    PLACED,
+    Gpu,
+    Hardware,
+    MeshLayout,
+    gpu_of,
+    layouts,
+    parse_bps,
+    parse_layout,
+    parse_seconds,
+    path_of,
+    problem,
+)
 from diloco.plan.model import Model, model_of_section, model_of_size
 from diloco.plan.question import HardwareOptions, JobOptions, ModelOptions, WanOptions, question
 from diloco.plan.text import plan_json, plan_text

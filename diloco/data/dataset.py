@@ -22,6 +22,8 @@ from diloco.base.errors import DataError
 from diloco.config.contract import DataSection
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+Runs: TypeAlias = Sequence[TokenArray]
+"""Runs of tokens; no block crosses from one to the next."""
 Documents: TypeAlias = Mapping[str, Sequence[TokenArray]]
 """Tokens of the documents of each file, by the file's name."""
 
@@ -53,25 +55,18 @@ class Dataset(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The place in a stream, as JSON values; empty where blocks are read in any order."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to the place in the stream that `state_dict` returned."""
-        ...
+        return
 
 
-class ArrayDataset:
-    """Blocks cut from arrays of tokens, in memory or memory-mapped; no block crosses from one array to the next."""
+class ArrayDataset(Dataset):
+    """A dataset of blocks cut from arrays of tokens, in memory or memory-mapped."""
 
     def __init__(
-        self,
-        training: Sequence[TokenArray],
-        heldout: Sequence[TokenArray],
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        fingerprint: str,
-        where: str,
+        self, training: Runs, heldout: Runs, *, sequence_length: int, vocab_size: int, fingerprint: str, where: str
     ) -> None:
         """`where` names the data in errors. Raises DataError when either part has not even one block."""
         self._training = _Blocks(training, sequence_length)
@@ -94,12 +89,6 @@ class ArrayDataset:
         count = min(sequences, self._heldout.total)
         return self._checked(self._heldout.read([i * self._heldout.total // count for i in range(count)]))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
     def _checked(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         # An index beyond the embedding is a crash far from its cause (on a GPU, an assertion on the device).
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab_size:
@@ -111,7 +100,7 @@ class ArrayDataset:
 class _Blocks:
     """Blocks numbered through several arrays of tokens."""
 
-    def __init__(self, arrays: Sequence[TokenArray], sequence_length: int) -> None:
+    def __init__(self, arrays: Runs, sequence_length: int) -> None:
         self._arrays = arrays
         self._length = sequence_length
         counts = (block_count(len(array), sequence_length) for array in arrays)

@@ -1,4 +1,5 @@
-"""From the paths of a contract to data files: inside the site's data folder only, and in one order everywhere.
+"""From the paths of a contract to data files, and the errors where that fails: inside the site's data folder only, and in
+one order everywhere.
 
 Contracts come from other people. A path that leads out of the data folder, by `..` or by a symbolic link, or that
 goes through a hidden name (`.ssh`) is refused: what a peer trains on ends up in weights that others see.
@@ -101,3 +102,9 @@ def unreadable(path: Path | str, error: OSError) -> DataError:
     """The error for a data file that cannot be read."""
     cause = f"cannot read {Path(path).absolute()}: {error.strerror}"
     return DataError(cause, "check that the file exists and may be read")
+
+
+def missing_extra(missing: ImportError) -> ConfigError:
+    """The error for data that needs a Hugging Face package which is not installed."""
+    cause = f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}"
+    return ConfigError(cause, "pip install 'diloco[hf]'")

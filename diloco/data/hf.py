@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,16 +19,13 @@ import torch
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
 from diloco.data.dataset import Dataset, TokenArray, fingerprint, token_dtype
-from diloco.data.files import find, unreadable
+from diloco.data.files import find, missing_extra, unreadable
 from diloco.data.text import Tokenizer, open_tokenizer, text_of
 
 try:
     import datasets
 except ImportError as missing:
-    raise ConfigError(
-        f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}",
-        "pip install 'diloco[hf]'",
-    ) from missing
+    raise missing_extra(missing) from missing
 
 # Else opening even a local file asks the hub to count it, and waits up to 3 s for the answer.
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
@@ -45,6 +42,10 @@ _BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.excep
 """Errors that the builders raise for a file that they cannot parse."""
 
 
+Load: TypeAlias = Callable[[], datasets.IterableDataset]
+"""Opens a stream of records at its beginning."""
+
+
 class StreamDataset:
     """Blocks of a stream of documents, in order; the stream starts again at its end, without a break.
 
@@ -52,15 +53,8 @@ class StreamDataset:
     is held out by the hash of its text.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], datasets.IterableDataset],
-        tokenizer: Tokenizer,
-        section: DataSection,
-        files_digest: str,
-        where: str,
-    ) -> None:
-        """`load` opens the stream at its beginning; `files_digest` is a digest of what it reads.
+    def __init__(self, load: Load, tokenizer: Tokenizer, section: DataSection, files_digest: str, where: str) -> None:
+        """`files_digest` is a digest of the files that `load` reads.
 
         Raises DataError when there is not one block to train on, or not one to hold out.
         """
@@ -85,9 +79,8 @@ class StreamDataset:
             cause = f"{where}: {tokens} tokens do not make one training block of {self.sequence_length}"
             raise DataError(cause, "add text or lower data.sequence_length")
         self._start(None, 0, 0)
-        self.fingerprint = fingerprint(
-            section.holdout, tokenizer.fingerprint, files_digest, self._row(0), self._collect(1)
-        )
+        first, held = self._row(0), self._collect(1)
+        self.fingerprint = fingerprint(section.holdout, tokenizer.fingerprint, files_digest, first, held)
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         rows = np.empty((len(blocks), self.sequence_length + 1), np.int64)

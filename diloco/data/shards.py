@@ -168,9 +168,27 @@ def pack(
         raise UsageError(f"cannot pack into {output}", "name a file that ends in .bin")
     files = [file for path in paths for file in expand(path, TEXT_SUFFIXES, "name files or folders that are there")]
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    tokens, read_bytes, checksum = 0, 0, hashlib.sha256()
+    dtype = token_dtype(tokenizer.vocab_size)
     try:
-        result = _write(files, partial, tokenizer, text_field, progress)
-        if not result.tokens:
+        total_bytes = sum(file.stat().st_size for file in files)
+        with partial.open("wb", buffering=2**20) as shard:
+            shard.write(bytes(HEADER_BYTES))  # its place: it is known when all tokens are
+            for piece in (piece for file in files for piece in pieces(file, tokenizer, text_field)):
+                data = piece.tokens.astype(dtype, copy=False).tobytes()
+                shard.write(data)
+                checksum.update(data)
+                tokens += len(piece.tokens)
+                read_bytes += piece.input_bytes
+                if progress:
+                    progress(read_bytes, total_bytes)
+            made_by = bytes.fromhex(tokenizer.fingerprint)
+            header = ShardHeader(dtype.itemsize, tokenizer.vocab_size, tokens, checksum.digest(), made_by)
+            shard.seek(0)
+            shard.write(header.to_bytes())
+            shard.flush()
+            os.fsync(shard.fileno())
+        if not tokens:
             raise DataError(f"no text in {', '.join(map(str, paths))}", "name files that hold text")
         partial.replace(output)
     except OSError as error:
@@ -178,30 +196,4 @@ def pack(
     finally:
         with suppress(OSError):  # it may not be there, and its folder may be none
             partial.unlink()
-    return result
-
-
-def _write(
-    files: Sequence[Path], partial: Path, tokenizer: Tokenizer, text_field: str, progress: Progress | None
-) -> PackResult:
-    total_bytes = sum(file.stat().st_size for file in files)
-    tokens, read_bytes, checksum = 0, 0, hashlib.sha256()
-    dtype = token_dtype(tokenizer.vocab_size)
-    with partial.open("wb", buffering=2**20) as shard:
-        shard.write(bytes(HEADER_BYTES))
-        for piece in (piece for file in files for piece in pieces(file, tokenizer, text_field)):
-            data = piece.tokens.astype(dtype, copy=False).tobytes()
-            shard.write(data)
-            checksum.update(data)
-            tokens += len(piece.tokens)
-            read_bytes += piece.input_bytes
-            if progress:
-                progress(read_bytes, total_bytes)
-        header = ShardHeader(
-            dtype.itemsize, tokenizer.vocab_size, tokens, checksum.digest(), bytes.fromhex(tokenizer.fingerprint)
-        )
-        shard.seek(0)
-        shard.write(header.to_bytes())
-        shard.flush()
-        os.fsync(shard.fileno())
     return PackResult(tokens, len(files), read_bytes)

@@ -3,8 +3,8 @@
 Read in this order:
 
     model.py      sizes of a transformer: of a preset, a contract, or of so many parameters
-    hardware.py   accelerators by name, nodes and links; how numbers with units are read
-    layout.py     a mesh of ranks: which are possible, and over which link a dimension talks
+    hardware.py   an island: accelerators by name, nodes and links; meshes of its ranks, which of them are possible, and
+                  over which link a dimension talks; how numbers with units are read
     cost.py       bytes per GPU, seconds of an inner step, and host memory of the outer state
     timeline.py   what data parallelism, DiLoCo and its variants send over the WAN, and how much of it computing waits
     suggest.py    learning rates and batch for a size and a number of peers, by scaling laws

@@ -11,20 +11,8 @@ from dataclasses import dataclass, replace
 
 from diloco.base.errors import UsageError
 from diloco.config.contract import GATHERED_CODECS, Contract
-from diloco.plan.cost import (
-    RECOMPUTE,
-    Choice,
-    Job,
-    Memory,
-    Recompute,
-    Step,
-    bubble_share,
-    memory_of,
-    model_flops,
-    step_of,
-)
-from diloco.plan.hardware import USABLE, Hardware
-from diloco.plan.layout import MeshLayout, layouts
+from diloco.plan.cost import RECOMPUTE, Choice, Job, Memory, Recompute, Step, bubble_share, memory_of, step_of
+from diloco.plan.hardware import USABLE, Hardware, MeshLayout, layouts
 from diloco.plan.question import Question
 from diloco.plan.timeline import Sync, bandwidth_for, utilisation
 
@@ -114,14 +102,15 @@ def _judged(job: Job, choice: Choice, hardware: Hardware) -> Ranked:
         most = max(kinds, key=kinds.__getitem__)
         over = memory.total / (USABLE * hardware.gpu.memory_bytes)
         why = f"{over:.1f}x of what fits: most is {most}, {kinds[most] / 1e9:.1f} GB"
-    mfu = model_flops(job) / step.total_s / (hardware.world * hardware.gpu.flops)
+    mfu = step.flops / step.total_s / (hardware.world * hardware.gpu.flops)
     return Ranked(choice, memory, step, fits, job.tokens / step.total_s, mfu, why)
 
 
 # ---------------------------------------------------------------- the plan
 
 WANTED_UTILISATION = 0.95
-MAX_PIPELINE = 64
+PIPELINES = (2, 4, 8, 16, 32, 64)
+"""Numbers of stages whose bubble is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +178,8 @@ def make_plan(question: Question) -> Plan:
     step_s = question.step_s or ranked[0].step.total_s
     layout = question.layout or MeshLayout(dp_shard=hardware.world)
     layout = replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
-    sharded = [
-        Choice(layout, stage, recompute, micro_batch or 1)
-        for stage in range(layout.last_zero_stage + 1)
-        for recompute in RECOMPUTE
-    ]
+    stages = range(layout.last_zero_stage + 1)
+    sharded = [Choice(layout, stage, again, micro_batch or 1) for stage in stages for again in RECOMPUTE]
     return Plan(
         question,
         step_s,
@@ -207,12 +193,10 @@ def make_plan(question: Question) -> Plan:
 
 
 def _pipeline_rows(job: Job, world: int) -> Iterator[PipelineRow]:
-    stages = 2
-    while stages <= min(job.model.layers, world, MAX_PIPELINE):
+    for stages in (size for size in PIPELINES if size <= min(job.model.layers, world)):
         micro_batches = max(1, job.batch * stages // world)
         interleaved = bubble_share(stages, micro_batches, 2) if 2 * stages <= job.model.layers else None
         yield PipelineRow(stages, micro_batches, bubble_share(stages, micro_batches), interleaved)
-        stages *= 2
 
 
 def _wan_row(question: Question, sync: Sync, step_s: float) -> WanRow:

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.plan.hardware import Hardware
-from diloco.plan.layout import MeshLayout, Path, path_of
+from diloco.plan.hardware import Hardware, MeshLayout, Path, path_of
 from diloco.plan.model import Model
 
 Recompute = Literal["none", "selective", "full"]
@@ -162,7 +161,8 @@ def _stage_memory(job: Job, choice: Choice, is_first: bool) -> Memory:
     shared = (layers * model.shared_layer_parameters + embeddings) / layout.tp
     in_experts = layers * model.expert_layer_parameters / layout.tp / layout.ep
     state = zero_state(shared, precision, choice.stage, layout.shard_ranks)
-    state += zero_state(in_experts, precision, choice.stage, layout.expert_shard_ranks)
+    # An expert is on one rank of `ep` anyway, so only the others divide it.
+    state += zero_state(in_experts, precision, choice.stage, layout.dp_shard * layout.cp)
     activations = layers * layer_activations(job, layout, choice.recompute, choice.micro_batch)
     if is_first:
         # Under 1F1B the first stage keeps as many micro-batches as there are stages, and 1 + (p - 1) / (p v) times as
@@ -205,6 +205,8 @@ class Collective:
 class Step:
     """Seconds of one inner step, by cause."""
 
+    flops: float
+    """Of the model: recomputation is not counted."""
     compute_s: float
     """6 N FLOPs per token, and attention's, by all ranks at the efficiency that was given."""
     recompute_s: float
@@ -255,7 +257,7 @@ def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
     bubble = bubble_share(stages, choice.micro_batches(job), job.pieces(stages))
     bubble_s = busy_s * (1 + uneven) * bubble / (1 - bubble)
     collectives = (*_waited_collectives(job, choice, hardware), *_hidden_collectives(job, choice, hardware, busy_s))
-    return Step(flops / speed, again_s, bubble_s, busy_s * uneven, collectives)
+    return Step(flops, flops / speed, again_s, bubble_s, busy_s * uneven, collectives)
 
 
 def _waited_collectives(job: Job, choice: Choice, hardware: Hardware) -> Iterator[Collective]:
@@ -265,17 +267,13 @@ def _waited_collectives(job: Job, choice: Choice, hardware: Hardware) -> Iterato
     calls = round(micro_batches * (model.layers / layout.pp))
     positions = choice.micro_batch * job.sequence_length / layout.cp
     activation = positions * model.dim * job.precision.compute  # bytes of one micro-batch between two layers
-    keys = 2 * positions * model.kv_dim / layout.tp * job.precision.compute
+    keys = 2 * positions * (model.dim // model.heads * model.kv_heads) / layout.tp * job.precision.compute
     passed_on, around = 2 * micro_batches * job.pieces(layout.pp), 3 * calls * (layout.cp - 1)
+    reduced = 4 * calls * ring_share(layout.tp) * activation
     to_experts = 4 * calls * model.active * activation / layout.tp * (layout.ep - 1) / layout.ep
     kinds = [
         # Twice forwards, twice backwards; sequence parallel norms split each all-reduce in two halves.
-        (
-            "tp",
-            "all-reduce (SP: all-gather, reduce-scatter)",
-            4 * calls,
-            4 * calls * ring_share(layout.tp) * activation,
-        ),
+        ("tp", "all-reduce (SP: all-gather, reduce-scatter)", 4 * calls, reduced),
         # Keys and values go round in the forward pass; in the backward pass once more, and their gradients with them.
         ("cp", "ring attention", around, around * keys),
         # To the experts and back, forwards and backwards.
@@ -311,9 +309,9 @@ def _hidden_collectives(job: Job, choice: Choice, hardware: Hardware, busy_s: fl
         parts.append(("reduce-scatter of gradients", inner, reductions, reductions * share * gradients))
         parts.append(("all-gather of weights", inner, gathers, gathers * share * weights))
     if replicas > 1:
+        outer = path_of(layout, ("dp_replicate",), hardware)
         held = gradients / (shards if choice.stage >= 1 else 1)
-        path = path_of(layout, ("dp_replicate",), hardware)
-        parts.append(("all-reduce of gradients", path, 1, ring_share(replicas) * held))
+        parts.append(("all-reduce of gradients", outer, 1, ring_share(replicas) * held))
     for name, path, count, sent_bytes in parts:
         seconds = 8 * sent_bytes / path.ring_bps
         waited_s = max(0.0, seconds - hidden_s)

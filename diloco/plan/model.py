@@ -69,11 +69,6 @@ class Model:
         idle = 1 - self.active / self.experts if self.experts else 0.0
         return self.parameters - idle * self.expert_parameters
 
-    @property
-    def kv_dim(self) -> int:
-        """Width of keys and values in one layer."""
-        return self.dim // self.heads * self.kv_heads
-
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of
         attention (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for MFU.

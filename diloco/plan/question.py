@@ -12,8 +12,7 @@ from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_contract, shipped_contracts
 from diloco.config.presets import PRESETS
 from diloco.plan.cost import PRECISIONS, RECOMPUTE, Job, Recompute
-from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
-from diloco.plan.layout import MeshLayout, parse_layout, problem
+from diloco.plan.hardware import Gpu, Hardware, MeshLayout, gpu_of, parse_bps, parse_layout, parse_seconds, problem
 from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
 from diloco.plan.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
 from diloco.plan.timeline import PUBLISHED_STEPS, Sync, methods, sync_of
@@ -106,12 +105,11 @@ def question(model: ModelOptions, job: JobOptions, hardware: HardwareOptions, wa
     peers = wan.peers or (contract.membership.start_peers if contract else USUAL_PEERS)
     task = _job_of(job, contract, shape, island, peers)
     if job.tokens:
-        total_tokens = parse_parameters(job.tokens)
+        tokens = parse_parameters(job.tokens)
     else:
-        total_tokens = contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * shape.parameters
+        tokens = contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * shape.parameters
     layout = None if job.layout is None else parse_layout(job.layout)
-    wrong = problem(layout, shape, island, task.batch, task.sequence_length) if layout else None
-    if wrong:
+    if layout and (wrong := problem(layout, shape, island, task.batch, task.sequence_length)):
         raise UsageError(*wrong)
     recompute = next((known for known in RECOMPUTE if known == job.recompute), None)
     if recompute != job.recompute:
@@ -127,18 +125,7 @@ def question(model: ModelOptions, job: JobOptions, hardware: HardwareOptions, wa
     fragments = max(1, min(shape.layers // LAYERS_PER_FRAGMENT, inner_steps))
     syncs = (*methods(inner_steps, fragments), *([sync_of(contract)] if contract else []))
     return Question(
-        contract,
-        task,
-        island,
-        total_tokens,
-        layout,
-        recompute,
-        job.micro_batch,
-        step_s,
-        peers,
-        link_bps,
-        latency_s,
-        syncs,
+        contract, task, island, tokens, layout, recompute, job.micro_batch, step_s, peers, link_bps, latency_s, syncs
     )
 
 
@@ -189,8 +176,7 @@ def _hardware_of(options: HardwareOptions) -> Hardware:
     )
     if not (0 < gpu.memory_bytes < math.inf and 0 < gpu.flops < math.inf):
         raise UsageError("a GPU without memory or speed, or without end", "give --memory in GB and --tflops above 0")
-    fabric_bps = parse_bps(options.infiniband)
-    return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, fabric_bps, options.mfu)
+    return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, parse_bps(options.infiniband), options.mfu)
 
 
 def _job_of(options: JobOptions, contract: Contract | None, model: Model, hardware: Hardware, peers: int) -> Job:

@@ -20,16 +20,8 @@ DAY_S = 86_400
 
 def plan_text(plan: Plan) -> str:
     """The plan in sections with a blank line between them."""
-    sections = (
-        _head(plan),
-        _memory(plan),
-        _layouts(plan),
-        _collectives(plan),
-        _pipeline(plan),
-        _wan(plan),
-        _host(plan),
-    )
-    return "\n\n".join("\n".join(section) for section in sections if section)
+    sections = (_head, _memory, _layouts, _collectives, _pipeline, _wan, _host)
+    return "\n\n".join("\n".join(lines) for lines in (section(plan) for section in sections) if lines)
 
 
 def _head(plan: Plan) -> list[str]:
@@ -229,27 +221,25 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "step_s": plan.step_s,
             "alone_s": plan.alone_s,
         },
-        "memory": list(_memory_rows(plan)),
+        "memory": [
+            {
+                "stage": STAGES[choice.stage],
+                "recompute": choice.recompute,
+                **{f"{name}_bytes": size for name, size in asdict(memory.state).items()},
+                "buffers_bytes": memory.buffers,
+                "activations_bytes": memory.activations,
+                "total_bytes": memory.total,
+                "fits": question.hardware.holds(memory.total),
+                "ranks": plan.table_layout.shard_ranks,
+            }
+            for choice, memory in plan.memory
+        ],
         "pipeline": [asdict(row) for row in plan.pipeline],
         "layouts": list(_layout_rows(plan)),
         "collectives": [asdict(one) for one in plan.ranked[0].step.collectives],
         "wan": [row.pop("sync") | row | link for row in map(asdict, plan.wan)],
         "host_memory_bytes": plan.host,
     }
-
-
-def _memory_rows(plan: Plan) -> Iterator[dict[str, Any]]:
-    for choice, memory in plan.memory:
-        yield {
-            "stage": STAGES[choice.stage],
-            "recompute": choice.recompute,
-            **{f"{name}_bytes": size for name, size in asdict(memory.state).items()},
-            "buffers_bytes": memory.buffers,
-            "activations_bytes": memory.activations,
-            "total_bytes": memory.total,
-            "fits": plan.question.hardware.holds(memory.total),
-            "ranks": plan.table_layout.shard_ranks,
-        }
 
 
 def _layout_rows(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ waits. Reductions cost nothing beside their bytes, and computing takes as long a
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections import deque
@@ -122,12 +123,16 @@ def utilisation(
     steps = max(SIMULATED_STEPS, SIMULATED_SYNCS * sync.inner_steps)
     sending_s = sync.sent_bits(parameters, peers) / sync.fragments / link_bps
     trips_s = 2 * latency_s if peers > 1 else 0.0
-    waited_s = 0.0
-    free_at = 0.0
+    waited_s = free_at = 0.0
     under_way: deque[tuple[int, float]] = deque()  # (step at whose end it must be there, when it is)
-    for step in _due_steps(sync, steps):
+    # Fragment p of P is due after step p H / P, counted from 1, and every H steps after it. One step beyond the last is
+    # there to wait for what must have arrived by then.
+    offsets = [fragment * sync.inner_steps // sync.fragments for fragment in range(1, sync.fragments + 1)]
+    due = (begin + offset for begin in range(0, steps, sync.inner_steps) for offset in offsets)
+    for step in (*(step for step in due if step <= steps), steps + 1):
         while under_way and under_way[0][0] < step:
-            waited_s += _wait(*under_way.popleft(), step_s, waited_s)
+            deadline, arrival = under_way.popleft()
+            waited_s += max(0.0, arrival - (deadline * step_s + waited_s))
         # When the last of the step's buckets is over the link, exactly as going through them one by one would give.
         # All are equal and become ready at equal distances, so that either the link is never idle after it was free,
         # or not since the first bucket, or the last one goes out as soon as it is ready.
@@ -135,20 +140,7 @@ def utilisation(
         first_ready, last_ready = start + step_s * (FORWARD + (1 - FORWARD) / BUCKETS), start + step_s
         free_at = max(free_at + sending_s, first_ready + sending_s, last_ready + sending_s / BUCKETS)
         under_way.append((step + sync.overlap, free_at + trips_s))
-    for deadline, arrival in under_way:
-        waited_s += _wait(deadline, arrival, step_s, waited_s) if deadline <= steps else 0.0
     return steps * step_s / (steps * step_s + waited_s)
-
-
-def _wait(deadline: int, arrival: float, step_s: float, waited_s: float) -> float:
-    return max(0.0, arrival - (deadline * step_s + waited_s))
-
-
-def _due_steps(sync: Sync, steps: int) -> Iterator[int]:
-    """Steps, counted from 1, after which a fragment is due, once for each fragment: p H / P, and every H after it."""
-    offsets = [fragment * sync.inner_steps // sync.fragments for fragment in range(1, sync.fragments + 1)]
-    for begin in range(0, steps, sync.inner_steps):
-        yield from (begin + offset for offset in offsets if begin + offset <= steps)
 
 
 def bandwidth_for(
@@ -223,24 +215,18 @@ class Cell:
 
 
 def bandwidth_table() -> Iterator[Cell]:
-    """All 75 cells, by method, model and utilisation."""
+    """All 75 cells of the table of bandwidths, by method, model and utilisation."""
+    grid_bps = [gbit_s * 1e9 for gbit_s in GRID_GBIT_S]
     for method, by_model in PUBLISHED.items():
         for model, row in by_model.items():
+            parameters, step_s, fragments = MODELS[model]
+            (sync,) = (one for one in methods(fragments=fragments) if one.method == method)
+            reached = functools.partial(utilisation, sync, parameters, PEERS, step_s)
             for wanted, published in zip(UTILISATIONS, row, strict=True):
-                yield _cell(method, model, wanted, published)
-
-
-def _cell(method: str, model: str, wanted: float, published: float) -> Cell:
-    parameters, step_s, fragments = MODELS[model]
-    (sync,) = (one for one in methods(fragments=fragments) if one.method == method)
-
-    def reached(gbit_s: float) -> float:
-        return utilisation(sync, parameters, PEERS, step_s, gbit_s * 1e9)
-
-    # Utilisation rises with bandwidth, so the nearest one is the first that reaches what is wanted, or the one before.
-    above = bisect_left(GRID_GBIT_S, wanted, 1, len(GRID_GBIT_S) - 1, key=reached)
-    index = min(above - 1, above, key=lambda index: abs(reached(GRID_GBIT_S[index]) - wanted))
-    return Cell(method, model, wanted, GRID_GBIT_S[index], published, index - nearest_on_grid(published))
+                # It rises with bandwidth, so the nearest one is the first to reach what is wanted, or the one before.
+                above = bisect_left(grid_bps, wanted, 1, len(grid_bps) - 1, key=reached)
+                index = min(above - 1, above, key=lambda index: abs(reached(grid_bps[index]) - wanted))
+                yield Cell(method, model, wanted, GRID_GBIT_S[index], published, index - nearest_on_grid(published))
 
 
 def nearest_on_grid(gbit_s: float) -> int:
