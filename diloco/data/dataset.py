@@ -98,7 +98,7 @@ class ArrayDataset(Dataset):
 
 
 class _Blocks:
-    """Blocks numbered through several arrays of tokens."""
+    """Blocks numbered through several arrays of tokens; copied from them only when they are read."""
 
     def __init__(self, arrays: Runs, sequence_length: int) -> None:
         self._arrays = arrays
@@ -125,7 +125,7 @@ def block_count(tokens: int, sequence_length: int) -> int:
 
 
 def fingerprint(*parts: str | int | float | bytes | TokenArray) -> str:
-    """SHA-256 over parts, each preceded by its length so that no two lists of parts look alike; hexadecimal."""
+    """A dataset's SHA-256 over parts, each preceded by its length so that no two lists of parts look alike; in hex."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.data if isinstance(part, np.ndarray) else memoryview(repr(part).encode())
@@ -158,16 +158,15 @@ def split(documents: Documents, holdout: float, sequence_length: int) -> tuple[T
         sizes = {name: sum(map(len, arrays)) for name, arrays in units.items()}
         chosen = choose(sizes, holdout)
         if sum(sizes[name] for name in chosen) > sequence_length:
-            training, heldout = (
-                _concatenate(array for name in units if (name in chosen) == held for array in units[name])
-                for held in (False, True)
+            return (
+                _concatenate(array for name in units if name not in chosen for array in units[name]),
+                _concatenate(array for name in units if name in chosen for array in units[name]),
             )
-            return training, heldout
     return tail(_concatenate(itertools.chain.from_iterable(documents.values())), holdout, sequence_length)
 
 
 def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
-    """Names, in the order of their hash, that together have the share `holdout` of the sizes and less than twice that.
+    """Held-out names: the first by their hash that have the share `holdout` of the sizes, and less than twice that.
 
     A name that is larger than the share is passed over. Empty when the others do not reach the share.
     """
@@ -180,7 +179,7 @@ def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
 
 
 def tail(tokens: TokenArray, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) where held-out is the share `holdout` of the blocks, at least one, at the end."""
+    """(training, held-out) tokens, where held-out is the share `holdout` of the blocks, at least one, at the end."""
     held_blocks = math.ceil(block_count(len(tokens), sequence_length) * holdout)
     cut = max(0, len(tokens) - (held_blocks * sequence_length + 1))
     return tokens[:cut], tokens[cut:]

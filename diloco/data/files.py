@@ -1,5 +1,5 @@
-"""From the paths of a contract to data files, and the errors where that fails: inside the site's data folder only, and in
-one order everywhere.
+"""From the paths of a contract to data files: inside the site's data folder only, and in one order everywhere; and the
+errors where that fails.
 
 Contracts come from other people. A path that leads out of the data folder, by `..` or by a symbolic link, or that
 goes through a hidden name (`.ssh`) is refused: what a peer trains on ends up in weights that others see.

@@ -30,13 +30,8 @@ except ImportError as missing:
 # Else opening even a local file asks the hub to count it, and waits up to 3 s for the answer.
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 
-_BUILDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-}
-"""The `datasets` builder and its options for the end of a file's name."""
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+"""The `datasets` builder by the end of a file's name."""
 
 _BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.exceptions.DatasetsError)
 """Errors that the builders raise for a file that they cannot parse."""
@@ -47,14 +42,14 @@ Load: TypeAlias = Callable[[], datasets.IterableDataset]
 
 
 class StreamDataset:
-    """Blocks of a stream of documents, in order; the stream starts again at its end, without a break.
+    """A dataset of blocks of a stream of documents, in order; the stream starts again at its end, without a break.
 
     Reading a later block costs the tokenising of what lies between, an earlier one that of all before it. A document
     is held out by the hash of its text.
     """
 
     def __init__(self, load: Load, tokenizer: Tokenizer, section: DataSection, files_digest: str, where: str) -> None:
-        """`files_digest` is a digest of the files that `load` reads.
+        """`files_digest` is a digest of the files that `load` reads; `where` names them in errors.
 
         Raises DataError when there is not one block to train on, or not one to hold out.
         """
@@ -187,7 +182,8 @@ def open_stream(section: DataSection, root: Path) -> Dataset:
     if len(kinds) > 1 or not kinds <= _BUILDERS.keys():
         cause = f"data.paths lead to files that end in {', '.join(sorted(kinds))}"
         raise ConfigError(cause, f"name one of {', '.join(_BUILDERS)}")
-    builder, options = _BUILDERS[kinds.pop()]
+    builder = _BUILDERS[kinds.pop()]
+    options = {"sample_by": "document"} if builder == "text" else {}  # by default each line would be one
     names = [glob.escape(str(file)) for file in files]
 
     def load() -> datasets.IterableDataset:

@@ -22,7 +22,7 @@ class HFTokenizer:
     """A tokenizer that `transformers` reads from a local folder; its end-of-text token ends a document."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError when `folder` holds no usable tokenizer."""
+        """Read the tokenizer. Raises DataError when `folder` holds no usable one."""
         if not folder.is_dir():
             fix = "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded"
             raise DataError(f"no tokenizer folder at {folder}", fix)

@@ -114,7 +114,7 @@ def _open_bin(path: Path) -> tuple[TokenArray, ShardHeader]:
 
 
 def _open_npy(path: Path) -> tuple[TokenArray, ShardHeader]:
-    """Reads the array through, for its largest token and for a checksum of its tokens, whatever type they have."""
+    """An array without a header is read through: for its largest token, and for a checksum whatever its type is."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:

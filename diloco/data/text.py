@@ -98,7 +98,7 @@ def pieces(path: Path, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]
 
 
 def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
-    """(text, whether the document ends with it, bytes read)."""
+    """The one document of a text file, in pieces: (text, whether the document ends with it, bytes read)."""
     with path.open("rb") as file:
         start = 0
         data = file.read(PIECE_BYTES) + file.readline()
@@ -115,7 +115,7 @@ def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
 
 
 def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
-    """The same as `_plain`; blank lines and empty texts are no documents."""
+    """The documents of a JSONL file, as `_plain` has them; blank lines and empty texts are none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -54,5 +54,5 @@ def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, shared ones once."""
+    """Elements of all parameters of a model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -84,12 +84,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Move the bias by `balance_rate` against the sign of the load error that its gradient holds."""
+        """Move the router's bias by `balance_rate` against the sign of the load error that its gradient holds."""
         if self.bias is not None and self.bias.grad is not None:
             self.bias.sub_(self.bias.grad.sign(), alpha=self.rate)
 
     def imbalance(self) -> float:
-        """The largest load over the mean one, less one: 0 is even (MaxVio of arXiv 2408.15664, section 4.1)."""
+        """The experts' largest load over the mean one, less one: 0 is even (MaxVio, arXiv 2408.15664, section 4.1)."""
         return (self.loads.max() / self.loads.mean()).item() - 1 if self.loads.any() else 0.0
 
 
@@ -137,7 +137,8 @@ def _one_by_one(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Ten
 
 
 class MixtureOfExperts(nn.Module):
-    """x (B, T, D) -> the weighted sum of each token's experts, plus the shared ones."""
+    """A block's feed-forward layer of experts: x (B, T, D) -> the weighted sum of each token's experts, plus the shared
+    ones."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()

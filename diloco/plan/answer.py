@@ -127,7 +127,7 @@ class PipelineRow:
 
 @dataclass(frozen=True, slots=True)
 class WanRow:
-    """One way to synchronise over the WAN."""
+    """One way to synchronise the islands, with its cost on their link."""
 
     sync: Sync
     sync_bytes: float

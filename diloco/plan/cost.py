@@ -111,7 +111,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest GPU."""
+    """Bytes on the fullest GPU of a layout, as estimated."""
 
     state: State
     buffers: float
@@ -149,7 +149,7 @@ def layer_activations(job: Job, layout: MeshLayout, recompute: Recompute, micro_
 
 
 def memory_of(job: Job, choice: Choice) -> Memory:
-    """Memory of the first or of the last stage of the pipeline, whichever needs more, or of the only one."""
+    """Memory of the pipeline's first or last stage, whichever needs more, or of the only one, as estimated."""
     stages = (_stage_memory(job, choice, is_first) for is_first in (True, False))
     return max(stages, key=lambda memory: memory.total)
 
@@ -186,7 +186,7 @@ def _stage_memory(job: Job, choice: Choice, is_first: bool) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One kind of traffic of a rank in one inner step."""
+    """One kind of traffic between an island's ranks, in one inner step."""
 
     name: str
     dimension: str
@@ -203,7 +203,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one inner step, by cause."""
+    """Seconds of one inner step, as estimated, by cause."""
 
     flops: float
     """Of the model: recomputation is not counted."""
@@ -241,12 +241,12 @@ def ring_share(ranks: int) -> float:
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs of one inner step."""
+    """FLOPs of the model in one inner step of the island."""
     return job.tokens * job.model.flops_per_token(job.sequence_length)
 
 
 def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
-    """The times of one inner step on an island's hardware."""
+    """Estimate the times of one inner step on an island's hardware."""
     model, stages, flops = job.model, choice.layout.pp, model_flops(job)
     speed = hardware.world * hardware.gpu.flops * hardware.efficiency
     # Layers computed again as a whole cost their forward pass, a third of the model's FLOPs; attention alone 4 L h s.

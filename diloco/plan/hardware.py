@@ -25,7 +25,7 @@ USABLE = 0.92
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One accelerator."""
+    """One accelerator, by its data sheet."""
 
     memory_bytes: float
     flops: float
@@ -61,16 +61,16 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """Number of GPUs."""
+        """GPUs of the island."""
         return self.gpus_per_node * self.nodes
 
     def holds(self, memory_bytes: float) -> bool:
-        """Whether so much fits on a GPU."""
+        """Report whether so many bytes fit on one GPU of the island."""
         return memory_bytes <= USABLE * self.gpu.memory_bytes
 
 
 def gpu_of(name: str) -> Gpu:
-    """Raises UsageError when nothing is known of it."""
+    """The GPU of a name that users give. Raises UsageError when the table does not have it."""
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
@@ -107,7 +107,7 @@ PLACED = ("tp", "ep", "cp", "dp_shard", "pp", "dp_replicate")
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """Sizes of the mesh's dimensions; their product is the number of ranks."""
+    """Sizes of a mesh's dimensions; their product is the number of ranks."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -123,7 +123,7 @@ class MeshLayout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Ranks of the mesh."""
         return self.dp_replicate * self.dp_shard * self.ep * self.cp * self.tp * self.pp
 
     @property
@@ -180,7 +180,7 @@ def path_of(layout: MeshLayout, dimensions: tuple[str, ...], hardware: Hardware)
 def problem(
     layout: MeshLayout, model: Model, hardware: Hardware, batch: int, sequence_length: int
 ) -> tuple[str, str] | None:
-    """Error of a layout and which number to change, or None where it is valid.
+    """Error of a mesh layout and which number to change, or None where it is valid.
 
     `batch`: sequences per inner step of the island.
     """
@@ -215,8 +215,10 @@ def problem(
 
 
 def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) -> Iterator[MeshLayout]:
-    """Every possible layout of the island. Context parallelism is not tried below 16,384 tokens: it only divides what
-    other dimensions divide as well."""
+    """Every possible mesh layout of the island.
+
+    Context parallelism is not tried below 16,384 tokens: it only divides what other dimensions divide as well.
+    """
     max_cp = hardware.world if sequence_length >= 16_384 else 1
     limits = {"ep": model.experts or 1, "cp": max_cp, "tp": hardware.gpus_per_node, "pp": model.layers}
     for sizes in _factorisations(hardware.world, [limits.get(name, hardware.world) for name in DIMENSIONS]):
@@ -238,7 +240,7 @@ def _factorisations(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]
 
 
 def parse_layout(text: str) -> MeshLayout:
-    """`dp_shard=4,tp=2`: what is not named is 1. Raises UsageError."""
+    """The mesh layout that a text such as `dp_shard=4,tp=2` names; other sizes are 1. Raises UsageError."""
     sizes: dict[str, int] = {}
     for piece in text.split(","):
         name, _, value = piece.strip().partition("=")
@@ -255,7 +257,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_bps(text: str) -> float:
-    """Bits per second: `1Gbit/s`, `400Gbps`, `50GB/s` (bytes). Raises UsageError."""
+    """A link's bits per second, from `1Gbit/s`, `400Gbps` or `50GB/s` (bytes). Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(bit|bps|b|B)(?:/s)?", text.strip())
     value = float(found[1]) * _PREFIX[found[2]] * (8 if found[3] == "B" else 1) if found else 0.0
     if not 0 < value < math.inf:
@@ -264,7 +266,7 @@ def parse_bps(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """A time: `50ms`, `0.05s`, `0`. Raises UsageError."""
+    """Seconds of a step or of a link's latency, from `50ms`, `0.05s` or `0`. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s)?", text.strip())
     if not found or (found[2] is None and float(found[1]) != 0):
         raise UsageError(f"cannot read {text!r} as a time", "write 50ms or 0.05s")

@@ -65,7 +65,7 @@ class Model:
 
     @property
     def active_parameters(self) -> float:
-        """Those that one token goes through: N of "6 N D"."""
+        """Parameters that one token goes through: N of "6 N D"."""
         idle = 1 - self.active / self.experts if self.experts else 0.0
         return self.parameters - idle * self.expert_parameters
 
@@ -127,7 +127,7 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
 
 
 def check_experts(experts: int, active: int) -> None:
-    """Raises UsageError."""
+    """Refuse numbers of experts that make no mixture. Raises UsageError."""
     if experts == 1 or active < 1 or (experts and active > experts):
         cause = f"{experts} experts of which a token goes through {active}"
         raise UsageError(cause, "give --experts at least 2, and --active from 1 to as many")

@@ -64,7 +64,7 @@ class Suggestion:
 def suggest(
     parameters: int, peers: int, inner_steps: int = PUBLISHED_STEPS, sequence_length: int = PUBLISHED_SEQUENCE
 ) -> Suggestion:
-    """Settings for `parameters` (all of them, embeddings too) and `peers`, each >= 1.
+    """Hyperparameters for a model of `parameters` (all of them, embeddings too) and `peers`, each >= 1.
 
     H changes none of them, as there is no law for it; `sequence_length` only how many sequences make the batch.
     """

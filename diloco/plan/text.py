@@ -88,7 +88,7 @@ SHARDS = ("none", "optimizer", "gradients", "parameters")
 
 
 def _site(choice: Choice, job: Job) -> list[str]:
-    """Keys to write to get a layout: of the site, and of the contract."""
+    """Lines with the keys of the site and of the contract that give a layout."""
     layout, micro_batches, pieces = choice.layout, choice.micro_batches(job), job.pieces(choice.layout.pp)
     keys = {"shard": f'"{SHARDS[choice.stage]}"'}
     keys |= {name: str(size) for name, size in asdict(layout).items() if size > 1}
@@ -204,7 +204,7 @@ def _duration(seconds: float) -> str:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Values for JSON; a list of rows for each table of the text, with all layouts and not only the first ones."""
+    """The plan as values for JSON: a list of rows for each table of the text, with all layouts, not only the first."""
     question, job, model = plan.question, plan.question.job, plan.question.job.model
     link = {"peers": question.peers, "link_bps": question.link_bps, "latency_s": question.latency_s}
     return {

@@ -33,7 +33,7 @@ weights of a pair."""
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """One way to synchronise the islands."""
+    """One way to synchronise the islands over the WAN."""
 
     method: str
     inner_steps: int
@@ -146,7 +146,7 @@ def utilisation(
 def bandwidth_for(
     wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, latency_s: float = 0.0
 ) -> float | None:
-    """The least bits per second for a utilisation, to 1 %; None where the latency alone is too much."""
+    """The link's least bits per second for a utilisation, to 1 %; None where the latency alone is too much."""
     low, high = 0.0, 15.0  # as powers of ten
     if utilisation(sync, parameters, peers, step_s, 10**high, latency_s) < wanted:
         return None
@@ -202,7 +202,7 @@ last row."""
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One bandwidth of the table."""
+    """One bandwidth of the published table, beside ours."""
 
     method: str
     model: str
@@ -230,5 +230,5 @@ def bandwidth_table() -> Iterator[Cell]:
 
 
 def nearest_on_grid(gbit_s: float) -> int:
-    """Index of the nearest bandwidth by ratio: the published ones are rounded to a tenth."""
+    """Index of the grid's nearest bandwidth by ratio: the published ones are rounded to a tenth."""
     return min(range(len(GRID_GBIT_S)), key=lambda index: abs(math.log(gbit_s / GRID_GBIT_S[index])))
