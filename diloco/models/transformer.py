@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights: normal with deviation 0.02, and 0.02 / sqrt(2 layers) in the matrices that write to the
+        """Initialise the weights: normal with deviation 0.02, or 0.02 / sqrt(2 layers) in matrices that write to the
         residual stream.
 
         As in GPT-2: the stream's variance then does not grow with depth.
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
     def part(self, layers: range) -> Transformer:
-        """A copy of the model with these blocks only; with the embedding beside the first, norm and head after the last.
+        """A copy of the model with these blocks only, the embedding before the first, norm and head after the last.
 
         Parameters keep their names. Where the head is the embedding, the last part has that as well.
         """
