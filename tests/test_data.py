@@ -18,8 +18,7 @@ from diloco.config.contract import DataSection
 from diloco.data import open_dataset
 from diloco.data.dataset import ArrayDataset, Dataset, choose, fingerprint, split, tail, token_dtype
 from diloco.data.files import find
-from diloco.data.text import pieces, read_library
-from diloco.data.tokenizer import ByteTokenizer, open_tokenizer
+from diloco.data.text import ByteTokenizer, open_tokenizer, pieces, read_library
 
 
 def text_section(*paths: str, **keys: Any) -> DataSection:

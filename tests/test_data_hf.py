@@ -16,7 +16,7 @@ from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
 from diloco.data import open_dataset
 from diloco.data.shards import pack
-from diloco.data.tokenizer import ByteTokenizer, open_tokenizer
+from diloco.data.text import ByteTokenizer, open_tokenizer
 
 WORDS = ["the", "peer", "sends", "its", "part", "to", "its", "owner", "and", "gets", "the", "mean", "back"]
 TEXTS = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(3 + i % 9)) + f" {i}." for i in range(300)]

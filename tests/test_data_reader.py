@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.base.errors import IncompatibleError
 from diloco.base.types import Blocks
-from diloco.data.order import block_at
-from diloco.data.reader import BlockReader
+from diloco.data.reader import BlockReader, block_at
 from diloco.protocol.leases import advance, found
 
 

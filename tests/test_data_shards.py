@@ -21,7 +21,7 @@ from diloco.config.contract import DataSection
 from diloco.data import open_dataset
 from diloco.data.dataset import token_dtype
 from diloco.data.shards import HEADER_BYTES, MAGIC, ShardHeader, pack
-from diloco.data.tokenizer import ByteTokenizer
+from diloco.data.text import ByteTokenizer
 
 TEXT = "".join(f"line {i} of a text for packing\n" for i in range(100))
 

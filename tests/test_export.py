@@ -30,7 +30,7 @@ from diloco.data import open_dataset
 from diloco.inner.loop import evaluate
 from diloco.island.slices import whole_slices
 from diloco.models import build_model
-from diloco.models.export_map import llama_config
+from diloco.models.hf import llama_config
 from diloco.outer.fragments import Layout, named_parameters, read_fragment, write_fragment
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from diloco.base.types import Member, Phase, Progress
 from diloco.compress import PayloadError
-from diloco.data.order import block_at, own_seed
+from diloco.data.reader import block_at, own_seed
 from diloco.gossip import acquaintances
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.pairing import Pairing, Settling, check_partner, pair_mean, settle, spread

@@ -81,7 +81,7 @@ def test_front_and_rest() -> None:
 
 
 def test_pure_protocol_loads_neither_torch_nor_numpy() -> None:
-    program = "import sys, diloco.protocol.leases, diloco.data.order; print({'torch', 'numpy'} & set(sys.modules))"
+    program = "import sys, diloco.protocol.leases, diloco.data.reader; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -16,7 +16,7 @@ from diloco.base.errors import ConfigError
 from diloco.config.contract import ModelSection
 from diloco.config.presets import PRESETS
 from diloco.models import build_model, count_parameters
-from diloco.models.export_map import llama_config, to_llama
+from diloco.models.hf import llama_config, to_llama
 from diloco.models.transformer import INIT_STD, Attention, SwiGLU, rotary_table, rotate
 
 CPU = torch.device("cpu")

@@ -25,16 +25,50 @@ from diloco.config.presets import PRESETS
 from diloco.config.site import Site
 from diloco.island.mesh import check, sizes_of
 from diloco.models import build_model, count_parameters
-from diloco.plan.answer import Plan, make_plan, rank
-from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
-from diloco.plan.layout import PLACED, MeshLayout, layouts, parse_layout, path_of, problem
-from diloco.plan.memory import host_memory, layer_activations, memory_of, zero_state
+from diloco.plan.answer import Plan, host_memory, make_plan, rank
+from diloco.plan.cost import (
+    PRECISIONS,
+    Choice,
+    Job,
+    bubble_share,
+    layer_activations,
+    memory_of,
+    model_flops,
+    ring_share,
+    step_of,
+    zero_state,
+)
+from diloco.plan.hardware import (
+    PLACED,
+    Gpu,
+    Hardware,
+    MeshLayout,
+    gpu_of,
+    layouts,
+    parse_bps,
+    parse_layout,
+    parse_seconds,
+    path_of,
+    problem,
+)
 from diloco.plan.model import Model, model_of_section, model_of_size
-from diloco.plan.published import GRID_GBIT_S, MODELS, PUBLISHED, UTILISATIONS, bandwidth_table, nearest_on_grid
 from diloco.plan.question import HardwareOptions, JobOptions, ModelOptions, WanOptions, question
-from diloco.plan.step import PRECISIONS, Choice, Job, bubble_share, model_flops, ring_share, step_of
 from diloco.plan.text import plan_json, plan_text
-from diloco.plan.timeline import BUCKETS, Sync, bandwidth_for, codec_bits, methods, sync_of, utilisation
+from diloco.plan.timeline import (
+    BUCKETS,
+    GRID_GBIT_S,
+    MODELS,
+    PUBLISHED,
+    UTILISATIONS,
+    Sync,
+    bandwidth_for,
+    bandwidth_table,
+    codec_bits,
+    methods,
+    nearest_on_grid,
+    sync_of,
+    utilisation,
+)
 from tests.peers import run_cli
 
 CONFIGS = Path(__file__).parent.parent / "configs"

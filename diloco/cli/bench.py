@@ -55,8 +55,7 @@ def collectives(
     from diloco.config.load import load_site
     from diloco.island import Island
     from diloco.island.collectives import measure
-    from diloco.plan.hardware import parse_bps
-    from diloco.plan.layout import parse_layout
+    from diloco.plan.hardware import parse_bps, parse_layout
     from diloco.run.trainer import device_of
 
     wanted = _parse_sizes(sizes)

@@ -72,7 +72,7 @@ def data_pack(
 ) -> None:
     """Turn text into a memory-mapped token shard (data.source = "shards")."""
     from diloco.data.shards import pack
-    from diloco.data.tokenizer import open_tokenizer
+    from diloco.data.text import open_tokenizer
 
     raise_when_stopped()  # a shard half written is deleted
     progress = None if as_json else progress_in("bytes")

@@ -78,8 +78,8 @@ def plan(
 
 
 def _bandwidth_table(json_file: Path | None) -> None:
-    from diloco.plan.published import bandwidth_table
     from diloco.plan.text import bandwidth_table_text
+    from diloco.plan.timeline import bandwidth_table
 
     cells = list(bandwidth_table())
     _show(bandwidth_table_text(cells), [asdict(cell) for cell in cells], json_file)

@@ -1,13 +1,13 @@
-"""Training data: sources of token blocks, leases of blocks to peers, and the order in which they are read.
+"""Training data: sources of token blocks, and the order in which a peer reads those that are leased to it.
 
-    dataset.py    the seam: blocks of tokens by index, a fixed held-out part, a fingerprint
-    stdlib.py text.py shards.py hf.py    the sources
-    files.py documents.py tokenizer.py split.py pack.py    from paths to tokens, to training and held-out, to a shard
-    leases.py     which block positions belong to which peer (pure; travels in the commits)
-    order.py      from a position, counted over all epochs, to a block of the dataset
-    reader.py     one peer's place in its lease
+    dataset.py                the seam: blocks of tokens by index, a fixed held-out part, a fingerprint
+    text.py shards.py hf.py   the sources, with the tokenizers and the packing of shards
+    hf_tokenizer.py           Hugging Face's tokenizers
+    files.py                  from paths of a contract to files
+    reader.py                 from a position, counted over all epochs, to a block; one peer's place in its lease
 
-This module imports neither torch nor numpy, so that `leases` and `order` stay cheap to import.
+The leases themselves, which block positions belong to which peer, are `diloco.protocol.leases`. This module imports
+neither torch nor numpy, so that `reader` stays cheap to import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def open_dataset(section: DataSection, root: Path) -> Dataset:
-    """Open the contract's data source; relative paths are taken inside `root`, the site's data folder.
+    """The dataset of the contract's data source; relative paths are taken inside `root`, the site's data folder.
 
     Raises DataError (missing, empty or malformed data) and ConfigError (a path outside `root`, a key that the
     source does not take, or a missing extra).

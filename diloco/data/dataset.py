@@ -22,10 +22,14 @@ from diloco.base.errors import DataError
 from diloco.config.contract import DataSection
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+Runs: TypeAlias = Sequence[TokenArray]
+"""Runs of tokens; no block crosses from one to the next."""
+Documents: TypeAlias = Mapping[str, Sequence[TokenArray]]
+"""Tokens of the documents of each file, by the file's name."""
 
 
 class Dataset(Protocol):
-    """A source of training blocks. The order in which they are trained on is `diloco.data.order`'s business."""
+    """A source of training blocks. The order in which they are trained on is `diloco.data.reader`'s business."""
 
     vocab_size: int
     sequence_length: int
@@ -43,7 +47,7 @@ class Dataset(Protocol):
         ...
 
     def heldout(self, sequences: int) -> torch.Tensor:
-        """The same blocks at each call, on every peer, and never in training: int64 of shape (n, L + 1).
+        """Held-out blocks, the same at each call and on every peer, and never in training: int64 of shape (n, L + 1).
 
         n is `sequences`, or fewer (at least 1) where the held-out part has no more.
         """
@@ -51,25 +55,18 @@ class Dataset(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The place in a stream, as JSON values; empty where blocks are read in any order."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to the place that `state_dict` returned."""
-        ...
+        """Go back to the place in the stream that `state_dict` returned."""
+        return
 
 
-class ArrayDataset:
-    """Blocks cut from arrays of tokens, in memory or memory-mapped; no block crosses from one array to the next."""
+class ArrayDataset(Dataset):
+    """A dataset of blocks cut from arrays of tokens, in memory or memory-mapped."""
 
     def __init__(
-        self,
-        training: Sequence[TokenArray],
-        heldout: Sequence[TokenArray],
-        *,
-        sequence_length: int,
-        vocab_size: int,
-        fingerprint: str,
-        where: str,
+        self, training: Runs, heldout: Runs, *, sequence_length: int, vocab_size: int, fingerprint: str, where: str
     ) -> None:
         """`where` names the data in errors. Raises DataError when either part has not even one block."""
         self._training = _Blocks(training, sequence_length)
@@ -81,10 +78,8 @@ class ArrayDataset:
         self._where = where
         if not (self._training.total and self._heldout.total):
             tokens = sum(map(len, training)) + sum(map(len, heldout))
-            raise DataError(
-                f"{where}: {tokens} tokens do not make one training and one held-out block of {sequence_length} each",
-                "add text or lower data.sequence_length",
-            )
+            cause = f"{tokens} tokens do not make one training and one held-out block of {sequence_length} each"
+            raise DataError(f"{where}: {cause}", "add text or lower data.sequence_length")
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         return self._checked(self._training.read(blocks))
@@ -94,26 +89,18 @@ class ArrayDataset:
         count = min(sequences, self._heldout.total)
         return self._checked(self._heldout.read([i * self._heldout.total // count for i in range(count)]))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
     def _checked(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         # An index beyond the embedding is a crash far from its cause (on a GPU, an assertion on the device).
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab_size:
-            raise DataError(
-                f"{self._where}: holds token {rows.max()}, beyond its vocabulary of {self.vocab_size}",
-                "the file is damaged: pack or copy it again",
-            )
+            cause = f"{self._where}: holds token {rows.max()}, beyond its vocabulary of {self.vocab_size}"
+            raise DataError(cause, "the file is damaged: pack or copy it again")
         return torch.from_numpy(rows)
 
 
 class _Blocks:
-    """Blocks numbered through several arrays of tokens."""
+    """Blocks numbered through several arrays of tokens; copied from them only when they are read."""
 
-    def __init__(self, arrays: Sequence[TokenArray], sequence_length: int) -> None:
+    def __init__(self, arrays: Runs, sequence_length: int) -> None:
         self._arrays = arrays
         self._length = sequence_length
         counts = (block_count(len(array), sequence_length) for array in arrays)
@@ -138,7 +125,7 @@ def block_count(tokens: int, sequence_length: int) -> int:
 
 
 def fingerprint(*parts: str | int | float | bytes | TokenArray) -> str:
-    """SHA-256 over parts, each preceded by its length so that no two lists of parts look alike; hexadecimal."""
+    """A dataset's SHA-256 over parts, each preceded by its length so that no two lists of parts look alike; in hex."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.data if isinstance(part, np.ndarray) else memoryview(repr(part).encode())
@@ -148,11 +135,7 @@ def fingerprint(*parts: str | int | float | bytes | TokenArray) -> str:
 
 
 def split_dataset(
-    documents: Mapping[str, Sequence[TokenArray]],
-    section: DataSection,
-    vocab_size: int,
-    distinguished_by: Sequence[int],
-    where: str,
+    documents: Documents, section: DataSection, vocab_size: int, distinguished_by: Sequence[int], where: str
 ) -> ArrayDataset:
     """The dataset of `documents` in memory. Its fingerprint is that of both parts, and of `distinguished_by`."""
     length = section.sequence_length
@@ -163,10 +146,9 @@ def split_dataset(
     )
 
 
-def split(
-    documents: Mapping[str, Sequence[TokenArray]], holdout: float, sequence_length: int
-) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) tokens of `documents`, the documents of each file by the file's name.
+def split(documents: Documents, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
+    """(training, held-out) tokens of `documents`: decided by names and sizes, never by chance or by the file system's
+    order.
 
     Whole files are held out where that comes near the share `holdout` of the tokens; with few files, whole
     documents; with few documents, the end of the text.
@@ -176,35 +158,31 @@ def split(
         sizes = {name: sum(map(len, arrays)) for name, arrays in units.items()}
         chosen = choose(sizes, holdout)
         if sum(sizes[name] for name in chosen) > sequence_length:
-            training, heldout = (
-                _concatenate(array for name in units if (name in chosen) == held for array in units[name])
-                for held in (False, True)
+            return (
+                _concatenate(array for name in units if name not in chosen for array in units[name]),
+                _concatenate(array for name in units if name in chosen for array in units[name]),
             )
-            return training, heldout
     return tail(_concatenate(itertools.chain.from_iterable(documents.values())), holdout, sequence_length)
 
 
 def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
-    """Names, in the order of their hash, that together have the share `holdout` of the sizes and less than twice that.
+    """Held-out names: the first by their hash that have the share `holdout` of the sizes, and less than twice that.
 
     A name that is larger than the share is passed over. Empty when the others do not reach the share.
     """
     target = holdout * sum(sizes.values())
-    small = sorted((name for name, size in sizes.items() if size <= target), key=_hash)
+    small = [name for name, size in sizes.items() if size <= target]
+    small.sort(key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
     sums = list(itertools.accumulate(sizes[name] for name in small))
     reached = next((count for count, total in enumerate(sums, 1) if total >= target), 0)
     return frozenset(small[:reached])
 
 
 def tail(tokens: TokenArray, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) where held-out is the share `holdout` of the blocks, at least one, at the end."""
+    """(training, held-out) tokens, where held-out is the share `holdout` of the blocks, at least one, at the end."""
     held_blocks = math.ceil(block_count(len(tokens), sequence_length) * holdout)
     cut = max(0, len(tokens) - (held_blocks * sequence_length + 1))
     return tokens[:cut], tokens[cut:]
-
-
-def _hash(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def _concatenate(arrays: Iterable[TokenArray]) -> TokenArray:
@@ -213,5 +191,5 @@ def _concatenate(arrays: Iterable[TokenArray]) -> TokenArray:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest little-endian unsigned type that holds every token."""
+    """The smallest little-endian unsigned type that holds every token of a vocabulary."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")

@@ -1,4 +1,5 @@
-"""From the paths of a contract to files: inside the site's data folder only, and in one order everywhere.
+"""From the paths of a contract to data files: inside the site's data folder only, and in one order everywhere; and the
+errors where that fails.
 
 Contracts come from other people. A path that leads out of the data folder, by `..` or by a symbolic link, or that
 goes through a hidden name (`.ssh`) is refused: what a peer trains on ends up in weights that others see.
@@ -16,38 +17,51 @@ from diloco.base.errors import ConfigError, DataError
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".jsonl")
 """Files read from a folder as text; a file that is named, or matches a glob, may be called anything."""
 
-
-_CHECK = "check data.paths, and data.root in the site file"
+_CHECK_PATHS = "check data.paths, and data.root in the site file"
+_STAY_INSIDE = "set the site's data.root to a folder that holds the data, and name it relative to that"
 
 
 def find(paths: Sequence[str], root: Path, suffixes: Collection[str]) -> list[Path]:
-    """Files at `paths` (files, folders or globs below `root`), each once, sorted by path.
+    """Data files at `paths` (files, folders or globs below `root`), each once, sorted by path.
 
     Of a folder, the files below it that end in one of `suffixes`. Raises DataError when a path gives no file and
     ConfigError when it leads out of `root`.
     """
     if not paths:
         raise ConfigError("data.paths is empty", "name files, folders or globs, relative to the site's data.root")
-    found = {file for path in paths for match in _matches(path, root) for file in expand(match, suffixes)}
+    found: set[Path] = set()
+    for path in paths:
+        matches = [inside(path, root)]
+        if glob.has_magic(path) and not matches[0].exists():  # else it is a name with a bracket in it
+            matches = [root / match for match in glob.glob(path, root_dir=root, recursive=True)]
+            if not matches:
+                raise DataError(f"nothing matches {path!r} in {root.absolute()}", _CHECK_PATHS)
+        found.update(file for match in matches for file in expand(match, suffixes))
     for file in found:
         _check_inside(file, root)
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def inside(path: str, root: Path) -> Path:
-    """`root / path`, refused with ConfigError when it leads out of `root` or through a hidden name."""
+    """`root / path`, refused with ConfigError when it leads out of the data folder `root` or through a hidden name."""
     if "\0" in path:
-        raise ConfigError(f"data path {path!r} holds a zero byte, which no file's name does", _FIX)
+        raise ConfigError(f"data path {path!r} holds a zero byte, which no file's name does", _STAY_INSIDE)
     parts = PurePosixPath(path).parts
     if any(part.startswith(".") for part in parts):
-        raise ConfigError(f"data path {path!r} goes through {'..' if '..' in parts else 'a hidden name'}", _FIX)
+        through = ".." if ".." in parts else "a hidden name"
+        raise ConfigError(f"data path {path!r} goes through {through}", _STAY_INSIDE)
     _check_inside(root / path, root)
     return root / path
 
 
-def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK) -> list[Path]:
-    """`path` itself when it is a file, else the files below it that end in one of `suffixes`. Raises DataError, with
-    `fix` where there is no such path."""
+def _check_inside(path: Path, root: Path) -> None:
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"data path {path} leads out of the data folder {root.absolute()}", _STAY_INSIDE)
+
+
+def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK_PATHS) -> list[Path]:
+    """`path` itself when it is a data file, else the files below it that end in one of `suffixes`. Raises DataError,
+    with `fix` where there is no such path."""
     # os.path's tests say no where pathlib's would raise: in a folder that may not be entered.
     if os.path.isfile(path):
         return [path]
@@ -56,19 +70,20 @@ def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK) -> list[Pat
     files = walk(path, suffixes)
     if not files:
         looked_for = ", ".join(f"*{suffix}" for suffix in suffixes)
-        raise DataError(
-            f"{path.absolute()} holds no data (looked for {looked_for})", "add files, or name them by a glob"
-        )
+        cause = f"{path.absolute()} holds no data (looked for {looked_for})"
+        raise DataError(cause, "add files, or name them by a glob")
     return files
 
 
 def walk(folder: Path, suffixes: Collection[str], skip: Collection[str] = ()) -> list[Path]:
-    """Files below `folder` that end in one of `suffixes`, sorted by path; not hidden ones, nor in folders in `skip`.
+    """Data files below `folder` that end in one of `suffixes`, sorted by path; not hidden ones, nor in folders in
+    `skip`. Symbolic links to folders are not followed. Raises DataError."""
 
-    Symbolic links to folders are not followed.
-    """
+    def refuse(error: OSError) -> None:  # by itself os.walk leaves out a folder that it may not list
+        raise unreadable(error.filename, error)
+
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=_unreadable):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         wanted = (name for name in names if name.endswith(tuple(suffixes)) and not name.startswith("."))
         found.extend(Path(parent, name) for name in wanted)
@@ -76,7 +91,7 @@ def walk(folder: Path, suffixes: Collection[str], skip: Collection[str] = ()) ->
 
 
 def read_bytes(path: Path) -> bytes:
-    """The whole file. Raises DataError."""
+    """The whole data file. Raises DataError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -84,31 +99,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unreadable(path: Path | str, error: OSError) -> DataError:
-    """The error for a file that cannot be read."""
-    return DataError(
-        f"cannot read {Path(path).absolute()}: {error.strerror}", "check that the file exists and may be read"
-    )
+    """The error for a data file that cannot be read."""
+    cause = f"cannot read {Path(path).absolute()}: {error.strerror}"
+    return DataError(cause, "check that the file exists and may be read")
 
 
-_FIX = "set the site's data.root to a folder that holds the data, and name it relative to that"
-
-
-def _matches(path: str, root: Path) -> list[Path]:
-    named = inside(path, root)
-    if not glob.has_magic(path) or named.exists():
-        return [named]
-    matches = glob.glob(path, root_dir=root, recursive=True)
-    if not matches:
-        raise DataError(
-            f"nothing matches {path!r} in {root.absolute()}", "check data.paths, and data.root in the site file"
-        )
-    return [root / match for match in matches]
-
-
-def _check_inside(path: Path, root: Path) -> None:
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"data path {path} leads out of the data folder {root.absolute()}", _FIX)
-
-
-def _unreadable(error: OSError) -> None:
-    raise unreadable(error.filename, error)
+def missing_extra(missing: ImportError) -> ConfigError:
+    """The error for data that needs a Hugging Face package which is not installed."""
+    cause = f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}"
+    return ConfigError(cause, "pip install 'diloco[hf]'")

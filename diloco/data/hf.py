@@ -1,4 +1,4 @@
-"""Hugging Face at the edge (extra `hf`): a streaming `datasets` source over local files, and local tokenizers.
+"""The data source `hf` (extra `hf`): local files as a stream, by Hugging Face's `datasets`.
 
 Nothing is downloaded and no code from a data folder is run. A stream has no random access: every peer runs through
 all documents and keeps the blocks that are its own. For large runs a packed shard costs much less.
@@ -6,13 +6,12 @@ all documents and keeps the blocks that are its own. For large runs a packed sha
 
 from __future__ import annotations
 
-import functools
 import glob
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,49 +19,37 @@ import torch
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
 from diloco.data.dataset import Dataset, TokenArray, fingerprint, token_dtype
-from diloco.data.files import find, unreadable
-from diloco.data.text import text_of
-from diloco.data.tokenizer import Tokenizer, open_tokenizer
+from diloco.data.files import find, missing_extra, unreadable
+from diloco.data.text import Tokenizer, open_tokenizer, text_of
 
 try:
     import datasets
 except ImportError as missing:
-    raise ConfigError(
-        f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}",
-        "pip install 'diloco[hf]'",
-    ) from missing
+    raise missing_extra(missing) from missing
 
 # Else opening even a local file asks the hub to count it, and waits up to 3 s for the answer.
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 
-_BUILDERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".json": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-}
-"""The `datasets` builder and its options for the end of a file's name."""
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+"""The `datasets` builder by the end of a file's name."""
 
 _BAD_FILE = (ValueError, TypeError, NotImplementedError, OSError, datasets.exceptions.DatasetsError)
 """Errors that the builders raise for a file that they cannot parse."""
 
 
+Load: TypeAlias = Callable[[], datasets.IterableDataset]
+"""Opens a stream of records at its beginning."""
+
+
 class StreamDataset:
-    """Blocks of a stream of documents, in order; the stream starts again at its end, without a break.
+    """A dataset of blocks of a stream of documents, in order; the stream starts again at its end, without a break.
 
     Reading a later block costs the tokenising of what lies between, an earlier one that of all before it. A document
     is held out by the hash of its text.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], datasets.IterableDataset],
-        tokenizer: Tokenizer,
-        section: DataSection,
-        files_digest: str,
-        where: str,
-    ) -> None:
-        """`load` opens the stream at its beginning; `files_digest` is a digest of what it reads.
+    def __init__(self, load: Load, tokenizer: Tokenizer, section: DataSection, files_digest: str, where: str) -> None:
+        """`files_digest` is a digest of the files that `load` reads; `where` names them in errors.
 
         Raises DataError when there is not one block to train on, or not one to hold out.
         """
@@ -75,11 +62,20 @@ class StreamDataset:
         self.vocab_size = tokenizer.vocab_size
         self.sequence_length = section.sequence_length
         self.blocks_per_epoch: int | None = None
-        self._check_text()
+        # Where one pass has no block to train on, the endless stream would repeat one text, or fill the memory.
+        tokens = 0
+        for document in self._documents(self._load(), held=False):
+            tokens += len(document)
+            if tokens > self.sequence_length:
+                break
+        else:
+            if not tokens:
+                raise DataError(f"{where}: no text to train on", "check data.paths and data.text_field")
+            cause = f"{where}: {tokens} tokens do not make one training block of {self.sequence_length}"
+            raise DataError(cause, "add text or lower data.sequence_length")
         self._start(None, 0, 0)
-        self.fingerprint = fingerprint(
-            section.holdout, tokenizer.fingerprint, files_digest, self._row(0), self._collect(1)
-        )
+        first, held = self._row(0), self._collect(1)
+        self.fingerprint = fingerprint(section.holdout, tokenizer.fingerprint, files_digest, first, held)
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
         rows = np.empty((len(blocks), self.sequence_length + 1), np.int64)
@@ -101,20 +97,8 @@ class StreamDataset:
         else:  # of a diloco that kept tokens: its stream stands behind those, so the place is found from the beginning
             self._start(None, 0, 0)
 
-    def _check_text(self) -> None:
-        """Raises DataError unless one pass has a block to train on."""
-        tokens = 0
-        for document in self._documents(self._load(), held=False):
-            tokens += len(document)
-            if tokens > self.sequence_length:
-                return
-        if not tokens:
-            raise DataError(f"{self._where}: no text to train on", "check data.paths and data.text_field")
-        cause = f"{self._where}: {tokens} tokens do not make one training block of {self.sequence_length}"
-        raise DataError(cause, "add text or lower data.sequence_length")
-
     def _start(self, stream: dict[str, Any] | None, block: int, skip: int) -> None:
-        """Stand at `block`, which begins `skip` tokens after `stream`, a state of the iterable."""
+        """Go to `block`, which begins `skip` tokens after `stream`, a state of the iterable."""
         self._records = self._load()
         if stream is not None:
             self._records.load_state_dict(stream)
@@ -134,7 +118,7 @@ class StreamDataset:
             self._records = self._load()
 
     def _row(self, block: int) -> TokenArray:
-        """The L + 1 tokens of `block`; the stream then stands at it."""
+        """The L + 1 tokens of `block`, at which the stream is then."""
         if block < self._block:
             self._start(None, 0, 0)
         while self._block < block:
@@ -174,7 +158,9 @@ class StreamDataset:
         """Tokens of one pass's held-out or training documents, each with the separator."""
         separator = np.array([self._tokenizer.separator], token_dtype(self.vocab_size))
         for text in self._texts(records):
-            if text and self._is_held(text) == held:
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            is_held = int.from_bytes(digest, "little") < self._held_below
+            if text and is_held == held:
                 yield np.concatenate([self._tokenizer.encode(text), separator])
 
     def _texts(self, records: datasets.IterableDataset) -> Iterator[str]:
@@ -184,44 +170,37 @@ class StreamDataset:
         except _BAD_FILE as error:
             raise DataError(f"{self._where}: cannot be read: {error}", "check the files") from error
 
-    def _is_held(self, text: str) -> bool:
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._held_below
-
 
 def open_stream(section: DataSection, root: Path) -> Dataset:
-    """JSON, JSONL, parquet or text files (one kind) as an endless stream of documents, in the order of their paths.
+    """The data source `hf`: JSON, JSONL, parquet or text files (one kind), in the order of their paths, as an endless
+    stream of documents.
 
     Raises DataError (missing, empty, malformed) and ConfigError (a path outside `root`, several kinds).
     """
     files = find(section.paths, root, tuple(_BUILDERS))
     kinds = {file.suffix for file in files}
     if len(kinds) > 1 or not kinds <= _BUILDERS.keys():
-        raise ConfigError(
-            f"data.paths lead to files that end in {', '.join(sorted(kinds))}", f"name one of {', '.join(_BUILDERS)}"
-        )
-    builder, options = _BUILDERS[kinds.pop()]
-    return StreamDataset(
-        functools.partial(_load, builder, files, options),
-        open_tokenizer(section.tokenizer, root),
-        section,
-        files_digest=fingerprint(builder, *(_sample(file) for file in files)),
-        where=f"{', '.join(section.paths)} in {root}",
-    )
-
-
-def _load(builder: str, files: Sequence[Path], options: Mapping[str, Any]) -> datasets.IterableDataset:
+        cause = f"data.paths lead to files that end in {', '.join(sorted(kinds))}"
+        raise ConfigError(cause, f"name one of {', '.join(_BUILDERS)}")
+    builder = _BUILDERS[kinds.pop()]
+    options = {"sample_by": "document"} if builder == "text" else {}  # by default each line would be one
     names = [glob.escape(str(file)) for file in files]
-    try:
-        return datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
-    except StopIteration as error:  # how the JSON builder meets a first file without a record
-        raise DataError(f"{files[0]} is empty", "leave it out of data.paths") from error
-    except _BAD_FILE as error:
-        raise DataError(f"{files[0]} and what follows cannot be read: {error}", "check the files") from error
+
+    def load() -> datasets.IterableDataset:
+        try:
+            return datasets.load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+        except StopIteration as error:  # how the JSON builder meets a first file without a record
+            raise DataError(f"{files[0]} is empty", "leave it out of data.paths") from error
+        except _BAD_FILE as error:
+            raise DataError(f"{files[0]} and what follows cannot be read: {error}", "check the files") from error
+
+    tokenizer = open_tokenizer(section.tokenizer, root)
+    digest = fingerprint(builder, *(_sample(file) for file in files))
+    return StreamDataset(load, tokenizer, section, digest, where=f"{', '.join(section.paths)} in {root}")
 
 
 def _sample(file: Path) -> str:
-    """Digest of a file's size and of up to 16 pieces of 64 KiB spread over it: whole, it may be too large to read."""
+    """Digest of a data file's size and of up to 16 pieces of 64 KiB spread over it, which may be too large to read."""
     piece_bytes, pieces = 2**16, 16
     try:
         with file.open("rb") as stream:

@@ -8,32 +8,26 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.base.errors import ConfigError, DataError
+from diloco.base.errors import DataError
 from diloco.data.dataset import TokenArray, fingerprint, token_dtype
+from diloco.data.files import missing_extra
 
 try:
-    import transformers
+    from transformers import AutoTokenizer
 except ImportError as missing:
-    raise ConfigError(
-        f"data.source 'hf' and Hugging Face tokenizers need a package that is missing: {missing.name}",
-        "pip install 'diloco[hf]'",
-    ) from missing
+    raise missing_extra(missing) from missing
 
 
 class HFTokenizer:
     """A tokenizer that `transformers` reads from a local folder; its end-of-text token ends a document."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError when `folder` holds no usable tokenizer."""
+        """Read the tokenizer. Raises DataError when `folder` holds no usable one."""
         if not folder.is_dir():
-            raise DataError(
-                f"no tokenizer folder at {folder}",
-                "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded",
-            )
+            fix = "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded"
+            raise DataError(f"no tokenizer folder at {folder}", fix)
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of a damaged file the builders raise anything, `Exception` itself as well
             raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
         if self._tokenizer.eos_token_id is None:

@@ -1,4 +1,5 @@
-"""Memory-mapped token shards: `.bin` files with a header of our own (`diloco data pack`) and 1-D `.npy` arrays.
+"""Token shards: memory-mapped `.bin` files with a header of our own and 1-D `.npy` arrays, and the packing of text into
+the former (`diloco data pack`), which does not hold it in memory.
 
 A `.bin` shard is a header of 96 bytes and the tokens, all little-endian:
 
@@ -12,7 +13,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,7 @@ from diloco.base.errors import DataError, ResourceError, UsageError
 from diloco.config.contract import DataSection
 from diloco.data.dataset import ArrayDataset, Dataset, TokenArray, fingerprint, tail, token_dtype
 from diloco.data.files import TEXT_SUFFIXES, expand, find, unreadable
-from diloco.data.text import pieces
-from diloco.data.tokenizer import Tokenizer
+from diloco.data.text import Tokenizer, pieces
 
 MAGIC = b"DILOCO\0T"
 VERSION = 1
@@ -41,7 +41,7 @@ _PACK_AGAIN = "pack or copy it again"
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """Header of a shard file; little-endian, `HEADER_BYTES` long."""
+    """Header of a shard file; little-endian, `HEADER_BYTES` long. An `.npy` file has none: it gets one in memory."""
 
     token_bytes: int
     """Bytes per token: 1, 2 or 4."""
@@ -50,17 +50,17 @@ class ShardHeader:
     checksum: bytes
     """SHA-256 of the token bytes."""
     tokenizer: bytes
-    """Fingerprint of the tokenizer."""
+    """Fingerprint of the tokenizer; empty for an `.npy` file, which does not say."""
 
     def to_bytes(self) -> bytes:
-        """`HEADER_BYTES` bytes."""
+        """The header as it stands in a shard file: `HEADER_BYTES` bytes."""
         fields = (self.token_bytes, self.vocab_size, self.tokens, self.checksum, self.tokenizer)
         data = _LAYOUT.pack(MAGIC, VERSION, *fields)
         return data + _CRC.pack(zlib.crc32(data))
 
     @staticmethod
     def from_bytes(data: bytes, path: Path) -> ShardHeader:
-        """Raises DataError, naming `path`, on anything that `to_bytes` does not write."""
+        """The header in a shard file. Raises DataError, naming `path`, on anything that `to_bytes` does not write."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise DataError(f"{path} is not a token shard (no {MAGIC!r} header)", "make it with `diloco data pack`")
         _, version, *fields = _LAYOUT.unpack_from(data)
@@ -72,28 +72,21 @@ class ShardHeader:
         return header
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    tokens: TokenArray
-    vocab_size: int
-    checksum: bytes
-    tokenizer: bytes
-    """Empty when the file does not say."""
-
-
 def open_shards(section: DataSection, root: Path) -> Dataset:
-    """`.bin` and `.npy` files in the order of their paths; the last blocks of each are held out.
+    """The data source `shards`: `.bin` and `.npy` files in the order of their paths.
 
-    The vocabulary is the header's, and for `.npy` the largest token plus one. Raises DataError (missing, damaged,
-    truncated, not a 1-D array of whole numbers, made by different tokenizers) and ConfigError.
+    The last blocks of each file are held out. The vocabulary is the header's, and for `.npy` the largest token plus
+    one. Raises DataError (missing, damaged, truncated, not a 1-D array of whole numbers, made by different tokenizers)
+    and ConfigError.
     """
     files = find(section.paths, root, (".bin", ".npy"))
     shards = [_open_npy(file) if file.suffix == ".npy" else _open_bin(file) for file in files]
-    if len({shard.tokenizer for shard in shards} - {b""}) > 1:
+    headers = [header for _, header in shards]
+    if len({header.tokenizer for header in headers} - {b""}) > 1:
         raise DataError(f"the shards in {root} were made by different tokenizers", "pack them again with one")
-    parts = [tail(shard.tokens, section.holdout, section.sequence_length) for shard in shards]
-    vocab_size = max(shard.vocab_size for shard in shards)
-    checksums = (shard.checksum for shard in shards)
+    parts = [tail(tokens, section.holdout, section.sequence_length) for tokens, _ in shards]
+    vocab_size = max(header.vocab_size for header in headers)
+    checksums = (header.checksum for header in headers)
     return ArrayDataset(
         [training for training, _ in parts],
         [heldout for _, heldout in parts],
@@ -104,7 +97,7 @@ def open_shards(section: DataSection, root: Path) -> Dataset:
     )
 
 
-def _open_bin(path: Path) -> _Shard:
+def _open_bin(path: Path) -> tuple[TokenArray, ShardHeader]:
     try:
         with path.open("rb") as file:
             header = ShardHeader.from_bytes(file.read(HEADER_BYTES), path)
@@ -117,11 +110,11 @@ def _open_bin(path: Path) -> _Shard:
     tokens = np.memmap(path, np.dtype(f"<u{header.token_bytes}"), "r", HEADER_BYTES, (header.tokens,))
     if actual_bytes <= VERIFY_BYTES and hashlib.sha256(tokens.data).digest() != header.checksum:
         raise DataError(f"{path} is damaged: its tokens do not match its checksum", _PACK_AGAIN)
-    return _Shard(tokens, header.vocab_size, header.checksum, header.tokenizer)
+    return tokens, header
 
 
-def _open_npy(path: Path) -> _Shard:
-    """Reads the array through, for its checksum and its largest token: it carries neither."""
+def _open_npy(path: Path) -> tuple[TokenArray, ShardHeader]:
+    """An array without a header is read through: for its largest token, and for a checksum whatever its type is."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
@@ -130,26 +123,18 @@ def _open_npy(path: Path) -> _Shard:
         raise DataError(f"{path} is not a whole .npy array: {error}", "write it again with numpy.save") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
         raise DataError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, expected a 1-D array of whole numbers")
-    low, high, checksum = _examine(tokens)
-    if low < 0 or high >= 2**31:
-        raise DataError(f"{path} holds {low if low < 0 else high}, which is no token", "tokens are 0 to 2**31 - 1")
-    return _Shard(tokens, high + 1, checksum, b"")
-
-
-def _examine(tokens: TokenArray) -> tuple[int, int, bytes]:
-    """(smallest, largest, SHA-256 of the tokens as little-endian int64, whatever the file's own type is)."""
     digest = hashlib.sha256()
     low, high = int(tokens[0]), int(tokens[0])
-    for piece in _slices(tokens, 2**20):
+    for start in range(0, len(tokens), 2**20):
+        piece = tokens[start : start + 2**20]
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
         digest.update(np.ascontiguousarray(piece, "<i8").data)
-    return low, high, digest.digest()
+    if low < 0 or high >= 2**31:
+        raise DataError(f"{path} holds {low if low < 0 else high}, which is no token", "tokens are 0 to 2**31 - 1")
+    return tokens, ShardHeader(tokens.itemsize, high + 1, len(tokens), digest.digest(), tokenizer=b"")
 
 
-def _slices(tokens: TokenArray, size: int) -> Iterator[TokenArray]:
-    for start in range(0, len(tokens), size):
-        yield tokens[start : start + size]
-
+# ---------------------------------------------------------------- packing
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes there are."""
@@ -157,7 +142,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """Counts of a finished packing."""
+    """Counts of a packed shard."""
 
     tokens: int
     """Tokens written, separators included."""
@@ -183,9 +168,27 @@ def pack(
         raise UsageError(f"cannot pack into {output}", "name a file that ends in .bin")
     files = [file for path in paths for file in expand(path, TEXT_SUFFIXES, "name files or folders that are there")]
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
+    tokens, read_bytes, checksum = 0, 0, hashlib.sha256()
+    dtype = token_dtype(tokenizer.vocab_size)
     try:
-        result = _write(files, partial, tokenizer, text_field, progress)
-        if not result.tokens:
+        total_bytes = sum(file.stat().st_size for file in files)
+        with partial.open("wb", buffering=2**20) as shard:
+            shard.write(bytes(HEADER_BYTES))  # its place: it is known when all tokens are
+            for piece in (piece for file in files for piece in pieces(file, tokenizer, text_field)):
+                data = piece.tokens.astype(dtype, copy=False).tobytes()
+                shard.write(data)
+                checksum.update(data)
+                tokens += len(piece.tokens)
+                read_bytes += piece.input_bytes
+                if progress:
+                    progress(read_bytes, total_bytes)
+            made_by = bytes.fromhex(tokenizer.fingerprint)
+            header = ShardHeader(dtype.itemsize, tokenizer.vocab_size, tokens, checksum.digest(), made_by)
+            shard.seek(0)
+            shard.write(header.to_bytes())
+            shard.flush()
+            os.fsync(shard.fileno())
+        if not tokens:
             raise DataError(f"no text in {', '.join(map(str, paths))}", "name files that hold text")
         partial.replace(output)
     except OSError as error:
@@ -193,30 +196,4 @@ def pack(
     finally:
         with suppress(OSError):  # it may not be there, and its folder may be none
             partial.unlink()
-    return result
-
-
-def _write(
-    files: Sequence[Path], partial: Path, tokenizer: Tokenizer, text_field: str, progress: Progress | None
-) -> PackResult:
-    total_bytes = sum(file.stat().st_size for file in files)
-    tokens, read_bytes, checksum = 0, 0, hashlib.sha256()
-    dtype = token_dtype(tokenizer.vocab_size)
-    with partial.open("wb", buffering=2**20) as shard:
-        shard.write(bytes(HEADER_BYTES))
-        for piece in (piece for file in files for piece in pieces(file, tokenizer, text_field)):
-            data = piece.tokens.astype(dtype, copy=False).tobytes()
-            shard.write(data)
-            checksum.update(data)
-            tokens += len(piece.tokens)
-            read_bytes += piece.input_bytes
-            if progress:
-                progress(read_bytes, total_bytes)
-        header = ShardHeader(
-            dtype.itemsize, tokenizer.vocab_size, tokens, checksum.digest(), bytes.fromhex(tokenizer.fingerprint)
-        )
-        shard.seek(0)
-        shard.write(header.to_bytes())
-        shard.flush()
-        os.fsync(shard.fileno())
     return PackResult(tokens, len(files), read_bytes)

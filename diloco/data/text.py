@@ -1,23 +1,73 @@
-"""Your own text: text files, JSONL files, folders and globs, tokenised into memory when opened.
+"""Text as tokens: tokenizers, documents of text and JSONL files, and the data sources `text` and `stdlib`.
 
-For text that does not fit, make a shard first (`diloco data pack`).
+Both sources are tokenised into memory when they are opened. For text that does not fit, make a shard first, which reads
+a file a piece at a time (`diloco data pack`).
 """
 
 from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from diloco.base.errors import ConfigError, DataError
 from diloco.config.contract import DataSection
-from diloco.data.dataset import Dataset, TokenArray, split_dataset, token_dtype
-from diloco.data.files import TEXT_SUFFIXES, find, read_bytes, unreadable, walk
-from diloco.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from diloco.data.dataset import Dataset, TokenArray, fingerprint, split_dataset, token_dtype
+from diloco.data.files import TEXT_SUFFIXES, find, inside, read_bytes, unreadable, walk
+
+# ---------------------------------------------------------------- tokenizers
+
+
+class Tokenizer(Protocol):
+    """Conversion of text to tokens and back."""
+
+    vocab_size: int
+    separator: int
+    """The token that ends a document."""
+    fingerprint: str
+    """Hexadecimal; differs between tokenizers that give other tokens."""
+
+    def encode(self, text: str) -> TokenArray:
+        """Tokens of `text`, without special ones: 1-D, of `token_dtype(vocab_size)`."""
+        ...
+
+    def decode(self, tokens: Sequence[int] | TokenArray) -> str:
+        """Text of `tokens`; what is not text becomes U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8; the separator is the byte 0, which text does not hold."""
+
+    vocab_size = 256
+    separator = 0
+    fingerprint = fingerprint("bytes")
+
+    def encode(self, text: str) -> TokenArray:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, tokens: Sequence[int] | TokenArray) -> str:
+        return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
+
+
+def open_tokenizer(name: str, root: Path) -> Tokenizer:
+    """The tokenizer `bytes`, or the Hugging Face one in the folder `root / name`; nothing is ever downloaded.
+
+    Raises DataError (no such tokenizer) and ConfigError (a path outside `root`, or the extra is missing).
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    from diloco.data.hf_tokenizer import HFTokenizer
+
+    return HFTokenizer(inside(name, root))
+
+
+# ---------------------------------------------------------------- documents
 
 PIECE_BYTES = 16 * 2**20
 """A text file is tokenised in pieces of about this size, each to the end of a line."""
@@ -48,41 +98,36 @@ def pieces(path: Path, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]
 
 
 def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
-    """(text, whether the document ends with it, bytes read)."""
+    """The one document of a text file, in pieces: (text, whether the document ends with it, bytes read)."""
     with path.open("rb") as file:
         start = 0
         data = file.read(PIECE_BYTES) + file.readline()
         while data:
             following = file.read(PIECE_BYTES) + file.readline()
-            yield _decode(data, path, start), not following, len(data)
+            try:
+                text = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                cause = f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {start + error.start}"
+                raise DataError(cause, "convert it to UTF-8, or leave it out of data.paths") from error
+            yield text, not following, len(data)
             start += len(data)
             data = following
 
 
-def _decode(data: bytes, path: Path, start: int) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {start + error.start}",
-            "convert it to UTF-8, or leave it out of data.paths",
-        ) from error
-
-
 def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
+    """The documents of a JSONL file, as `_plain` has them; blank lines and empty texts are none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            text = _field(line, text_field, f"{path}:{number}") if line.strip() else ""
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON: {error}", "write one JSON object on each line") from error
+            text = text_of(record, text_field, where)
             if text:
                 yield text, True, len(line)
-
-
-def _field(line: bytes, text_field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}", "write one JSON object on each line") from error
-    return text_of(record, text_field, where)
 
 
 def text_of(record: object, text_field: str, where: str) -> str:
@@ -98,8 +143,11 @@ def text_of(record: object, text_field: str, where: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+# ---------------------------------------------------------------- sources
+
+
 def open_text(section: DataSection, root: Path) -> Dataset:
-    """Documents are files, or the lines of `.jsonl` files, in the order of their paths.
+    """The data source `text`: documents are files, or the lines of `.jsonl` files, in the order of their paths.
 
     Raises DataError (missing, empty, not UTF-8, not JSON, no such field) and ConfigError (a path outside `root`).
     """
@@ -125,14 +173,22 @@ _SKIP_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
 def open_stdlib(section: DataSection) -> Dataset:
-    """Documents are files, each followed by the byte 0. Raises DataError when the library's source is not installed."""
+    """The data source `stdlib`: source text of the Python standard library on this machine, as bytes.
+
+    It needs no download, and two machines with the same Python hold the same text. Raises DataError when the library's
+    source is not installed, and ConfigError for keys that it does not take.
+    """
     if section.tokenizer != "bytes" or section.paths:
         raise ConfigError("data.source 'stdlib' takes bytes only and no paths", "for anything else use 'text'")
     return read_library(Path(sysconfig.get_path("stdlib")), section)
 
 
 def read_library(folder: Path, section: DataSection) -> Dataset:
-    """The dataset of a standard library in `folder`. Raises DataError."""
+    """The dataset of a standard library in `folder`: documents are files, each followed by the byte 0.
+
+    Left out are the parts that distributions leave out or that differ from build to build, tests, and tables of
+    numbers. Raises DataError.
+    """
     files = [file for file in walk(folder, (".py",), _SKIP_FOLDERS) if not file.name.startswith(_SKIP_FILES)]
     documents = {
         file.relative_to(folder).as_posix(): [np.frombuffer(read_bytes(file) + b"\0", np.uint8)] for file in files

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
 from diloco.island import Island
-from diloco.plan.layout import PLACED, MeshLayout
+from diloco.plan.hardware import PLACED, MeshLayout
 
 WARM_UPS = 2
 MAX_REPEATS = 1000

@@ -27,10 +27,8 @@ def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = 
     cannot be used.
     """
     if section.kind == "external":
-        raise ConfigError(
-            "model.kind 'external' cannot be built from a contract",
-            "pass the model to the library call, or set model.kind = 'transformer'",
-        )
+        fix = "pass the model to the library call, or set model.kind = 'transformer'"
+        raise ConfigError("model.kind 'external' cannot be built from a contract", fix)
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -47,16 +45,14 @@ def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = 
 
 
 def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:
-    """Rows of the embedding: the contract's, or as many as the tokenizer has. Raises ConfigError if too few."""
+    """Rows of the model's embedding: the contract's, or as many as the tokenizer has. Raises ConfigError if too few."""
     rows = section.vocab_size or vocab_size
     if rows < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size {rows} is smaller than the tokenizer's {vocab_size}",
-            f"leave model.vocab_size out, or set it to at least {vocab_size}",
-        )
+        cause = f"model.vocab_size {rows} is smaller than the tokenizer's {vocab_size}"
+        raise ConfigError(cause, f"leave model.vocab_size out, or set it to at least {vocab_size}")
     return rows
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, shared ones once."""
+    """Elements of all parameters of a model, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,10 +1,14 @@
-"""A causal language model made from a local Hugging Face config: fresh weights, nothing downloaded, no foreign code.
+"""Hugging Face's side of the models: our transformer under its names, and causal language models of its configs.
 
-The only file of the models that imports `transformers` (extra `hf`).
+Without QK-norm our transformer is a `LlamaForCausalLM`, with it a `Qwen3ForCausalLM` (per-head RMSNorm of queries and
+keys before the rotation), and with experts a `Glm4MoeForCausalLM` (GLM-4.5: sigmoid scores, a balancing bias in the
+choice, shared experts). Rotary convention, norm epsilon and SwiGLU are the same, so only names differ, and our stacked
+experts have one name each. An export needs no `transformers`; only `load_causal_lm` imports it (extra `hf`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,110 @@ from torch import Tensor, nn
 
 from diloco.base.errors import ConfigError
 from diloco.config.contract import ModelSection
+from diloco.models.transformer import INIT_STD, NORM_EPS
+
+# ---------------------------------------------------------------- export
+
+TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+IN_BLOCK = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn.q.weight": "self_attn.q_proj.weight",
+    "attn.k.weight": "self_attn.k_proj.weight",
+    "attn.v.weight": "self_attn.v_proj.weight",
+    "attn.out.weight": "self_attn.o_proj.weight",
+    "attn.q_norm.weight": "self_attn.q_norm.weight",
+    "attn.k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.gate.weight": "mlp.gate_proj.weight",
+    "ffn.up.weight": "mlp.up_proj.weight",
+    "ffn.down.weight": "mlp.down_proj.weight",
+    "ffn.router.weight": "mlp.gate.weight",
+    "ffn.router.bias": "mlp.gate.e_score_correction_bias",
+    "ffn.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "ffn.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "ffn.shared.down.weight": "mlp.shared_experts.down_proj.weight",
+}
+STACKS = {"ffn.experts.gate": "gate_proj", "ffn.experts.up": "up_proj", "ffn.experts.down": "down_proj"}
+"""Experts of a block, stacked in one tensor; an export has `mlp.experts.<i>.<name>.weight`."""
+
+
+def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048) -> dict[str, Any]:
+    """The `config.json` with which `transformers` computes our logits from `to_llama`'s tensors.
+
+    `vocab_size` counts the rows of the embedding. `max_length` is advice to generation code; the model has no limit.
+    """
+    architecture, model_type = ("Qwen3ForCausalLM", "qwen3") if section.qk_norm else ("LlamaForCausalLM", "llama")
+    experts: dict[str, Any] = {}
+    if section.experts:
+        architecture, model_type = "Glm4MoeForCausalLM", "glm4_moe"
+        experts = {
+            "n_routed_experts": section.experts,
+            "num_experts_per_tok": section.experts_per_token,
+            "n_shared_experts": section.shared_experts,
+            "moe_intermediate_size": section.expert_width,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": section.experts_per_token > 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": section.qk_norm,
+            "partial_rotary_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+        }
+    return experts | {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": section.dim,
+        "intermediate_size": section.ffn_width,
+        "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": section.kv_heads or section.heads,
+        "head_dim": section.dim // section.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_length,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": section.rope_theta,
+        "initializer_range": INIT_STD,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": section.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def to_llama(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`Transformer.state_dict()` under Hugging Face's names; the tensors are the given ones, or views of stacks.
+
+    A tied head has no entry: `tie_word_embeddings` says it. Raises KeyError for a name that is not the transformer's.
+    """
+    # Hugging Face's model has in any case what ours may lack: a bias of zero, and shared experts of width 0.
+    implied: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        if name.endswith("ffn.router.weight"):
+            experts, dim = weight.shape
+            ffn = name.removesuffix("router.weight")
+            implied[f"{ffn}router.bias"] = weight.new_zeros(experts)
+            implied |= {f"{ffn}shared.{matrix}.weight": weight.new_empty(0, dim) for matrix in ("gate", "up")}
+            implied[f"{ffn}shared.down.weight"] = weight.new_empty(dim, 0)
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in {**implied, **state}.items():
+        if name in TOP:
+            renamed[TOP[name]] = tensor
+            continue
+        _, layer, rest = name.split(".", 2)
+        block = f"model.layers.{layer}."
+        if rest in STACKS:
+            for expert, one in enumerate(tensor):
+                renamed[f"{block}mlp.experts.{expert}.{STACKS[rest]}.weight"] = one
+        else:
+            renamed[block + IN_BLOCK[rest]] = tensor
+    return renamed
+
+
+# ---------------------------------------------------------------- models of its configs
 
 
 class CausalLM(nn.Module):
@@ -35,33 +143,20 @@ def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> Causal
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise ConfigError(
-            f"model.kind 'hf' needs transformers: {error}", "install it with: pip install 'diloco[hf]'"
-        ) from error
+        cause = f"model.kind 'hf' needs transformers: {error}"
+        raise ConfigError(cause, "install it with: pip install 'diloco[hf]'") from error
     folder = root / str(section.hf_config)
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.hf_config: no config.json in {folder}", "give the folder's path relative to the site's data.root"
-        )
+        cause = f"model.hf_config: no config.json in {folder}"
+        raise ConfigError(cause, "give the folder's path relative to the site's data.root")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         lm: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of a config that does not make sense transformers raises anything
-        raise ConfigError(
-            f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {_first_line(error)}",
-            "use a config.json of an architecture built into transformers",
-        ) from error
-    _check_vocabulary(config, vocab_size, folder)
-    return CausalLM(lm.float().train())
-
-
-def _check_vocabulary(config: Any, vocab_size: int, folder: Path) -> None:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]  # some fill a screen
+        cause = f"model.hf_config: {folder} does not describe a causal LM that transformers knows: {reason}"
+        raise ConfigError(cause, "use a config.json of an architecture built into transformers") from error
     if config.vocab_size < vocab_size:
-        raise ConfigError(
-            f"{folder}/config.json: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocab_size}",
-            f"set vocab_size in that config.json to at least {vocab_size}",
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = f"{folder}/config.json: vocab_size {config.vocab_size} is smaller than the tokenizer's {vocab_size}"
+        raise ConfigError(cause, f"set vocab_size in that config.json to at least {vocab_size}")
+    return CausalLM(lm.float().train())

@@ -34,7 +34,7 @@ def routers(model: nn.Module) -> list[Router]:
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, how much each counts, and what keeps their loads equal."""
+    """The router of a mixture: chooses each token's experts and their weights, and keeps the experts' loads equal."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -61,23 +61,20 @@ class Router(nn.Module):
         chosen = ranked.detach().topk(self.experts_per_token).indices
         weights = scores.gather(1, chosen)
         if self.training:
-            self._balance(scores, chosen)
+            experts = len(self.weight)
+            loads = torch.bincount(chosen.flatten(), minlength=experts).float()
+            if self.bias is None:
+                loads = self.total(loads)
+                share = (scores / scores.sum(dim=1, keepdim=True)).mean(dim=0)  # Switch: softmax; the sum is 1 too
+                self._loss = self.loss_weight * experts * (loads / loads.sum() @ share)
+            else:
+                # Whole numbers: a load that is even over all ranks is exactly zero however it is summed.
+                excess = experts * loads - loads.sum()
+                self._loss = (self.bias - self.bias.detach()) @ excess  # 0, with the gradient `excess`
+            self.loads = loads
         if self.experts_per_token > 1:
             weights = weights / weights.sum(dim=1, keepdim=True)
         return weights, chosen
-
-    def _balance(self, scores: Tensor, chosen: Tensor) -> None:
-        experts = len(self.weight)
-        loads = torch.bincount(chosen.flatten(), minlength=experts).float()
-        if self.bias is None:
-            loads = self.total(loads)
-            share = (scores / scores.sum(dim=1, keepdim=True)).mean(dim=0)  # Switch has softmax here; the sum is 1 too
-            self._loss = self.loss_weight * experts * (loads / loads.sum() @ share)
-        else:
-            # Whole numbers: a load that is even over all ranks is exactly zero however it is summed.
-            excess = experts * loads - loads.sum()
-            self._loss = (self.bias - self.bias.detach()) @ excess  # 0, with the gradient `excess`
-        self.loads = loads
 
     def take_loss(self) -> Tensor | float:
         """Auxiliary loss of the last forward pass in training mode, which is added to the loss that is minimised,
@@ -87,12 +84,12 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Move the bias by `balance_rate` against the sign of the load error that its gradient holds."""
+        """Move the router's bias by `balance_rate` against the sign of the load error that its gradient holds."""
         if self.bias is not None and self.bias.grad is not None:
             self.bias.sub_(self.bias.grad.sign(), alpha=self.rate)
 
     def imbalance(self) -> float:
-        """The largest load over the mean one, less one: 0 is even (MaxVio of arXiv 2408.15664, section 4.1)."""
+        """The experts' largest load over the mean one, less one: 0 is even (MaxVio, arXiv 2408.15664, section 4.1)."""
         return (self.loads.max() / self.loads.mean()).item() - 1 if self.loads.any() else 0.0
 
 
@@ -140,7 +137,8 @@ def _one_by_one(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Ten
 
 
 class MixtureOfExperts(nn.Module):
-    """x (B, T, D) -> the weighted sum of each token's experts, plus the shared ones."""
+    """A block's feed-forward layer of experts: x (B, T, D) -> the weighted sum of each token's experts, plus the shared
+    ones."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """A gated feed-forward layer: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
@@ -107,7 +107,8 @@ FeedForward = Callable[[ModelSection], nn.Module]
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each with a norm before it and a residual around it."""
+    """A transformer's block: attention, then a feed-forward layer, each with a norm before it and a residual around
+    it."""
 
     def __init__(self, section: ModelSection, feed_forward: FeedForward = SwiGLU) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state.
+    """The model: tokens int64 (B, T) -> logits (B, T, V). Any T; initialised from torch's global random state.
 
     A `part` of it takes and gives hidden states (B, T, D) where others come before and after it.
     """
@@ -149,7 +150,8 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with deviation 0.02; the matrices that write to the residual stream get 0.02 / sqrt(2 layers).
+        """Initialise the weights: normal with deviation 0.02, or 0.02 / sqrt(2 layers) in matrices that write to the
+        residual stream.
 
         As in GPT-2: the stream's variance then does not grow with depth.
         """
@@ -164,7 +166,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
     def part(self, layers: range) -> Transformer:
-        """A copy with these blocks only, and with the embedding if it has the first one, norm and head if the last.
+        """A copy of the model with these blocks only, the embedding before the first, norm and head after the last.
 
         Parameters keep their names. Where the head is the embedding, the last part has that as well.
         """

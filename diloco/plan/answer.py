@@ -1,4 +1,7 @@
-"""The plan that answers a question: tables of memory, pipelines, layouts and links."""
+"""The plan that answers a question: layouts by speed, and tables of memory, pipelines and links.
+
+A layout is judged with the best choice of ZeRO stage, recomputation and micro-batch in it, and with what costs it most.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from diloco.base.errors import UsageError
-from diloco.plan.hardware import USABLE, Hardware
-from diloco.plan.layout import MeshLayout, layouts
-from diloco.plan.memory import Memory, host_memory, memory_of
+from diloco.config.contract import GATHERED_CODECS, Contract
+from diloco.plan.cost import RECOMPUTE, Choice, Job, Memory, Recompute, Step, bubble_share, memory_of, step_of
+from diloco.plan.hardware import USABLE, Hardware, MeshLayout, layouts
 from diloco.plan.question import Question
-from diloco.plan.step import RECOMPUTE, STAGES, Choice, Job, Recompute, Step, bubble_share, model_flops, step_of
 from diloco.plan.timeline import Sync, bandwidth_for, utilisation
+
+# ---------------------------------------------------------------- layouts
 
 MAX_MICRO_BATCH = 16
 """Sequences: beyond it only memory grows."""
@@ -33,7 +37,7 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """One way to train, judged."""
+    """One way to train, with its memory and speed on the hardware."""
 
     choice: Choice
     memory: Memory
@@ -45,13 +49,12 @@ class Ranked:
     """Model FLOPs by the peak of all GPUs: the efficiency that was given, times what waits leave of it."""
     why: str
 
-
-def judged(job: Job, choice: Choice, hardware: Hardware) -> Ranked:
-    """Memory and time of one choice."""
-    memory, step = memory_of(job, choice), step_of(job, choice, hardware)
-    fits = hardware.holds(memory.total)
-    mfu = model_flops(job) / step.total_s / (hardware.world * hardware.gpu.flops)
-    return Ranked(choice, memory, step, fits, job.tokens / step.total_s, mfu, _why(memory, step, hardware, fits))
+    def order(self) -> tuple[bool, float, float]:
+        """Sorting key: ways that fit first, by speed to 1 % and then by time on links; the others by memory."""
+        if not self.fits:
+            return True, 0.0, self.memory.total
+        on_links_s = sum(part.seconds for part in self.step.collectives)
+        return False, -round(100 * math.log(self.tokens_per_s)), on_links_s
 
 
 def rank(
@@ -64,10 +67,10 @@ def rank(
     """
     best = []
     for candidate in [layout] if layout else layouts(hardware, job.model, job.batch, job.sequence_length):
-        ways = [judged(job, choice, hardware) for choice in _choices(job, candidate, recompute, micro_batch)]
+        ways = [_judged(job, choice, hardware) for choice in _choices(job, candidate, recompute, micro_batch)]
         if ways:
-            best.append(min(ways, key=_order))
-    return sorted(best, key=_order)
+            best.append(min(ways, key=Ranked.order))
+    return sorted(best, key=Ranked.order)
 
 
 def _choices(job: Job, layout: MeshLayout, recompute: Recompute | None, micro_batch: int | None) -> Iterator[Choice]:
@@ -80,13 +83,15 @@ def _choices(job: Job, layout: MeshLayout, recompute: Recompute | None, micro_ba
             yield from (Choice(layout, stage, again, size) for size in sizes if shared % size == 0)
 
 
-def _order(one: Ranked) -> tuple[bool, float, float]:
-    speed = -round(100 * math.log(one.tokens_per_s)) if one.fits else 0.0
-    return not one.fits, speed, sum(part.seconds for part in one.step.collectives) if one.fits else one.memory.total
-
-
-def _why(memory: Memory, step: Step, hardware: Hardware, fits: bool) -> str:
-    if not fits:
+def _judged(job: Job, choice: Choice, hardware: Hardware) -> Ranked:
+    memory, step = memory_of(job, choice), step_of(job, choice, hardware)
+    fits = hardware.holds(memory.total)
+    if fits:
+        losses = step.losses
+        worst = max(losses, key=losses.__getitem__)
+        share = losses[worst] / step.total_s
+        why = f"{CAUSES[worst]}: {100 * share:.0f} %" if share >= WORTH_SAYING else "computing decides"
+    else:
         kinds = {
             "weights": memory.state.parameters,
             "gradients": memory.state.gradients,
@@ -96,26 +101,16 @@ def _why(memory: Memory, step: Step, hardware: Hardware, fits: bool) -> str:
         }
         most = max(kinds, key=kinds.__getitem__)
         over = memory.total / (USABLE * hardware.gpu.memory_bytes)
-        return f"{over:.1f}x of what fits: most is {most}, {kinds[most] / 1e9:.1f} GB"
-    losses = step.losses
-    worst = max(losses, key=losses.__getitem__)
-    share = losses[worst] / step.total_s
-    return f"{CAUSES[worst]}: {100 * share:.0f} %" if share >= WORTH_SAYING else "computing decides"
+        why = f"{over:.1f}x of what fits: most is {most}, {kinds[most] / 1e9:.1f} GB"
+    mfu = step.flops / step.total_s / (hardware.world * hardware.gpu.flops)
+    return Ranked(choice, memory, step, fits, job.tokens / step.total_s, mfu, why)
 
+
+# ---------------------------------------------------------------- the plan
 
 WANTED_UTILISATION = 0.95
-MAX_PIPELINE = 64
-DAY_S = 86_400
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """One ZeRO stage with one kind of recomputation."""
-
-    stage: str
-    recompute: Recompute
-    memory: Memory
-    fits: bool
+PIPELINES = (2, 4, 8, 16, 32, 64)
+"""Numbers of stages whose bubble is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +127,7 @@ class PipelineRow:
 
 @dataclass(frozen=True, slots=True)
 class WanRow:
-    """One way to synchronise over the WAN."""
+    """One way to synchronise the islands, with its cost on their link."""
 
     sync: Sync
     sync_bytes: float
@@ -149,14 +144,16 @@ class WanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer."""
+    """The answer to a question: layouts by speed, and tables of memory, pipelines and links."""
 
     question: Question
     step_s: float
     """Seconds of an inner step: as measured, or with the first layout."""
     table_layout: MeshLayout
-    """Layout that `memory` is computed for."""
-    memory: tuple[MemoryRow, ...]
+    """Layout that `memory` is computed for: as asked for, with all its data ranks sharing; or all ranks data
+    parallel."""
+    memory: tuple[tuple[Choice, Memory], ...]
+    """Memory by ZeRO stage, with each kind of recomputation."""
     pipeline: tuple[PipelineRow, ...]
     ranked: tuple[Ranked, ...]
     wan: tuple[WanRow, ...]
@@ -171,68 +168,73 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """Raises UsageError when no layout is possible; one that does not fit is ranked all the same."""
-    ranked = _ranked(question)
-    step_s = question.step_s or ranked[0].step.total_s
-    contract, job = question.contract, question.job
-    return Plan(
-        question,
-        step_s,
-        _table_layout(question),
-        tuple(_memory_rows(question)),
-        tuple(_pipeline_rows(job, question.hardware.world)),
-        tuple(ranked),
-        tuple(_wan_rows(question, step_s)) if question.peers > 1 else (),
-        host_memory(contract, job.model.parameters, question.syncs[-1].bits, question.peers) if contract else None,
-    )
-
-
-def _ranked(question: Question) -> list[Ranked]:
-    job, hardware, micro_batch = question.job, question.hardware, question.micro_batch
+    """The plan of a run. Raises UsageError when no layout is possible; one that does not fit is ranked all the same."""
+    contract, job, hardware, micro_batch = question.contract, question.job, question.hardware, question.micro_batch
     ranked = rank(job, hardware, question.recompute, micro_batch, question.layout)
     if not ranked:
         micro = f" in micro-batches of {micro_batch}" if micro_batch else ""
         cause = f"no layout of {hardware.world} ranks can share {job.batch} sequences per step{micro}"
         raise UsageError(cause, f"make --batch a multiple of {hardware.world * (micro_batch or 1)}")
-    return ranked
-
-
-def _table_layout(question: Question) -> MeshLayout:
-    """Layout of the memory by ZeRO stage: as asked for, with all its data ranks sharing; or all ranks data parallel."""
-    layout = question.layout or MeshLayout(dp_shard=question.hardware.world)
-    return replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
-
-
-def _memory_rows(question: Question) -> Iterator[MemoryRow]:
-    layout, micro_batch = _table_layout(question), question.micro_batch or 1
-    for stage, name in enumerate(STAGES[: layout.last_zero_stage + 1]):
-        for recompute in RECOMPUTE:
-            memory = memory_of(question.job, Choice(layout, stage, recompute, micro_batch))
-            yield MemoryRow(name, recompute, memory, question.hardware.holds(memory.total))
+    step_s = question.step_s or ranked[0].step.total_s
+    layout = question.layout or MeshLayout(dp_shard=hardware.world)
+    layout = replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate * layout.dp_shard)
+    stages = range(layout.last_zero_stage + 1)
+    sharded = [Choice(layout, stage, again, micro_batch or 1) for stage in stages for again in RECOMPUTE]
+    return Plan(
+        question,
+        step_s,
+        layout,
+        tuple((choice, memory_of(job, choice)) for choice in sharded),
+        tuple(_pipeline_rows(job, hardware.world)),
+        tuple(ranked),
+        tuple(_wan_row(question, sync, step_s) for sync in question.syncs) if question.peers > 1 else (),
+        host_memory(contract, job.model.parameters, question.syncs[-1].bits, question.peers) if contract else None,
+    )
 
 
 def _pipeline_rows(job: Job, world: int) -> Iterator[PipelineRow]:
-    """Rows for 2, 4, 8, ... stages."""
-    stages = 2
-    while stages <= min(job.model.layers, world, MAX_PIPELINE):
+    for stages in (size for size in PIPELINES if size <= min(job.model.layers, world)):
         micro_batches = max(1, job.batch * stages // world)
         interleaved = bubble_share(stages, micro_batches, 2) if 2 * stages <= job.model.layers else None
         yield PipelineRow(stages, micro_batches, bubble_share(stages, micro_batches), interleaved)
-        stages *= 2
 
 
-def _wan_rows(question: Question, step_s: float) -> Iterator[WanRow]:
+def _wan_row(question: Question, sync: Sync, step_s: float) -> WanRow:
     parameters, peers, latency_s = question.job.model.parameters, question.peers, question.latency_s
     steps = question.total_tokens / (peers * question.job.tokens)
-    for sync in question.syncs:
-        sync_bytes = sync.sent_bits(parameters, peers) / 8
-        share = utilisation(sync, parameters, peers, step_s, question.link_bps, latency_s)
-        yield WanRow(
-            sync,
-            sync_bytes,
-            sync_bytes / sync.inner_steps,
-            8 * sync_bytes / sync.fragments / question.link_bps,
-            share,
-            bandwidth_for(WANTED_UTILISATION, sync, parameters, peers, step_s, latency_s),
-            steps * step_s / share,
-        )
+    sync_bytes = sync.sent_bits(parameters, peers) / 8
+    share = utilisation(sync, parameters, peers, step_s, question.link_bps, latency_s)
+    return WanRow(
+        sync,
+        sync_bytes,
+        bytes_per_step=sync_bytes / sync.inner_steps,
+        transfer_s=8 * sync_bytes / sync.fragments / question.link_bps,
+        utilisation=share,
+        needed_bps=bandwidth_for(WANTED_UTILISATION, sync, parameters, peers, step_s, latency_s),
+        run_s=steps * step_s / share,
+    )
+
+
+OUTER_BUFFERS = {"sgd": 1, "nesterov": 2, "buffered_nesterov": 3, "delayed_nesterov": 3, "adam": 3}
+"""fp32 values per parameter that `diloco.outer.optimizers` keeps: the anchor and each moment."""
+
+
+def host_memory(contract: Contract, parameters: int, bits: float, peers: int = 1) -> dict[str, float]:
+    """Bytes of host memory of one island by purpose, at most; `bits`: of an encoded value. A gathered codec's mean is
+    the contributions of all `peers`.
+
+    As docs/how/overview.md counts ("Costs"): a fragment's buffers are there while it is under way.
+    """
+    fragment = parameters / contract.sync.fragments
+    outer = 4 * OUTER_BUFFERS[contract.outer.optimizer]
+    feedback = contract.codec.error_feedback is not None
+    encoded = fragment * bits / 8
+    mean = encoded * (peers if contract.codec.name in GATHERED_CODECS else 1)
+    return {
+        "anchor and outer moments": outer * parameters,
+        "the version that is made": outer * fragment,
+        "a contribution under way": (8 if feedback else 4) * fragment + encoded + mean,
+        "encoded means that are kept": (contract.membership.backlog_versions + 3) * mean,
+        "residual of error feedback": 4.0 * parameters if feedback else 0.0,
+        "what eager foresaw": 4.0 * parameters if contract.sync.merge == "eager" else 0.0,
+    }

@@ -65,14 +65,9 @@ class Model:
 
     @property
     def active_parameters(self) -> float:
-        """Those that one token goes through: N of "6 N D"."""
+        """Parameters that one token goes through: N of "6 N D"."""
         idle = 1 - self.active / self.experts if self.experts else 0.0
         return self.parameters - idle * self.expert_parameters
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of keys and values in one layer."""
-        return self.dim // self.heads * self.kv_heads
 
     def flops_per_token(self, sequence_length: int) -> float:
         """FLOPs of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of
@@ -132,7 +127,7 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
 
 
 def check_experts(experts: int, active: int) -> None:
-    """Raises UsageError."""
+    """Refuse numbers of experts that make no mixture. Raises UsageError."""
     if experts == 1 or active < 1 or (experts and active > experts):
         cause = f"{experts} experts of which a token goes through {active}"
         raise UsageError(cause, "give --experts at least 2, and --active from 1 to as many")

@@ -1,4 +1,4 @@
-"""From texts of the command line to what is to be planned. Everything wrong with them is said here."""
+"""The question to `diloco plan`, from the texts of the command line. Everything wrong with them is an error here."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from diloco.base.errors import ConfigError, UsageError
 from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import load_contract, shipped_contracts
 from diloco.config.presets import PRESETS
-from diloco.plan.hardware import Gpu, Hardware, gpu_of, parse_bps, parse_seconds
-from diloco.plan.layout import MeshLayout, parse_layout, problem
+from diloco.plan.cost import PRECISIONS, RECOMPUTE, Job, Recompute
+from diloco.plan.hardware import Gpu, Hardware, MeshLayout, gpu_of, parse_bps, parse_layout, parse_seconds, problem
 from diloco.plan.model import BYTE_VOCABULARY, USUAL_VOCABULARY, Model, check_experts, model_of_section, model_of_size
-from diloco.plan.step import PRECISIONS, RECOMPUTE, Job, Precision, Recompute
 from diloco.plan.suggest import TOKENS_PER_PARAMETER, parse_parameters, suggest
-from diloco.plan.timeline import PUBLISHED_STEPS, Sync, methods, sync_of, usual_fragments
+from diloco.plan.timeline import PUBLISHED_STEPS, Sync, methods, sync_of
 
 USUAL_SEQUENCE = 2048
 USUAL_PEERS = 2
 OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "sgd": 0}
 """fp32 moments of a contract's inner optimizer; of Muon those of the matrices, which are nearly all."""
+LAYERS_PER_FRAGMENT = 3
+"""Layers of a fragment of Streaming DiLoCo (arXiv 2501.18512)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """As typed, like the following ones; None: to be chosen."""
+    """Options of the model, as typed, like those of the following classes; None: to be chosen."""
 
     model: str | None
     """A preset, or the path of a contract."""
@@ -38,7 +39,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """Options of the training job: model, batch, precision and layout."""
+    """Options of the training job: batch, precision and layout."""
 
     sequence: int | None
     batch: int | None
@@ -52,7 +53,7 @@ class JobOptions:
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
-    """On what."""
+    """Options of the island's hardware."""
 
     gpu: str
     memory_gb: float | None
@@ -67,7 +68,7 @@ class HardwareOptions:
 
 @dataclass(frozen=True, slots=True)
 class WanOptions:
-    """With whom."""
+    """Options of the links between islands, and of the peers at their ends."""
 
     wan: str
     latency: str
@@ -97,29 +98,35 @@ class Question:
 
 
 def question(model: ModelOptions, job: JobOptions, hardware: HardwareOptions, wan: WanOptions) -> Question:
-    """Raises UsageError and ConfigError."""
+    """The question that these options ask of the plan. Raises UsageError and ConfigError."""
     contract = _contract_of(model)
     shape = _model_of(model, contract)
     island = _hardware_of(hardware)
     peers = wan.peers or (contract.membership.start_peers if contract else USUAL_PEERS)
     task = _job_of(job, contract, shape, island, peers)
+    if job.tokens:
+        tokens = parse_parameters(job.tokens)
+    else:
+        tokens = contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * shape.parameters
+    layout = None if job.layout is None else parse_layout(job.layout)
+    if layout and (wrong := problem(layout, shape, island, task.batch, task.sequence_length)):
+        raise UsageError(*wrong)
+    recompute = next((known for known in RECOMPUTE if known == job.recompute), None)
+    if recompute != job.recompute:
+        raise UsageError(f"unknown recomputation {job.recompute!r}", f"use {', '.join(RECOMPUTE)}")
+    step_s = None if hardware.step_time is None else parse_seconds(hardware.step_time)
+    if step_s == 0:
+        raise UsageError("an inner step takes no time", "give --step-time as measured, such as 0.8s")
+    link_bps, latency_s = parse_bps(wan.wan), parse_seconds(wan.latency)
+    if contract and wan.inner_steps:
+        cause = "--inner-steps is for a model without a contract"
+        raise UsageError(cause, f"use --set inner.steps={wan.inner_steps}")
+    inner_steps = contract.inner.steps if contract else wan.inner_steps or PUBLISHED_STEPS
+    fragments = max(1, min(shape.layers // LAYERS_PER_FRAGMENT, inner_steps))
+    syncs = (*methods(inner_steps, fragments), *([sync_of(contract)] if contract else []))
     return Question(
-        contract,
-        task,
-        island,
-        _total_tokens(job, contract, shape),
-        _layout_of(job, task, island),
-        _recompute_of(job),
-        job.micro_batch,
-        _step_s(hardware),
-        peers,
-        parse_bps(wan.wan),
-        parse_seconds(wan.latency),
-        _syncs(wan, contract, shape),
+        contract, task, island, tokens, layout, recompute, job.micro_batch, step_s, peers, link_bps, latency_s, syncs
     )
-
-
-# ---------------------------------------------------------------- the model
 
 
 def _contract_of(options: ModelOptions) -> Contract | None:
@@ -127,13 +134,11 @@ def _contract_of(options: ModelOptions) -> Contract | None:
     is_contract = name is not None and name not in PRESETS and (name.endswith(".toml") or name in shipped_contracts())
     if options.overrides and not is_contract:
         raise UsageError("--set changes a contract, and there is none", "name one, or leave --set out")
-    if name is None:
-        if options.params is None:
-            raise UsageError("no model to plan for", "name a preset or a contract, or say how large: --params 7B")
-        return None
-    if name in PRESETS:
-        if options.params:
-            raise UsageError(f"{name} has its own size, and --params gives another", "leave one of the two out")
+    if name is None and options.params is None:
+        raise UsageError("no model to plan for", "name a preset or a contract, or say how large: --params 7B")
+    if name in PRESETS and options.params:
+        raise UsageError(f"{name} has its own size, and --params gives another", "leave one of the two out")
+    if name is None or name in PRESETS:
         return None
     if not is_contract:
         close = difflib.get_close_matches(name, [*PRESETS, *shipped_contracts()], n=1)
@@ -160,9 +165,6 @@ def _model_of(options: ModelOptions, contract: Contract | None) -> Model:
     return model_of_section(name, section, vocabulary)
 
 
-# ---------------------------------------------------------------- the island
-
-
 def _hardware_of(options: HardwareOptions) -> Hardware:
     if not 0 < options.mfu <= 1:
         raise UsageError(f"--mfu is {options.mfu:g}", "give the share of the peak that computing reaches, such as 0.5")
@@ -174,20 +176,7 @@ def _hardware_of(options: HardwareOptions) -> Hardware:
     )
     if not (0 < gpu.memory_bytes < math.inf and 0 < gpu.flops < math.inf):
         raise UsageError("a GPU without memory or speed, or without end", "give --memory in GB and --tflops above 0")
-    fabric_bps = parse_bps(options.infiniband)
-    return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, fabric_bps, options.mfu)
-
-
-def _step_s(options: HardwareOptions) -> float | None:
-    if options.step_time is None:
-        return None
-    step_s = parse_seconds(options.step_time)
-    if step_s == 0:
-        raise UsageError("an inner step takes no time", "give --step-time as measured, such as 0.8s")
-    return step_s
-
-
-# ---------------------------------------------------------------- what it trains
+    return Hardware(options.gpu, gpu, options.gpus_per_node, options.nodes, parse_bps(options.infiniband), options.mfu)
 
 
 def _job_of(options: JobOptions, contract: Contract | None, model: Model, hardware: Hardware, peers: int) -> Job:
@@ -202,52 +191,12 @@ def _job_of(options: JobOptions, contract: Contract | None, model: Model, hardwa
     if options.virtual_stages > model.layers:
         cause = f"{options.virtual_stages} pieces on each rank of a pipeline, of {model.layers} layers"
         raise UsageError(cause, "give fewer --virtual-stages")
-    return Job(model, _precision_of(options, contract), sequence, batch, options.virtual_stages)
-
-
-def _precision_of(options: JobOptions, contract: Contract | None) -> Precision:
+    precision = PRECISIONS["mixed"]
     if options.precision is not None:
         if options.precision not in PRECISIONS:
             raise UsageError(f"unknown precision {options.precision!r}", f"use {', '.join(PRECISIONS)}")
-        return PRECISIONS[options.precision]
-    if contract is None:
-        return PRECISIONS["mixed"]
-    known = PRECISIONS["autocast" if contract.inner.precision == "bf16" else "fp32"]
-    return replace(known, optimizer=OPTIMIZER_BYTES[contract.inner.optimizer])
-
-
-def _total_tokens(options: JobOptions, contract: Contract | None, model: Model) -> int:
-    if options.tokens:
-        return parse_parameters(options.tokens)
-    return contract.run.total_tokens if contract else TOKENS_PER_PARAMETER * model.parameters
-
-
-def _layout_of(options: JobOptions, job: Job, hardware: Hardware) -> MeshLayout | None:
-    if options.layout is None:
-        return None
-    layout = parse_layout(options.layout)
-    wrong = problem(layout, job.model, hardware, job.batch, job.sequence_length)
-    if wrong:
-        raise UsageError(*wrong)
-    return layout
-
-
-def _recompute_of(options: JobOptions) -> Recompute | None:
-    if options.recompute is None:
-        return None
-    for known in RECOMPUTE:
-        if options.recompute == known:
-            return known
-    raise UsageError(f"unknown recomputation {options.recompute!r}", f"use {', '.join(RECOMPUTE)}")
-
-
-# ---------------------------------------------------------------- between islands
-
-
-def _syncs(options: WanOptions, contract: Contract | None, model: Model) -> tuple[Sync, ...]:
-    if contract and options.inner_steps:
-        cause = "--inner-steps is for a model without a contract"
-        raise UsageError(cause, f"use --set inner.steps={options.inner_steps}")
-    inner_steps = contract.inner.steps if contract else options.inner_steps or PUBLISHED_STEPS
-    known = methods(inner_steps, usual_fragments(model.layers, inner_steps))
-    return (*known, sync_of(contract)) if contract else known
+        precision = PRECISIONS[options.precision]
+    elif contract:
+        precision = PRECISIONS["autocast" if contract.inner.precision == "bf16" else "fp32"]
+        precision = replace(precision, optimizer=OPTIMIZER_BYTES[contract.inner.optimizer])
+    return Job(model, precision, sequence, batch, options.virtual_stages)

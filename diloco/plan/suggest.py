@@ -64,7 +64,7 @@ class Suggestion:
 def suggest(
     parameters: int, peers: int, inner_steps: int = PUBLISHED_STEPS, sequence_length: int = PUBLISHED_SEQUENCE
 ) -> Suggestion:
-    """Settings for `parameters` (all of them, embeddings too) and `peers`, each >= 1.
+    """Hyperparameters for a model of `parameters` (all of them, embeddings too) and `peers`, each >= 1.
 
     H changes none of them, as there is no law for it; `sequence_length` only how many sequences make the batch.
     """
@@ -72,6 +72,15 @@ def suggest(
     batch_tokens = 0.00709 * parameters**0.4695 * peers**0.3399 * PUBLISHED_SEQUENCE
     sequences = max(round(batch_tokens / peers / sequence_length), 1)
     batch_tokens = sequences * peers * sequence_length
+    smallest, largest = PUBLISHED_PARAMETERS
+    most = max(OUTER_LR)
+    doubts = [
+        (not smallest <= parameters <= largest, "Runs of 35M to 10B parameters were published: this is extrapolated."),
+        (parameters < OUTER_LR_FROM, "Below 335M parameters the best outer rate varied with the size."),
+        (peers > most, f"Nobody measured more than {most} peers: the outer rate is theirs, the rest extrapolated."),
+        (peers < most and peers not in OUTER_LR, "1, 2, 4 and 8 peers were measured: the outer rate is in between."),
+        (inner_steps != PUBLISHED_STEPS, f"Measured at H = {PUBLISHED_STEPS}: the best outer rate grows with H."),
+    ]
     return Suggestion(
         parameters,
         peers,
@@ -85,7 +94,7 @@ def suggest(
         outer_lr=outer_lr(peers),
         loss=predicted_loss(parameters, peers),
         loss_alone=predicted_loss(parameters, 1),
-        caveats=tuple(_caveats(parameters, peers, inner_steps)),
+        caveats=tuple(text for applies, text in doubts if applies),
     )
 
 
@@ -100,19 +109,6 @@ def outer_lr(peers: int) -> float:
         if low <= peers <= high:
             return low_lr + (high_lr - low_lr) * math.log(peers / low) / math.log(high / low)
     return OUTER_LR[max(OUTER_LR)]
-
-
-def _caveats(parameters: int, peers: int, inner_steps: int) -> list[str]:
-    smallest, largest = PUBLISHED_PARAMETERS
-    most = max(OUTER_LR)
-    doubts = [
-        (not smallest <= parameters <= largest, "Runs of 35M to 10B parameters were published: this is extrapolated."),
-        (parameters < OUTER_LR_FROM, "Below 335M parameters the best outer rate varied with the size."),
-        (peers > most, f"Nobody measured more than {most} peers: the outer rate is theirs, the rest extrapolated."),
-        (peers < most and peers not in OUTER_LR, "1, 2, 4 and 8 peers were measured: the outer rate is in between."),
-        (inner_steps != PUBLISHED_STEPS, f"Measured at H = {PUBLISHED_STEPS}: the best outer rate grows with H."),
-    ]
-    return [text for applies, text in doubts if applies]
 
 
 def to_toml(suggestion: Suggestion) -> str:

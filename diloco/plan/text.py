@@ -1,69 +1,66 @@
-"""A plan as aligned text."""
+"""A plan as aligned text for people, and as rows for programs: bytes, seconds, bits per second."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from diloco.base.readable import aligned
-from diloco.plan.answer import DAY_S, WANTED_UTILISATION, MemoryRow, Plan, Ranked, WanRow
-from diloco.plan.hardware import USABLE, Hardware
-from diloco.plan.published import UTILISATIONS, Cell
-from diloco.plan.step import RECOMPUTE, STAGES, Choice, Job, Step
+from diloco.base.readable import aligned, readable_bytes, readable_count
+from diloco.plan.answer import WANTED_UTILISATION, Plan
+from diloco.plan.cost import RECOMPUTE, STAGES, Choice, Job
+from diloco.plan.hardware import USABLE
 from diloco.plan.suggest import TOKENS_PER_PARAMETER
+from diloco.plan.timeline import UTILISATIONS, Cell
 
 MAX_LAYOUTS = 8
+DAY_S = 86_400
 
 
 def plan_text(plan: Plan) -> str:
-    """Sections with a blank line between them."""
-    sections = [_head(plan), _memory(plan), _layouts(plan), _collectives(plan.ranked[0]), _pipeline(plan), _wan(plan)]
-    if plan.host:
-        sections.append(_host(plan.host, plan.question.hardware.nodes))
-    return "\n\n".join("\n".join(section) for section in sections if section)
+    """The plan in sections with a blank line between them."""
+    sections = (_head, _memory, _layouts, _collectives, _pipeline, _wan, _host)
+    return "\n\n".join("\n".join(lines) for lines in (section(plan) for section in sections) if lines)
 
 
 def _head(plan: Plan) -> list[str]:
     question = plan.question
-    job, model, tokens = question.job, question.job.model, question.total_tokens
+    job, model, tokens, hardware = question.job, question.job.model, question.total_tokens, question.hardware
     experts = f", {model.experts} experts, {model.active} of them for a token" if model.experts else ""
     chinchilla = f"{TOKENS_PER_PARAMETER} per parameter are {_count(TOKENS_PER_PARAMETER * model.parameters)}"
+    gpu, nodes = hardware.gpu, "1 node" if hardware.nodes == 1 else f"{hardware.nodes} nodes"
+    island = [
+        f"{nodes} of {hardware.gpus_per_node}, {gpu.memory_bytes / 1e9:g} GB each",
+        f"{100 * hardware.efficiency:g} % of {gpu.flops / 1e12:g} TFLOP/s"
+        + (" (bf16's: say what fp32 has with --tflops)" if job.precision.compute == 4 else ""),
+        *([f"{_rate(gpu.local_bps)} inside a node"] if hardware.gpus_per_node > 1 else []),
+        *([f"{_rate(hardware.fabric_bps)} per GPU between nodes"] if hardware.nodes > 1 else []),
+    ]
     of_state = job.precision.state
     how = "as measured" if question.step_s else f"with {plan.ranked[0].choice.layout}"
     return [
         f"model     {model.name}: {_count(model.parameters)} parameters, {model.layers} layers of {model.dim}, "
         f"{model.heads} heads{experts}",
-        _hardware(question.hardware, job.precision.compute),
-        f"state     {_bytes(of_state * model.parameters)} of weights, gradients and optimizer: {of_state} bytes a "
-        "parameter",
+        f"hardware  {hardware.name}: {'; '.join(island)}",
+        f"state     {readable_bytes(of_state * model.parameters)} of weights, gradients and optimizer: {of_state} "
+        "bytes a parameter",
         f"run       {_count(tokens)} tokens ({chinchilla}), {6 * model.active_parameters * tokens:.2e} FLOPs (6 N D)",
         f"step      {job.batch} sequences of {job.sequence_length}: {_duration(plan.step_s)} {how}; the run takes this "
         f"island alone {_duration(plan.alone_s)}",
     ]
 
 
-def _hardware(hardware: Hardware, compute_bytes: int) -> str:
-    gpu, nodes = hardware.gpu, "1 node" if hardware.nodes == 1 else f"{hardware.nodes} nodes"
-    speed = f"{100 * hardware.efficiency:g} % of {gpu.flops / 1e12:g} TFLOP/s"
-    speed += " (bf16's: say what fp32 has with --tflops)" if compute_bytes == 4 else ""
-    links = [f"{_rate(gpu.local_bps)} inside a node"] if hardware.gpus_per_node > 1 else []
-    links += [f"{_rate(hardware.fabric_bps)} per GPU between nodes"] if hardware.nodes > 1 else []
-    size = f"{nodes} of {hardware.gpus_per_node}, {gpu.memory_bytes / 1e9:g} GB each"
-    return f"hardware  {hardware.name}: {'; '.join([size, speed, *links])}"
-
-
 def _memory(plan: Plan) -> list[str]:
     rows = [["", "weights", "gradients", "optimizer", "buffers", *(f"all: {kind}" for kind in RECOMPUTE)]]
-    for name, of_stage in groupby(plan.memory, key=lambda row: row.stage):
-        ways = list(of_stage)
-        state = ways[0].memory.state
-        sizes = (state.parameters, state.gradients, state.optimizer, ways[0].memory.buffers)
-        totals = [_bytes(way.memory.total) + (" fits" if way.fits else "     ") for way in ways]
-        rows.append([name, *(_bytes(size) for size in sizes), *totals])
-    usable = _bytes(USABLE * plan.question.hardware.gpu.memory_bytes)
+    hardware = plan.question.hardware
+    for stage, of_stage in groupby(plan.memory, key=lambda row: row[0].stage):
+        ways = [memory for _, memory in of_stage]
+        state = ways[0].state
+        sizes = (state.parameters, state.gradients, state.optimizer, ways[0].buffers)
+        totals = [readable_bytes(way.total) + (" fits" if hardware.holds(way.total) else "     ") for way in ways]
+        rows.append([STAGES[stage], *map(readable_bytes, sizes), *totals])
+    usable = readable_bytes(USABLE * hardware.gpu.memory_bytes)
     return [
         f"each GPU with {plan.table_layout}; in all when nothing, attention's matrix or whole layers are computed "
         f"again; {usable} fit",
@@ -78,7 +75,7 @@ def _layouts(plan: Plan) -> list[str]:
         micro = f"{choice.micro_batches(plan.question.job)} x {choice.micro_batch}"
         speed = [_duration(one.step.total_s), f"{one.tokens_per_s:,.0f}", f"{100 * one.mfu:.1f} %"]
         how = [str(choice.layout), STAGES[choice.stage], choice.recompute, micro]
-        rows.append([*how, _bytes(one.memory.total), *speed, one.why])
+        rows.append([*how, readable_bytes(one.memory.total), *speed, one.why])
     fitting = sum(one.fits for one in plan.ranked)
     head = f"{fitting} of {len(plan.ranked)} layouts fit, the fastest first"
     if not fitting:
@@ -91,15 +88,17 @@ SHARDS = ("none", "optimizer", "gradients", "parameters")
 
 
 def _site(choice: Choice, job: Job) -> list[str]:
-    """Keys to write to get a layout: of the site, and of the contract."""
-    layout, micro_batches = choice.layout, choice.micro_batches(job)
+    """Lines with the keys of the site and of the contract that give a layout."""
+    layout, micro_batches, pieces = choice.layout, choice.micro_batches(job), job.pieces(choice.layout.pp)
     keys = {"shard": f'"{SHARDS[choice.stage]}"'}
     keys |= {name: str(size) for name, size in asdict(layout).items() if size > 1}
-    if layout.pp > 1:
-        pieces = job.pieces(layout.pp)
-        interleaved = pieces > 1 and micro_batches % layout.pp == 0
-        keys["schedule"] = f'"{schedule_for(layout.pp, micro_batches, interleaved=interleaved)}"'
-        keys |= {"chunks": str(pieces)} if interleaved else {}
+    if layout.pp > 1:  # the best schedule that its micro-batches allow
+        if micro_batches < layout.pp:
+            keys["schedule"] = '"gpipe"'
+        elif pieces > 1 and micro_batches % layout.pp == 0:
+            keys |= {"schedule": '"interleaved-1f1b"', "chunks": str(pieces)}
+        else:
+            keys["schedule"] = '"1f1b"'
     checkpointing = ' and [device] checkpointing = "full"' if choice.recompute == "full" else ""
     mesh = ", ".join(f"{name} = {value}" for name, value in keys.items())
     batch_size = choice.micro_batch * layout.data_ranks
@@ -109,28 +108,18 @@ def _site(choice: Choice, job: Job) -> list[str]:
     ]
 
 
-def schedule_for(stages: int, micro_batches: int, *, interleaved: bool) -> str:
-    """`mesh.schedule` of a pipeline: as good as its micro-batches allow."""
-    if micro_batches < stages:
-        return "gpipe"
-    return "interleaved-1f1b" if interleaved else "1f1b"
-
-
-def _collectives(best: Ranked) -> list[str]:
+def _collectives(plan: Plan) -> list[str]:
     """Lines on the collectives of the first layout, in one inner step."""
-    if not best.step.collectives:
+    step = plan.ranked[0].step
+    if not step.collectives:
         return []
     rows = [["collective", "of", "link", "calls", "sent", "time", "waited"]]
-    for one in best.step.collectives:
+    for one in step.collectives:
         times = [_duration(one.seconds), _duration(one.waited_s)]
-        rows.append([one.name, one.dimension, one.link, f"{one.count:,}", _bytes(one.sent_bytes), *times])
-    return [f"each rank in a step with {best.choice.layout}: {_losses(best.step)}", *aligned(rows, 3)]
-
-
-def _losses(step: Step) -> str:
-    parts = [f"computing {_duration(step.compute_s)}"]
-    parts += [f"{cause} {_duration(seconds)}" for cause, seconds in step.losses.items() if seconds]
-    return ", ".join(parts)
+        rows.append([one.name, one.dimension, one.link, f"{one.count:,}", readable_bytes(one.sent_bytes), *times])
+    parts = {"computing": step.compute_s} | {cause: seconds for cause, seconds in step.losses.items() if seconds}
+    by_cause = ", ".join(f"{cause} {_duration(seconds)}" for cause, seconds in parts.items())
+    return [f"each rank in a step with {plan.ranked[0].choice.layout}: {by_cause}", *aligned(rows, 3)]
 
 
 def _pipeline(plan: Plan) -> list[str]:
@@ -148,32 +137,32 @@ def _wan(plan: Plan) -> list[str]:
         return []
     question = plan.question
     wanted = f"{100 * WANTED_UTILISATION:g} % needs"
-    head = ["method", "H", "P", "overlap", "bits", "a sync", "a step", "transfer", "computing", wanted, "run"]
+    rows = [["method", "H", "P", "overlap", "bits", "a sync", "a step", "transfer", "computing", wanted, "run"]]
+    for row in plan.wan:
+        sync = row.sync
+        settings = [str(sync.inner_steps), str(sync.fragments), str(sync.overlap), f"{sync.bits:.4g}"]
+        sizes = [readable_bytes(row.sync_bytes), readable_bytes(row.bytes_per_step), _duration(row.transfer_s)]
+        needed = f"{row.needed_bps / 1e9:.3g} Gbit/s" if row.needed_bps else "less latency"
+        rows.append([sync.method, *settings, *sizes, f"{100 * row.utilisation:.1f} %", needed, _duration(row.run_s)])
     late = f", {1000 * question.latency_s:g} ms one way" if question.latency_s else ""
     return [
         f"{question.peers} such islands over {question.link_bps / 1e9:g} Gbit/s{late}: bytes that each sends, time of "
         "one fragment on the link, share of time spent computing",
-        *aligned([head, *map(_wan_row, plan.wan)]),
+        *aligned(rows),
     ]
 
 
-def _wan_row(row: WanRow) -> list[str]:
-    sync = row.sync
-    settings = [str(sync.inner_steps), str(sync.fragments), str(sync.overlap), f"{sync.bits:.4g}"]
-    sizes = [_bytes(row.sync_bytes), _bytes(row.bytes_per_step), _duration(row.transfer_s)]
-    needed = f"{row.needed_bps / 1e9:.3g} Gbit/s" if row.needed_bps else "less latency"
-    return [sync.method, *settings, *sizes, f"{100 * row.utilisation:.1f} %", needed, _duration(row.run_s)]
-
-
-def _host(host: Mapping[str, float], nodes: int) -> list[str]:
-    rows = [["", ""], *([name, _bytes(size)] for name, size in host.items() if size)]
-    total = sum(host.values())
-    shared = f", {_bytes(total / nodes)} on each of {nodes} nodes" if nodes > 1 else ""
-    return [f"host memory of the outer state: {_bytes(total)} at most{shared}", *aligned(rows)[1:]]
+def _host(plan: Plan) -> list[str]:
+    if not plan.host:
+        return []
+    rows = [["", ""], *([name, readable_bytes(size)] for name, size in plan.host.items() if size)]
+    total, nodes = sum(plan.host.values()), plan.question.hardware.nodes
+    shared = f", {readable_bytes(total / nodes)} on each of {nodes} nodes" if nodes > 1 else ""
+    return [f"host memory of the outer state: {readable_bytes(total)} at most{shared}", *aligned(rows)[1:]]
 
 
 def bandwidth_table_text(cells: Sequence[Cell]) -> str:
-    """The simulated table, and the published one in brackets."""
+    """The simulated table of bandwidths, and the published one in brackets."""
     rows = [["method", "model", *(f"{100 * share:g} %" for share in UTILISATIONS)]]
     for (method, model), of_row in groupby(cells, key=lambda cell: (cell.method, cell.model)):
         rows.append([method, model, *(f"{cell.gbit_s:.1f} ({cell.published_gbit_s:.1f})" for cell in of_row)])
@@ -186,27 +175,21 @@ def bandwidth_table_text(cells: Sequence[Cell]) -> str:
 
 # ---------------------------------------------------------------- numbers
 
-
-def _scaled(value: float, units: Sequence[str]) -> str:
-    """Three digits and the unit: of 1, of 1000, ..."""
-    power = min(max(int(math.log10(value) // 3), 0), len(units) - 1) if value > 0 else 0
-    return f"{value / 1000**power:.3g} {units[power]}"
-
-
-def _bytes(size: float) -> str:
-    return _scaled(size, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def _rate(bps: float) -> str:
-    return _scaled(bps / 8, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+WORDS = {"k": " thousand", "M": " million", "G": " billion", "T": " trillion"}
 
 
 def _count(number: float) -> str:
-    return _scaled(number, ("", "thousand", "million", "billion", "trillion", "quadrillion")).strip()
+    """9.81 billion: spelled out, as people name sizes of models."""
+    text = readable_count(number)
+    return text[:-1] + WORDS[text[-1]] if text[-1] in WORDS else text
+
+
+def _rate(bps: float) -> str:
+    return readable_bytes(bps / 8) + "/s"
 
 
 def _duration(seconds: float) -> str:
-    """In a unit that leaves few digits."""
+    """Seconds in a unit that leaves few digits: `readable_duration` neither goes below 10 ms nor names days."""
     if seconds == 0:
         return "0"
     if seconds < 0.1:
@@ -217,48 +200,45 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+# ---------------------------------------------------------------- rows for programs
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Values for JSON; a list of rows for each table of the text, with all layouts and not only the first ones."""
-    question = plan.question
-    model, ranks = question.job.model, plan.table_layout.shard_ranks
+    """The plan as values for JSON: a list of rows for each table of the text, with all layouts, not only the first."""
+    question, job, model = plan.question, plan.question.job, plan.question.job.model
+    link = {"peers": question.peers, "link_bps": question.link_bps, "latency_s": question.latency_s}
     return {
         "model": asdict(model),
         "hardware": asdict(question.hardware) | {"world": question.hardware.world},
-        "training": _training_rows(plan),
-        "memory": [_memory_rows(row) | {"ranks": ranks} for row in plan.memory],
+        "training": {
+            "tokens": question.total_tokens,
+            "chinchilla_tokens": TOKENS_PER_PARAMETER * model.parameters,
+            "flops": 6 * model.active_parameters * question.total_tokens,
+            "state_bytes_per_parameter": job.precision.state,
+            "state_bytes": job.precision.state * model.parameters,
+            "batch": job.batch,
+            "sequence_length": job.sequence_length,
+            "step_s": plan.step_s,
+            "alone_s": plan.alone_s,
+        },
+        "memory": [
+            {
+                "stage": STAGES[choice.stage],
+                "recompute": choice.recompute,
+                **{f"{name}_bytes": size for name, size in asdict(memory.state).items()},
+                "buffers_bytes": memory.buffers,
+                "activations_bytes": memory.activations,
+                "total_bytes": memory.total,
+                "fits": question.hardware.holds(memory.total),
+                "ranks": plan.table_layout.shard_ranks,
+            }
+            for choice, memory in plan.memory
+        ],
         "pipeline": [asdict(row) for row in plan.pipeline],
         "layouts": list(_layout_rows(plan)),
         "collectives": [asdict(one) for one in plan.ranked[0].step.collectives],
-        "wan": list(_wan_rows(plan)),
+        "wan": [row.pop("sync") | row | link for row in map(asdict, plan.wan)],
         "host_memory_bytes": plan.host,
-    }
-
-
-def _training_rows(plan: Plan) -> dict[str, Any]:
-    job, tokens = plan.question.job, plan.question.total_tokens
-    return {
-        "tokens": tokens,
-        "chinchilla_tokens": TOKENS_PER_PARAMETER * job.model.parameters,
-        "flops": 6 * job.model.active_parameters * tokens,
-        "state_bytes_per_parameter": job.precision.state,
-        "state_bytes": job.precision.state * job.model.parameters,
-        "batch": job.batch,
-        "sequence_length": job.sequence_length,
-        "step_s": plan.step_s,
-        "alone_s": plan.alone_s,
-    }
-
-
-def _memory_rows(row: MemoryRow) -> dict[str, Any]:
-    memory = row.memory
-    return {
-        "stage": row.stage,
-        "recompute": row.recompute,
-        **{f"{name}_bytes": size for name, size in asdict(memory.state).items()},
-        "buffers_bytes": memory.buffers,
-        "activations_bytes": memory.activations,
-        "total_bytes": memory.total,
-        "fits": row.fits,
     }
 
 
@@ -281,11 +261,3 @@ def _layout_rows(plan: Plan) -> Iterator[dict[str, Any]]:
             "mfu": one.mfu,
             "why": one.why,
         }
-
-
-def _wan_rows(plan: Plan) -> Iterator[dict[str, Any]]:
-    question = plan.question
-    link = {"peers": question.peers, "link_bps": question.link_bps, "latency_s": question.latency_s}
-    for row in plan.wan:
-        tree = asdict(row)
-        yield tree.pop("sync") | tree | link

@@ -1,7 +1,7 @@
 """Which data blocks belong to whom: a pure function from one version's leases to the next.
 
 Leases travel in the commits, so all members agree on them whatever happens to the view, and no two peers ever hold
-the same position. Positions count blocks over all epochs; `diloco.data.order` says which block a position is.
+the same position. Positions count blocks over all epochs; `diloco.data.reader` says which block a position is.
 """
 
 from __future__ import annotations

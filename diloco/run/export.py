@@ -27,7 +27,7 @@ from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.inner.loop import evaluate
 from diloco.models import build_model, checked_vocab_size
-from diloco.models.export_map import llama_config, to_llama
+from diloco.models.hf import llama_config, to_llama
 from diloco.outer.fragments import Layout, NamedShapes, named_parameters
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState

@@ -16,8 +16,7 @@ from diloco.base.types import Blocks, Commit, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data.dataset import Dataset
-from diloco.data.order import own_seed
-from diloco.data.reader import BlockReader
+from diloco.data.reader import BlockReader, own_seed
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
 from diloco.observe.events import Evaluated, Event, ProfileWritten, SwapApplied, VersionClosed
