@@ -90,6 +90,7 @@ class Parting(Reducing):
         if (self.founder and self.commit is None) or self.roster.is_earlier(envelope.sender, self._now):
             return
         self.roster.introduce(envelope.sender, self._now)  # so that it hears of us, too
+        # A peer outside the view follows the lineage that it asked to join, while its members or its founder speak.
         members = [entry.member for entry in self.roster if entry.heartbeat and not entry.heartbeat.joining]
         hears_members = any(self.roster.alive(member, self._now) for member in members)
         # No peer of the lineage to copy may send heartbeats: an old conversation, heard again, led there. Then any live
