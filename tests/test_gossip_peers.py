@@ -28,8 +28,7 @@ from diloco.gossip.swaps import Swap, SwapStage
 from diloco.gossip.transfer import Arriving
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
-from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
-from diloco.protocol.messages import Envelope, Evict, Heartbeat, Reply
+from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.storage.checkpoint import load
 from diloco.transport.grpc_link import GrpcLink

@@ -130,7 +130,7 @@ def share_texts(place: int, root: Path) -> None:
     assert island.all(True)
     if place == 1:
         island.timeout_s = 0.1
-        with pytest.raises(ResourceError, match="rank 0 of this island has not answered for 0.1 s"):
+        with pytest.raises(ResourceError, match=r"rank 0 of this island has not answered for 0\.1 s"):
             island.share()
     if place == 2:
         with pytest.raises(ResourceError, match="rank 0 of this island is gone"):

@@ -16,7 +16,6 @@ from diloco.base.types import Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.exchange.service import status_json
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
-from diloco.protocol.parting import goes_on, parted_at
 from diloco.protocol.reduction import Reduction, Tally, covers, well_formed
 from diloco.protocol.roster import MAX_NAMES, WINDOW, Admission, Roster
 from diloco.protocol.view import (
@@ -28,7 +27,9 @@ from diloco.protocol.view import (
     Timing,
     coordinator,
     decide,
+    goes_on,
     in_turn,
+    parted_at,
     respan,
     spans,
     upload_shares,

@@ -47,7 +47,7 @@ class Chain:
         return sorted(found, key=self.order)
 
     def heads(self) -> list[str]:
-        """Commits that nothing follows, the one that goes on first (`diloco.protocol.parting.goes_on`)."""
+        """Commits that nothing follows, the one that goes on first (`diloco.protocol.view.goes_on`)."""
         found = [digest for digest in self.commits if digest not in self.children]
         return sorted(found, key=self._rank, reverse=True)
 

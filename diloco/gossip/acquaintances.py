@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diloco.base.types import Member, Phase, Progress
-from diloco.protocol.gossip_messages import Acquaintance
+from diloco.protocol.messages import Acquaintance
 
 MAX_KNOWN = 4095
 """Others; with this peer as many as one message may tell of. Of more, those that were heard of longest ago go."""

@@ -57,7 +57,7 @@ from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import Stopwatch
 from diloco.peer.terms import check_alike
-from diloco.protocol.gossip_messages import Acquaintance
+from diloco.protocol.messages import Acquaintance
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
 from diloco.storage.saving import Keeper

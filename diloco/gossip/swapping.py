@@ -38,7 +38,7 @@ from diloco.gossip.transfer import Agreed, Arriving, Failed, GossipTerms, Here, 
 from diloco.outer.average import max_part_bytes
 from diloco.outer.state import OuterState
 from diloco.protocol import messages as m
-from diloco.protocol.gossip_messages import Acquaintance, Greeting, Invite
+from diloco.protocol.messages import Acquaintance, Greeting, Invite
 from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow

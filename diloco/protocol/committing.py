@@ -1,4 +1,4 @@
-"""Accepting what is proposed, and moving on to what was decided."""
+"""Voting for a commit that a coordinator proposes, and moving on to the version that was decided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ one begun early."""
 
 
 class Committing(MachineState):
-    """A voter's side: `Propose` to `Accept`, `Committed` to the next version."""
+    """A voter's side of the protocol: `Propose` to `Accept`, `Committed` to the next version."""
 
     def _on_propose(self, sender: Member, body: m.Propose) -> None:
         if not self._current(sender, body.version) or body.attempt < self.attempt or sender != self._seat(body.attempt):
@@ -25,8 +25,8 @@ class Committing(MachineState):
         reduction = self._reduction
         if self.me.witness or body.commit.mean_digest in self._held:
             self._accept(body)
-        elif reduction is not None and reduction.mean_digest and reduction.key == (body.version, body.attempt):
-            self._complain(sender, reduction.begin, (), "holds another mean: an owner sent two")
+        elif reduction is not None and reduction.mean_digest and reduction.key == body.key:
+            self._send(sender, m.Stalled(*body.key, (), "holds another mean: an owner sent two"))
         elif not self._mean_is_coming():
             self._fetch(body)
 
@@ -40,60 +40,48 @@ class Committing(MachineState):
         return not owed and self._now - reduction.progress_at_s <= self.timing.stall_s
 
     def _fetch(self, proposal: m.Propose) -> None:
-        """Get the proposed mean from those who hold it: asked once per stall time, for the answer may be large."""
+        """Fetch the proposed mean from its coordinator or other trainers, once per stall time: it may be large."""
         if self._now >= self._fetching_until:
             self._fetching_until = self._now + self.timing.stall_s
-            self._out.append(m.FetchMean(proposal.commit, tuple(self._others(self._seat(proposal.attempt)))))
-
-    def _others(self, first: Member) -> list[Member]:
-        alive = [member for member in self.alive() if member not in (self.me, first) and not member.witness]
-        return ([first] if first != self.me else []) + alive
+            seat = self._seat(proposal.attempt)
+            others = [member for member in (seat, *self._trainers_alive()) if member != self.me]
+            self._out.append(m.FetchMean(proposal.commit, tuple(dict.fromkeys(others))))
 
     def _accept(self, proposal: m.Propose) -> None:
         if not self.in_view:
             return  # a joiner holds the mean, but does not vote yet
-        self._accepted_attempt = proposal.attempt
-        self._accepted = proposal.commit
+        self._accepted = (proposal.attempt, proposal.commit)
         votes = self.electorate.held_by(self.me.peer)
-        accept = m.Accept(proposal.version, proposal.attempt, proposal.commit.digest, votes)
-        self._send(self._seat(proposal.attempt), accept)
+        self._send(self._seat(proposal.attempt), m.Accept(*proposal.key, proposal.commit.digest, votes))
 
     def _on_committed(self, sender: Member, body: m.Committed) -> None:
         commit = body.commit
-        if self._leads_here(body):
-            self._decide(commit, sender)
-            return
-        if commit.version < self.making and not (self.commit is None and commit.version == self._state.version):
-            return
-        if commit.lineage == self.lineage:
+        founds = self.commit is None and commit.version == self._state.version
+        follows = commit.lineage == self.lineage and (commit.version >= self.making or founds)
+        if follows or self._leads_here(body):
             self._decide(commit, sender)
 
     def _leads_here(self, body: m.Body) -> bool:
-        """Whether somebody who lacks a majority, as we do, takes us along into a lineage apart."""
-        return (
-            isinstance(body, m.Committed)
-            and self._alone_since is not None
-            and self.rules.continue_after_s is not None
-            and self._forks_here(body.commit)
-            and self.me in body.commit.view
-        )
+        """Whether a commit takes this peer along into a lineage apart: it and the founder lack a majority alike."""
+        commit = body.commit if isinstance(body, m.Committed) else None
+        may_fork = self._alone_since is not None and self.rules.continue_after_s is not None
+        return commit is not None and may_fork and self._forks_here(commit) and self.me in commit.view
 
     def _forks_here(self, commit: Commit) -> bool:
+        """Whether a commit founds a lineage on the version that this peer is at."""
         return self.commit is not None and commit.fragment == -1 and commit.previous == self.commit.digest
 
     def _decide(self, commit: Commit, source: Member) -> None:
         """A version closed. Close it here too, if its mean is here or on its way; else fetch it."""
-        founded = self.commit is None and commit.fragment == -1 and commit.version == self._state.version
-        if founded or self.me.witness or self._forks_here(commit):
+        founds = self.commit is None and commit.fragment == -1 and commit.version == self._state.version
+        follows = self.commit is not None and commit.previous == self.commit.digest
+        if founds or self.me.witness or self._forks_here(commit) or (follows and commit.mean_digest in self._held):
             self._close(commit)
-        elif self.commit is None or commit.previous != self.commit.digest:
-            self._catch_up(source, commit.version)
-        elif commit.mean_digest in self._held:
-            self._close(commit)
-        else:
+            return
+        if follows:
             self._decided = commit
-            if not self._mean_is_coming():
-                self._catch_up(source, commit.version)
+        if not follows or not self._mean_is_coming():
+            self._catch_up(source, commit.version)
 
     def _on_learned(self, event: m.Learned) -> None:
         self._catching_up_until = self._now
@@ -111,7 +99,7 @@ class Committing(MachineState):
         self._out.append(m.Close(commit))
 
     def _adopt(self, commit: Commit) -> None:
-        """Stand at a new version."""
+        """Move on to the version of a commit, and to its view and lineage."""
         if self.commit is not None and commit.lineage != self.lineage:
             self.forks = (*self.forks, m.Fork(self.lineage, commit.tokens))
             self.roster.part_with([member.peer for member in self.view if member not in commit.view])
@@ -126,7 +114,7 @@ class Committing(MachineState):
         self.electorate.stand(commit.view)
         self.roster.meet(commit.view, self._now, before)
         self._alone_since = None
-        self._heartbeat_at = self._now  # tell the new version at once: who is done waits to see it everywhere
+        self._heartbeat_at = self._now  # report the new version at once: a peer that is done waits to see it everywhere
         if not self.joining and not self.in_view and not self._leaving:
             # Thawed after a stop, or cut off for a while: the run went on without this life of mine.
             self._new_incarnation()

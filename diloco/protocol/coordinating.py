@@ -1,4 +1,4 @@
-"""Leading an attempt: who contributes, going on around the dead, and the vote."""
+"""Coordinating an attempt: the group that contributes, repairs around the dead, and the vote."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.committing import Committing
 from diloco.protocol.reduction import Reduction, Tally
-from diloco.protocol.view import GroupDecision, Policy, decide, in_turn, respan, spans
+from diloco.protocol.view import GroupDecision, Policy, as_spans, decide, in_turn, respan, spans
 
 MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or evict,"
 """Begins the reason; those who may have it follow."""
 
 
 class Coordinating(Committing):
-    """The coordinator's side; every member is one in its turn."""
+    """The coordinator's side of the protocol; every trainer coordinates in its turn."""
 
     def _on_ready(self, sender: Member, body: m.Ready) -> None:
-        if not self._current(sender, body.version) or self._member(sender) is None:
+        if not self._current(sender, body.version) or not self._is_member(sender):
             return
         if self._seat(body.attempt) != self.me or body.attempt < self.attempt:
             return
-        if not self._plausible(sender, body.offer):
-            return
+        if body.offer is not None:
+            # Nobody can have used more data than it holds, or measured against another version than this.
+            assert self.commit is not None
+            held = leases.count(self.commit.leases.held.get(sender.peer, ()))
+            here = body.offer.base_version == self.version
+            if sender.witness or not here or body.offer.weight <= 0 or body.offer.blocks > held:
+                return
         if body.attempt > self.attempt:
             self._enter(body.attempt, f"{sender.peer} asked for attempt {body.attempt}")
         self.electorate.bequeath(body.votes, sender.peer)  # the leaver's goodbye may not have reached us
@@ -33,55 +38,41 @@ class Coordinating(Committing):
         self._tally.hear(sender.peer, body, self._now)
         self._coordinate()
 
-    def _plausible(self, sender: Member, offer: m.Offer | None) -> bool:
-        """Nobody can have used more data than it holds, or measured against another version than this."""
-        assert self.commit is not None
-        held = leases.count(self.commit.leases.held.get(sender.peer, ()))
-        return offer is None or (
-            offer.blocks <= held and offer.base_version == self.version and offer.weight > 0 and not sender.witness
-        )
-
     def _coordinate(self) -> None:
+        """Take an attempt further, if this peer coordinates it: on to `Begin`, to a proposal, or to the commit."""
         tally = self._tally
-        if tally is None:
-            return
+        if tally is None or (tally.begin is not None and tally.proposal is None):
+            return  # nothing to lead, or the mean is not here yet
         if tally.proposal is not None:
             self._commit_if_accepted(tally)
-        elif tally.begin is None:
-            self._prepare(tally)
-
-    def _prepare(self, tally: Tally) -> None:
-        """Propose again what may have been decided already; else begin when the group is complete."""
+            return
         promises = len(tally.promises() & self.electorate.voters())
         earlier = tally.accepted()
-        if earlier is not None and earlier.digest in tally.lost:
-            earlier = None
         if self.attempt > 0 and promises < self.electorate.needed():
             self._note(f"attempt {self.attempt}: {promises} of {self.electorate.needed()} promises")
-        elif earlier is not None:
+        elif earlier is not None and earlier.digest not in tally.lost:
+            # It may have been decided already: with another value two commits could have a majority.
             self._note(f"attempt {self.attempt}: proposing again what was accepted before")
             self._propose(tally, earlier)
         else:
             self._begin_if_matched(tally)
 
     def _begin_if_matched(self, tally: Tally) -> None:
+        """Begin the reduction when the group of contributors is complete."""
         decision = self._decision(tally)
         self._note(decision.reason, decision.routine)
         if decision.group is None:
             return
-        newcomers = [member for member in self._newcomers() if self._stands_here(member)]
+        # Joiners that hold this very state receive the mean like the others: they are in the next view.
+        beats = [(member, self.roster.heartbeat(member.peer)) for member in self._newcomers() if not member.witness]
+        joiners = [member for member, beat in beats if beat is not None and beat.version == self.version]
         turn = (self.making - 1) // len(self.rules.parts)
         group = in_turn(decision.group, self.rules.policy.max_peers, turn)
-        begin = m.Begin(
-            self.making,
-            self.attempt,
-            tuple(tally.counted(peer) for peer in group),
-            (*self._trainers_alive(), *newcomers),
-            spans(self.rules.parts[self.fragment], group, tally.send_bps(group)),
-        )
-        tally.begin = begin
-        tally.audience = begin.receivers
-        self._send_all(begin.receivers, begin)
+        contributors = tuple(tally.counted(peer) for peer in group)
+        owners = spans(self.rules.parts[self.fragment], group, tally.send_bps(group))
+        tally.audience = (*self._trainers_alive(), *joiners)
+        tally.begin = m.Begin(self.making, self.attempt, contributors, tally.audience, owners)
+        self._send_all(tally.audience, tally.begin)
 
     @property
     def _policy(self) -> Policy:
@@ -91,8 +82,10 @@ class Coordinating(Committing):
         return self.rules.policy.at(self.making, ending)
 
     def _decision(self, tally: Tally) -> GroupDecision:
-        if self._reachable_votes() < self.electorate.needed():
-            return GroupDecision(None, self._no_majority())
+        """The contributors of the attempt, or None to wait; with the reason."""
+        no_majority = self._no_majority()
+        if no_majority:
+            return GroupDecision(None, no_majority)
         names = [member.peer for member in self.view if not member.witness]
         living = [member.peer for member in self._trainers_alive()]
         expected = [peer for peer in living if peer not in self._without and not self.roster.barred(peer)]
@@ -103,13 +96,13 @@ class Coordinating(Committing):
         waits_from = tally.waits_from(self.sync_s, reserve_s=self.timing.stall_s)
         return decide(self._policy, self._now, names, expected, tally.offered_at_s, tally.state_digests, waits_from)
 
-    # ------------------------------------------------------------ what goes wrong in a reduction
+    # ------------------------------------------------------------ failures in a reduction
 
     def _on_stalled(self, sender: Member, body: m.Stalled) -> None:
         tally = self._tally
-        if tally is None or body.version != self.making or body.attempt != self.attempt:
+        if tally is None or body.key != (self.making, self.attempt):
             return
-        if tally.begin is None or self._member(sender) is None or (tally.proposal is not None and body.missing):
+        if tally.begin is None or not self._is_member(sender) or (tally.proposal is not None and body.missing):
             return
         reason = f"{sender.peer}: {body.reason}"
         if body.offence or not body.missing:
@@ -122,20 +115,17 @@ class Coordinating(Committing):
     def _repair(self, tally: Tally, lost: Sequence[str], reason: str) -> None:
         """Go on without these contributors; parts of theirs that are not here get other owners."""
         reduction = self._reduction
-        assert tally.begin is not None
         if reduction is None:
             self._abort(tally, lost, reason)
             return
-        if reduction.complete:
-            return
         gone = reduction.gone | set(lost)
-        left = [counted.peer for counted in tally.begin.contributors if counted.peer not in gone]
-        if gone == reduction.gone:
+        if reduction.complete or gone == reduction.gone:
             return
+        left = [peer for peer in reduction.contributors if peer not in gone]
         if not left:
             self._abort(tally, sorted(gone), reason)
             return
-        owners = respan(reduction.spans(), reduction.absent, gone, left, tally.send_bps(left))
+        owners = respan(as_spans(reduction.owner), reduction.absent, gone, left, tally.send_bps(left))
         generation = reduction.generation + 1
         tally.repair = m.Repair(self.making, self.attempt, generation, tuple(sorted(gone)), tuple(owners), reason)
         self._send_all(tally.audience, tally.repair)
@@ -157,7 +147,7 @@ class Coordinating(Committing):
         self._commit_if_accepted(tally)
 
     def _ask_witnesses(self, tally: Tally, proposal: m.Propose) -> None:
-        """When every live trainer holds the mean, or does not answer."""
+        """Ask witnesses for their votes when every live trainer accepted the commit, or does not answer."""
         others = [member for member in self._trainers_alive() if member != self.me]
         patient = self._now - tally.proposed_at_s < self.timing.stall_s
         if tally.witnesses_asked or (patient and any(member.peer not in tally.accepts for member in others)):
@@ -169,9 +159,9 @@ class Coordinating(Committing):
 
     def _on_accept(self, sender: Member, body: m.Accept) -> None:
         tally = self._tally
-        if tally is None or tally.proposal is None or (body.version, body.attempt) != (self.making, self.attempt):
+        if tally is None or tally.proposal is None or body.key != (self.making, self.attempt):
             return
-        if body.commit_digest == tally.proposal.digest and self._member(sender) is not None:
+        if body.commit_digest == tally.proposal.digest and self._is_member(sender):
             tally.accepts[sender.peer] = {sender.peer, *body.votes}
             self._commit_if_accepted(tally)
 
@@ -192,7 +182,7 @@ class Coordinating(Committing):
             self._accept(proposal)  # comes back here
             return
         tally.majority_at_s = min(tally.majority_at_s, self._now)
-        asked = {member.peer for member in tally.audience}  # not who came back meanwhile: it does not hold the mean
+        asked = {member.peer for member in tally.audience}  # not a member that came back meanwhile: it lacks the mean
         late = [member for member in self.alive() if member.peer in asked and member.peer not in tally.accepts]
         if not late or self._now >= self._patient_until_s(tally):
             self._announce(proposal.commit, tally.audience)
@@ -200,7 +190,7 @@ class Coordinating(Committing):
     def _patient_until_s(self, tally: Tally) -> float:
         """End of the wait for members that live and did not accept, when a majority did: they may have been stopped.
 
-        Under `async` no longer than all who offered have inner steps to do.
+        Under `async` no longer than all that offered have inner steps to do.
         """
         stall_s = tally.majority_at_s + self.timing.stall_s
         policy = self._policy
@@ -209,39 +199,34 @@ class Coordinating(Committing):
         return min((stall_s, *tally.waits_from().values()))
 
     def _reconsider(self, tally: Tally, commit: Commit) -> None:
-        """A proposal that nobody can accept, since its mean died with those who held it, must not stand for ever.
+        """Give up a proposal in the end that nobody can accept, since its mean died with the peers that held it.
 
-        Asked again, the living say what they accepted. If a majority of them accepted nothing, nothing was decided. If
-        one did, only an operator can know that those who held the mean are gone for good.
+        In the next attempt the living report what they accepted. If a majority of them accepted nothing, nothing was
+        decided. If one did, only an operator can know that the peers that held the mean are gone for good.
         """
         waited_s = self._now - tally.proposed_at_s
         lost = commit.mean_digest not in self._held
         if self.electorate.evicted and lost and waited_s > 2 * self.timing.stall_s:
             self._note("the mean that was accepted before died with an evicted peer")
-            tally.give_up(commit)
-            self._proposal = None
+            # Members that voted for it voted for nothing else, and are to be asked for the next proposal.
+            tally.lost.add(commit.digest)
+            tally.proposal = self._proposal = None
+            tally.accepts = {}
+            tally.witnesses_asked = False
         elif lost and self.timing.stall_s < waited_s <= 2 * self.timing.stall_s:
-            self._note(f"{MEAN_LOST} {', '.join(sorted(self._out_of_reach()))}")
+            trainers = {member.peer for member in self.view if not member.witness}
+            away = trainers - {member.peer for member in self._trainers_alive()}
+            self._note(f"{MEAN_LOST} {', '.join(sorted(away))}")
         elif waited_s > 3 * self.timing.stall_s:
             self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
 
-    def _out_of_reach(self) -> set[str]:
-        return {member.peer for member in self.view if not member.witness} - {
-            member.peer for member in self._trainers_alive()
-        }
-
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
+        """Send a commit that holds to all it concerns, and move on to it."""
         others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
         self._send_all(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)
 
-    # ------------------------------------------------------------ the commit
-
-    def _stands_here(self, member: Member) -> bool:
-        """Whether a joiner could take part in the reduction of the next version."""
-        entry = self.roster.get(member.peer)
-        stands = entry is not None and entry.heartbeat is not None and entry.heartbeat.version == self.version
-        return stands and not member.witness
+    # ------------------------------------------------------------ the next commit
 
     def _newcomers(self) -> list[Member]:
         """Joiners that are here, or so near that they catch up by commits: rounds may be shorter than heartbeats."""
@@ -250,7 +235,7 @@ class Coordinating(Committing):
         return [member for member in self.roster.at_the_door(near, self._now) if member.peer not in known]
 
     def _next_view(self, leaving: Collection[str]) -> list[Member]:
-        """Those who stay, in their order, and then who joins."""
+        """Members of the view that stay, in their order, and then those that join."""
         alive = [member for member in self.alive() if not self.roster.barred(member.peer)] or self.alive()
         stay = [member for member in alive if member.peer not in leaving]
         join = [member for member in self._newcomers() if member.peer not in leaving]
@@ -260,9 +245,10 @@ class Coordinating(Committing):
         return [*(member for member in self.view if member in stay or member == kept), *join]
 
     def _keep_one_silent_voter(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
-        """One of the lost, where its vote costs nothing: two of three decide as two of two would.
+        """One of the members that are lost, where its vote costs nothing: two of three decide as two of two would.
 
-        It may only be out of reach. Back, it finds its place; if another died meanwhile, those two decide.
+        It may only be out of reach. When it is back it has its place and its vote; if another died meanwhile, those
+        two decide.
         """
         if len(view) % 2:
             return None
@@ -272,11 +258,12 @@ class Coordinating(Committing):
         return max(lost, key=lambda member: lost[member], default=None)
 
     def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
+        """The commit to propose for a complete mean: contributions, next view, leases."""
         assert self.commit is not None
         counted, omitted = reduction.counted()
         used = {entry.peer: entry.blocks for entry in counted}
         left = {entry.member.peer for entry in self.roster if entry.left} - self.electorate.evicted
-        leaving = left | (tally.leaving() & used.keys())  # whose last contribution is not in it offers it again
+        leaving = left | (tally.leaving() & used.keys())  # a leaver whose contribution does not count offers it again
         view = self._next_view(leaving)
         names = [member.peer for member in view if not member.witness]
         return Commit(

@@ -1,7 +1,7 @@
-"""Which data blocks belong to whom: a pure function from one version's leases to the next.
+"""Leases of data blocks to peers: a pure function from one version's leases to the next.
 
 Leases travel in the commits, so all members agree on them whatever happens to the view, and no two peers ever hold
-the same position. Positions count blocks over all epochs; `diloco.data.reader` says which block a position is.
+the same position. Positions count blocks over all epochs; `diloco.data.reader` maps a position to a block.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def advance(
 ) -> Leases:
     """The leases after a version that counts the first `used[peer]` blocks of what each peer held.
 
-    What is left of a peer that is no longer in `view` goes to `returned` if it is one of `leaving`; else it is lost,
-    for nobody knows which of it was trained on. Then every peer in `view`, in that order, is topped up to `need`
-    blocks, from `returned` before new ones. What a member holds only loses its front and grows at its end, so that
-    the place where it reads stays valid. Raises ValueError when more is used than held.
+    Blocks that a peer outside `view` did not use go to `returned` if the peer is one of `leaving`. Else they are lost,
+    for nobody knows which of them it trained on. Then every peer in `view`, in that order, is topped up to `need`
+    blocks, from `returned` before new ones. A member's blocks only lose their front and grow at their end, so that the
+    place where it reads stays valid. Raises ValueError when more is used than held.
     """
     rest = {peer: without_front(held, used.get(peer, 0)) for peer, held in leases.held.items()}
     if any(count for peer, count in used.items() if peer not in rest):
@@ -50,9 +50,9 @@ def advance(
 
 
 def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[str, bool]:
-    """Peers that held blocks and hold none any more; the value says whether others may have those that it had not used.
+    """Peers that held blocks and hold none any more; True where other peers may train on the blocks that it left.
 
-    True for whoever left, False for the dead (`advance`). Those that had used all of theirs are not among the keys.
+    True for leavers, False for the dead (`advance`). Peers that had used all of their blocks are not among the keys.
     """
     there = [*after.returned, *(blocks for held in after.held.values() for blocks in held)]
     gone = {peer: held for peer, held in before.held.items() if peer not in after.held}
@@ -61,12 +61,12 @@ def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[
 
 
 def count(held: Iterable[Blocks]) -> int:
-    """Blocks in all."""
+    """Number of data blocks in these runs."""
     return sum(map(len, held))
 
 
 def front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
-    """The first `blocks` of `held`, or all of it when it has fewer."""
+    """The first `blocks` data blocks of `held`, or all of it when it has fewer."""
     taken = []
     for run in held:
         taken.append(Blocks(run.start, min(run.stop, run.start + blocks)))
@@ -75,7 +75,7 @@ def front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
 
 
 def without_front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
-    """`held` without its first `blocks` blocks. Raises ValueError when it has fewer."""
+    """`held` without its first `blocks` data blocks. Raises ValueError when it has fewer."""
     left = []
     for run in held:
         dropped = min(blocks, len(run))
@@ -87,7 +87,7 @@ def without_front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
 
 
 def joined(held: Iterable[Blocks]) -> tuple[Blocks, ...]:
-    """The same blocks in the same order in as few runs as possible."""
+    """The same data blocks in the same order, in as few runs as possible."""
     runs: list[Blocks] = []
     for run in held:
         if runs and runs[-1].stop == run.start:

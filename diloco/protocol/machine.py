@@ -1,31 +1,125 @@
 """One peer's side of the round protocol, without I/O: events and the time go in, effects come out.
 
 A version is made in *attempts*. Each attempt has a coordinator (`view.coordinator`); members that finished their
-inner steps tell it `Ready`; it says `Begin` to a group; the group reduces in a butterfly; the coordinator proposes a
+inner steps send it `Ready`; it sends `Begin` to a group; the group reduces in a butterfly; the coordinator proposes a
 `Commit` that names the mean by its digest; members that hold this mean `Accept`; with a majority of the previous
 view the commit holds (`Committed`). That is single-decree Paxos per version: the attempt is the ballot, `Ready` is
 the promise and carries what its sender accepted before, `Accept` is the vote, and a later coordinator that finds an
 accepted commit among a majority's promises proposes that one again.
 
 A peer that dies or stalls in the reduction is repaired around (`Repair`): its parts get new owners, and each part
-says whom it counts. When the coordinator itself is gone, or somebody sent nonsense, the next attempt begins. Every
-wait is bounded by `Timing`. Nothing here blocks training: who cannot commit gives up the round and keeps its progress.
-`docs/how/protocol.md` has the picture and the argument why this is safe.
+lists the contributors that it omits. When the coordinator itself is gone, or somebody sent nonsense, the next attempt
+begins. Every wait is bounded by `Timing`. Nothing here blocks training: a peer that cannot commit gives up the round
+and keeps its progress. `docs/how/protocol.md` has the picture and the argument why this is safe.
+
+The machine is one class in layers: `MachineState`, `Committing`, `Coordinating`, `Reducing`, and here `Parting`
+(foundings and lineages) and `Machine` (inputs, time, joining and leaving).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from diloco.base.types import Member
+from diloco.base.types import Commit, Member
+from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.protocol.committing import Committing
 from diloco.protocol.coordinating import Coordinating
-from diloco.protocol.gossip_messages import Greeting, Invite
-from diloco.protocol.parting import Parting
 from diloco.protocol.reducing import Reducing
-from diloco.protocol.reduction import Tally
+from diloco.protocol.view import Electorate, goes_on, parted_at
+
+
+class Parting(Reducing):
+    """Foundings and lineages: a run that was cut in parts under `without_majority = "continue"` is several chains of
+    commits until they meet.
+
+    A lineage is named by its founding. Where two meet, the one with more committed tokens goes on. Peers of the other
+    copy its state, keep their uncommitted progress, and report the committed tokens that are void.
+    """
+
+    def _founding(self, view: Sequence[Member], before: Commit | None, lineage: str) -> Commit:
+        """The first commit of a lineage: it moves no anchor."""
+        names = [member.peer for member in view if not member.witness]
+        need = self.rules.lease_blocks
+        granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
+        return Commit(
+            version=self._state.version,
+            previous=before.digest if before else self.rules.contract,
+            lineage=lineage,
+            fragment=-1,
+            view=tuple(view),
+            counted=(),
+            omitted=(),
+            mean_digest="",
+            tokens=before.tokens if before else 0,
+            leases=granted,
+            state_digest=self._state.digest,
+        )
+
+    def _check_majority(self) -> None:
+        """Without a majority training goes on; commits wait, or go on in a lineage apart."""
+        no_majority = self._no_majority() if self.in_view else ""
+        if not no_majority:
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = self._now
+        if self._offer is not None and self._now - self._offered_at > self.timing.stall_s:
+            self._give_up(no_majority)
+        after_s = self.rules.continue_after_s
+        if after_s is None or self._now - self._alone_since < after_s:
+            return
+        # The first trainer that lives founds a lineage with the members that it can reach.
+        alive = self.alive()
+        trainers = [member for member in alive if not member.witness]
+        if not trainers or trainers[0] != self.me or self._state.version != self.version:
+            return
+        assert self.commit is not None
+        founder = f"{self.commit.digest}/{self.me.peer}/{self.me.incarnation}"  # no two founders choose the same name
+        commit = self._founding(alive, self.commit, hashlib.sha256(founder.encode()).hexdigest()[:16])
+        self._note(f"going on apart with {len(alive)} of {len(self.view)} members as lineage {commit.lineage}")
+        self._announce(commit, alive)
+
+    def _meet_lineage(self, envelope: m.Envelope) -> None:
+        """A peer of another lineage of the run spoke: the lineage with more tokens goes on, peers of the other join."""
+        beat, lineage = envelope.body, envelope.lineage
+        if self.rules.continue_after_s is None or not isinstance(beat, m.Heartbeat):
+            return
+        if (self.founder and self.commit is None) or self.roster.is_earlier(envelope.sender, self._now):
+            return
+        self.roster.introduce(envelope.sender, self._now)  # so that it hears of us, too
+        # A peer outside the view follows the lineage that it asked to join, while its members or its founder speak.
+        members = [entry.member for entry in self.roster if entry.heartbeat and not entry.heartbeat.joining]
+        hears_members = any(self.roster.alive(member, self._now) for member in members)
+        # No peer of the lineage to copy may send heartbeats: an old conversation, heard again, led there. Then any live
+        # lineage goes on, also that of a founder that still waits for its first members.
+        copying = self.commit is None and bool(self._target_lineage)
+        silent = copying and not hears_members and self._now - self._target_since_s > self.timing.suspect_s
+        if not (beat.founded or silent) or beat.joining or (not self.in_view and hears_members):
+            return
+        # While a state is being copied, the lineage that it comes from is compared; a mere joiner follows anybody.
+        mine = (*self.forks, m.Fork(self.lineage, self.commit.tokens if self.commit else -1))
+        if copying and not silent:
+            mine = self._target_lineage
+        others = (*beat.forks, m.Fork(lineage, beat.committed_tokens))
+        if goes_on(mine, others):
+            return
+        discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if self.commit is not None else 0
+        self._note(f"lineage {lineage} has more tokens and goes on; {discarded:,} tokens of ours are void")
+        if self._offer is not None:
+            self._give_up("our lineage ends here")
+        self._forget_version()  # but not that we are exposed: that lineage may go on, with what we sent counted
+        self.commit = None
+        self._state = m.StateHeld(-1, "")
+        self.electorate = Electorate()  # a peer that is dead there may live here
+        self.roster.part_with(())
+        self.lineage, self.forks = lineage, beat.forks
+        self._alone_since = None
+        self._new_incarnation()
+        self._target_lineage, self._target_since_s = others, self._now
+        self._out.append(m.Resync(envelope.sender, discarded))
 
 
 class Machine(Parting):
@@ -40,16 +134,17 @@ class Machine(Parting):
         return self._out
 
     def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
-        """Take one message from another peer; return what to answer, and what to do, in order."""
+        """Take one message from another peer; return the reply, and what to do, in order."""
         self._now = now
         self._out = []
         return self._receive(envelope), self._out
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
+        """Refuse a message, or give it to its handler."""
         sender, body = envelope.sender, envelope.body
         if self._gone:
             return m.Reply.STALE
-        if isinstance(body, Greeting | Invite):
+        if isinstance(body, m.Greeting | m.Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
             return self._evict(envelope, body)
@@ -57,7 +152,7 @@ class Machine(Parting):
         if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
             self._meet_lineage(envelope)
             return reply
-        decided = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # what was decided is true whoever says it
+        decided = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # a commit holds, whoever sends it
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not decided:
             return reply
         if self._admission.replayed(envelope):
@@ -82,12 +177,13 @@ class Machine(Parting):
         return reply
 
     def _may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
+        """OK if a message or stream of this sender is taken, else the reason why not."""
         reply = self._admission.same_training(run, contract)
         if reply is not m.Reply.OK:
             return reply
         if lineage != self.lineage:
             return m.Reply.OTHER_LINEAGE
-        if self.roster.barred(sender.peer) and self._member(sender) is None:
+        if self.roster.barred(sender.peer) and not self._is_member(sender):
             return m.Reply.BARRED
         return m.Reply.OK if self.roster.may_speak(sender, self._now) else m.Reply.FENCED
 
@@ -96,7 +192,14 @@ class Machine(Parting):
     def _on_tick(self, _: m.Tick) -> None:
         if self._now >= self._heartbeat_at:
             self._heartbeat_at = self._now + self.timing.heartbeat_s
-            self._beat()
+            tokens = self.commit.tokens if self.commit else 0
+            founded, deaf = self.commit is not None, self.roster.deaf(self._now)
+            beat = m.Heartbeat(self.version, founded, self.joining, self.progress, tokens, self.forks, deaf)
+            self.roster.forget({member.peer for member in self.view}, self._now)
+            self._admission.forget({entry.member.peer for entry in self.roster})
+            known = [entry.member for entry in self.roster if not entry.left]
+            for member in (*known, *self.roster.strangers(self._now)):
+                self._send(member, beat)
         self._found_if_complete()
         if self.commit is None:
             return
@@ -105,41 +208,27 @@ class Machine(Parting):
         self._coordinate()
         self._check_majority()
         if self._now >= self._resend_at:
-            self._resend_at = self._now + self.timing.resend_s
+            self._resend_at = self._now + self.timing.heartbeat_s
             self._resend()
 
-    def _beat(self) -> None:
-        tokens = self.commit.tokens if self.commit else 0
-        founded, deaf = self.commit is not None, self.roster.deaf(self._now)
-        beat = m.Heartbeat(self.version, founded, self.joining, self.progress, tokens, self.forks, deaf)
-        self.roster.forget({member.peer for member in self.view}, self._now)
-        self._admission.forget({entry.member.peer for entry in self.roster})
-        for entry in self.roster:
-            if not entry.left:
-                self._send(entry.member, beat)
-        for stranger in self.roster.strangers(self._now):
-            self._send(stranger, beat)
-
     def _resend(self) -> None:
-        if self._tally is not None and (self._tally.begin is not None or self._tally.proposal is not None):
-            self._tally_resend(self._tally)
-        elif self._tally is not None and self.attempt > 0:
+        """Send again what has no answer yet."""
+        tally = self._tally
+        if tally is not None and (tally.begin is not None or tally.proposal is not None):
+            again: Sequence[m.Body | None] = (tally.begin, tally.repair)
+            if tally.proposal is not None:
+                again = (m.Propose(self.making, self.attempt, tally.proposal),)
+            silent = [member for member in tally.audience if member != self.me and member.peer not in tally.accepts]
+            for member in silent:
+                for body in again:
+                    if body is not None:
+                        self._send(member, body)
+        elif tally is not None and self.attempt > 0:
             for member in self.view:
-                if member.peer not in self._tally.ready:
+                if member.peer not in tally.ready:
                     self._send(member, m.Gather(self.making, self.attempt, self.reason))
         elif self._offer is not None and self._reduction is None:
             self._send_ready()
-
-    def _tally_resend(self, tally: Tally) -> None:
-        for member in tally.audience:
-            if member.peer in tally.accepts or member == self.me:
-                continue
-            if tally.proposal is not None:
-                self._send(member, m.Propose(self.making, self.attempt, tally.proposal))
-            elif tally.begin is not None:
-                self._send(member, tally.begin)
-                if tally.repair is not None:
-                    self._send(member, tally.repair)
 
     # ------------------------------------------------------------ founding and joining
 
@@ -166,7 +255,12 @@ class Machine(Parting):
         self.roster.heard(sender, self._now, body, self.version)
         if len(body.forks) > len(self.forks):
             self.forks = body.forks
-        if self.commit is not None and (self._needs_commit(body.version) or not body.founded):
+        # Those that made a version send its commit to all, and a heartbeat may have crossed with it a moment ago. Else
+        # each peer would get it from all: n^2 commits of O(n) bytes each time.
+        recent = self._now - self._stands_since < self.timing.heartbeat_s
+        crossed = recent and body.version == self.version - 1
+        behind = not body.founded or (body.version < self.version and not crossed)
+        if self.commit is not None and behind:
             self._send(sender, m.Committed(self.commit))
         elif body.founded and body.version > self.version and not self._is_closing(body.version):
             self._catch_up(sender, body.version)
@@ -193,38 +287,25 @@ class Machine(Parting):
     def _on_leave_wanted(self, _: m.LeaveWanted) -> None:
         others = [member for member in self.alive() if member != self.me]
         heir = others[0].peer if others and self.in_view else ""
-        goodbye = m.Goodbye(
-            self.making,
-            self.attempt,
-            heir,
-            self.electorate.held_by(self.me.peer),
-            self._accepted_attempt,
-            self._accepted,
-        )
-        for member in others:
-            self._send(member, goodbye)
+        votes = self.electorate.held_by(self.me.peer)
+        self._send_all(others, m.Goodbye(self.making, self.attempt, heir, votes, *self._accepted))
         self._gone = True
 
-    # ------------------------------------------------------------ others
+    # ------------------------------------------------------------ other peers
 
     def _on_gather(self, sender: Member, body: m.Gather) -> None:
         if not self._current(sender, body.version) or not self.in_view or sender != self._seat(body.attempt):
             return
         if body.attempt < self.attempt:
-            self._lead_on()
+            # The sender would wait for ever, for we promised a later attempt. It must hear of that one, or if its
+            # coordinator is gone, of the next whose coordinator lives.
+            if self._reduction is None and self._tally is None:
+                self._follow_coordinator(asked=True)
+                self._send_ready()
             return
         if body.attempt > self.attempt:
             self._enter(body.attempt, body.reason)
         if self._reduction is None:
-            self._send_ready()
-
-    def _lead_on(self) -> None:
-        """Somebody gathers for an attempt before the one that we promised: it would wait for us for ever.
-
-        So it must hear of ours, or if its coordinator is gone, of the next whose coordinator lives.
-        """
-        if self._reduction is None and self._tally is None:
-            self._follow_coordinator(asked=True)
             self._send_ready()
 
     def _on_goodbye(self, sender: Member, body: m.Goodbye) -> None:

@@ -1,4 +1,4 @@
-"""Where one peer stands in a run: its version, its view, the attempt that it is in, and how it speaks."""
+"""The position of one peer in a run: its version, its view, the attempt that it is in, and the messages it sends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from diloco.protocol.view import Electorate, Rules, Timing, coordinator
 
 
 class MachineState:
-    """The state of the machine, and what each of its halves needs of it."""
+    """Base of the state machine: the state that its layers share, the way into an attempt, and the way out for
+    messages."""
 
     def __init__(self, me: Member, rules: Rules, timing: Timing, lineage: str, founder: bool, now: float) -> None:
         self.me = me
@@ -32,40 +33,46 @@ class MachineState:
         self.forks: tuple[m.Fork, ...] = ()
         """Lineages that led to ours."""
         self.reason = ""
+        """The reason of the latest decision."""
         self._waiting_for = ""
-        self.attempt = 0
+        """The latest reason since this peer offered: why its offer is not committed yet."""
         self.attempts = 0
         """Attempts it took to make the latest version, as far as this peer knows."""
         self._admission = Admission(rules.run, rules.contract)
         self._sequence = 0
         self._state = m.StateHeld(-1, "")
-        self._offer: m.Offer | None = None
-        self._offered_at = now
-        self._entered_at = now
         self._exposed = False
-        self._accepted_attempt = -1
-        self._accepted: Commit | None = None
+        """Others have bytes of our contribution and may count it."""
+        self._held: list[str] = []
+        """Digests of the latest means that are here, whole."""
+        self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
+        """Goodbyes that came before the commit of whose view they speak."""
+        self._target_lineage: tuple[m.Fork, ...] = ()
+        """History of the lineage whose state this peer copies; empty: none."""
+        self._leaving = False
+        """Our latest offer is our last."""
+        self._gone = False
+        """We said goodbye: our heir votes for us and could not know of any message that we sent afterwards."""
+        self._alone_since: float | None = None
+        self._now = self._entered_at = self._offered_at = self._stands_since = self._target_since_s = now
+        self._heartbeat_at = self._resend_at = self._complained_at = self._catching_up_until = now
+        self._out: list[m.Effect] = []
+        self._forget_version()
+
+    def _forget_version(self) -> None:
+        """Drop all that concerns the version that was being made: another one comes next."""
+        self.attempt = 0
+        self._offer: m.Offer | None = None
+        self._accepted: tuple[int, Commit | None] = (-1, None)
+        """The latest attempt in which this peer accepted a commit, and that commit."""
         self._reduction: Reduction | None = None
         self._tally: Tally | None = None
         self._proposal: m.Propose | None = None
         self._decided: Commit | None = None
-        self._held: list[str] = []
+        """A commit that holds and whose mean is not here yet."""
         self._without: tuple[str, ...] = ()
-        self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
-        self._target_lineage: tuple[m.Fork, ...] = ()
-        self._target_since_s = now
-        self._leaving = False
-        self._gone = False
-        """We said goodbye: the heir votes for us, and whatever we said from then on would be said beside it."""
-        self._alone_since: float | None = None
-        self._stands_since = now
-        self._heartbeat_at = now
-        self._resend_at = now
-        self._complained_at = now
-        self._catching_up_until = now
-        self._fetching_until = now
-        self._now = now
-        self._out: list[m.Effect] = []
+        """Peers whose contributions made the attempt before fail."""
+        self._fetching_until = self._now
 
     # ------------------------------------------------------------ what others may ask
 
@@ -118,50 +125,50 @@ class MachineState:
 
     def settled(self) -> bool:
         """Whether every live member is known to have reached this version."""
-        entries = [self.roster.get(member.peer) for member in self.alive() if member != self.me]
-        beats = [entry.heartbeat for entry in entries if entry is not None]
+        beats = self._heartbeats(self.alive())
         return all(beat is not None and beat.version >= self.version for beat in beats)
 
     def awaited(self) -> bool:
-        """Whether most other live trainers stand at this version and have done their inner steps."""
-        beats = self._heard_of_trainers()
+        """Whether most other live trainers are at this version and have done their inner steps."""
+        beats = self._heartbeats(self._trainers_alive())
         reported = [beat.progress for beat in beats if beat is not None]
         ready = sum(progress.phase == Phase.SYNCING and progress.version == self.version for progress in reported)
         return 2 * ready > len(beats)
 
     def fastest(self) -> float:
-        """The largest pace that a live trainer tells of, tokens per second; 0 while nobody does."""
-        return max((beat.progress.pace for beat in self._heard_of_trainers() if beat is not None), default=0.0)
+        """The largest pace that another live trainer reports, tokens per second; 0 while nobody does."""
+        beats = self._heartbeats(self._trainers_alive())
+        return max((beat.progress.pace for beat in beats if beat is not None), default=0.0)
 
-    def _heard_of_trainers(self) -> list[m.Heartbeat | None]:
-        """The last heartbeat of each other live trainer; None where there was none yet."""
-        entries = [self.roster.get(member.peer) for member in self._trainers_alive() if member != self.me]
-        return [entry.heartbeat if entry is not None else None for entry in entries]
+    def _heartbeats(self, members: Sequence[Member]) -> list[m.Heartbeat | None]:
+        """The last heartbeat of each of these members but this peer; None where there was none yet."""
+        return [self.roster.heartbeat(member.peer) for member in members if member != self.me]
 
     # ------------------------------------------------------------ members and votes
 
-    def _member(self, member: Member) -> Member | None:
-        """The view's entry for this very life of a peer."""
+    def _is_member(self, member: Member) -> bool:
+        """Whether this very life of a peer is in the view."""
         found = self.commit.member(member.peer) if self.commit else None
-        return found if found is not None and found.incarnation == member.incarnation else None
-
-    def _reachable_votes(self) -> int:
-        return self.electorate.reachable({member.peer for member in self.alive()})
+        return found is not None and found.incarnation == member.incarnation
 
     def _no_majority(self) -> str:
-        voters = len(self.electorate.voters())
-        return f"{self._reachable_votes()} of {voters} voters can be reached, a commit takes {self.electorate.needed()}"
+        """The reason why nothing can be decided; empty while enough voters can be reached."""
+        alive = {member.peer for member in self.alive()}
+        reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
+        if reachable >= needed:
+            return ""
+        return f"{reachable} of {len(self.electorate.voters())} voters can be reached, a commit takes {needed}"
 
     def _bequeath(self, sender: Member, body: m.Goodbye) -> None:
-        if body.heir and self._member(sender) is not None:
-            self.electorate.bequeath((sender.peer, *body.votes), body.heir)
-            if body.heir == self.me.peer and body.version == self.making:
-                self._inherit(body)
-
-    def _inherit(self, body: m.Goodbye) -> None:
-        """Whoever votes for a leaver is bound by what the leaver accepted and promised."""
-        if body.accepted is not None and body.accepted_attempt > self._accepted_attempt:
-            self._accepted_attempt, self._accepted = body.accepted_attempt, body.accepted
+        """A leaver of this view gives its vote away, and what it promised and accepted with it."""
+        if not body.heir or not self._is_member(sender):
+            return
+        self.electorate.bequeath((sender.peer, *body.votes), body.heir)
+        if body.heir != self.me.peer or body.version != self.making:
+            return
+        # Who votes for a leaver is bound as the leaver was: else two commits could have its vote.
+        if body.accepted is not None and body.accepted_attempt > self._accepted[0]:
+            self._accepted = (body.accepted_attempt, body.accepted)
         if body.attempt > self.attempt:
             self._enter(body.attempt, "taking over a leaver's vote")
 
@@ -175,12 +182,13 @@ class MachineState:
     # ------------------------------------------------------------ attempts
 
     def _seat(self, attempt: int) -> Member:
+        """The coordinator of an attempt to make this version."""
         return coordinator(self.rules.run, self.making, attempt, self.view)
 
     def _follow_coordinator(self, asked: bool = False) -> None:
         """When the attempt's coordinator is gone, go on to the first attempt whose coordinator lives.
 
-        Unless nobody `asked` us and we have no part in the version: others have, and they lead.
+        A peer that has no part in the version does so only when another `asked` it: others lead on.
         """
         busy = asked or self._offer is not None or self._reduction is not None
         if not busy or not self.in_view or self.roster.alive(self._seat(self.attempt), self._now):
@@ -195,9 +203,7 @@ class MachineState:
         self._note(reason)
         self.attempt = attempt
         self._entered_at = self._now
-        self._reduction = None
-        self._proposal = None
-        self._tally = None
+        self._reduction = self._proposal = self._tally = None
         if self._seat(attempt) == self.me and self.in_view:
             self._tally = Tally(attempt)
             for member in self.view:
@@ -206,19 +212,13 @@ class MachineState:
             self._send_ready()
 
     def _send_ready(self) -> None:
-        ready = m.Ready(
-            self.making,
-            self.attempt,
-            self._offer,
-            self._state.digest,
-            self._accepted_attempt,
-            self._accepted,
-            self.electorate.held_by(self.me.peer),
-        )
+        votes = self.electorate.held_by(self.me.peer)
+        ready = m.Ready(self.making, self.attempt, self._offer, self._state.digest, *self._accepted, votes)
         self._send(self._seat(self.attempt), ready)
 
     def _current(self, sender: Member, version: int) -> bool:
-        """Whether the message is about the version being made; whoever is behind is told, whoever is ahead is asked."""
+        """Whether a message is about the version being made. A sender that is behind gets our commit; one that is ahead
+        is asked for what we missed."""
         if self.commit is None:
             return False
         if version < self.making:
@@ -228,19 +228,10 @@ class MachineState:
         return version == self.making
 
     def _is_closing(self, version: int) -> bool:
-        """Others stand at the version that closes here, too, any moment: its commit is on its way."""
+        """Whether the commit of the version being made is on its way here, where others already have that version."""
         reduction = self._reduction
         recent = reduction is not None and self._now - reduction.progress_at_s < self.timing.stall_s
         return recent and version == self.making
-
-    def _needs_commit(self, version: int) -> bool:
-        """Whether somebody who says that it stands at `version` needs our commit.
-
-        Not when that closed a moment ago: those who made it tell everybody, and a heartbeat may have crossed with it.
-        Else each would get it from all, n^2 commits of O(n) bytes each time.
-        """
-        crossed = version == self.version - 1 and self._now - self._stands_since < self.timing.heartbeat_s
-        return version < self.version and not crossed
 
     def _give_up(self, reason: str) -> None:
         self._offer = None
@@ -249,36 +240,25 @@ class MachineState:
         if self.in_view and self._reduction is None:
             self._send_ready()  # without the offer: nobody must begin with what is not there any more
 
-    def _complain(self, to: Member, begin: m.Begin, missing: Sequence[str], reason: str, offence: bool = False) -> None:
-        self._send(to, m.Stalled(begin.version, begin.attempt, tuple(missing), reason, offence))
-
     def _catch_up(self, source: Member, version: int) -> None:
-        """Ask once per stall time: the answer may be large. A witness needs no more than the commit it is told, and
-        keeps no means for others, who would think that they are too far behind."""
+        """Ask another trainer for commits that we missed, once per stall time: the answer may be large.
+
+        A witness needs no commits but the one that it gets, and keeps no means for others: a trainer that asked it
+        would take itself to be too far behind.
+        """
         if source != self.me and self._now >= self._catching_up_until and not (self.me.witness or source.witness):
             self._catching_up_until = self._now + self.timing.stall_s
             self._out.append(m.CatchUp(source, version))
 
-    def _forget_version(self) -> None:
-        """Nothing of the version that was being made matters any more."""
-        self.attempt = 0
-        self._offer = None
-        self._accepted_attempt, self._accepted = -1, None
-        self._reduction = self._tally = self._proposal = self._decided = None
-        self._without = ()
-        self._fetching_until = self._now
-
-    # ------------------------------------------------------------ saying things
+    # ------------------------------------------------------------ sending
 
     def _send_all(self, members: Sequence[Member], body: m.Body) -> None:
         """To all, to myself last: what I then do must not overtake what the others hear."""
-        for member in members:
-            if member != self.me:
-                self._send(member, body)
-        if self.me in members:
-            self._send(self.me, body)
+        for member in sorted(members, key=lambda member: member == self.me):
+            self._send(member, body)
 
     def _send(self, to: Member, body: m.Body) -> None:
+        """Send a message; one to this peer itself is handled at once."""
         if to == self.me:
             self._messages[type(body)](self, self.me, body)
             return
@@ -289,6 +269,7 @@ class MachineState:
         self._out.append(m.Send(to, envelope))
 
     def _note(self, reason: str, routine: bool = False) -> None:
+        """Report the reason of a decision, when it changed."""
         if self._offer is not None:
             self._waiting_for = reason
         if reason != self.reason:

@@ -1,9 +1,7 @@
-"""Vocabulary of the protocol: messages between peers, events that happen to a peer, effects it asks for. Plain values,
-no I/O.
+"""Plain values of the protocol: messages, events and effects.
 
-*Messages* travel between peers inside an `Envelope`. *Events* are all that can happen to the state machine of
-`diloco.protocol.machine`; *effects* are all that it can ask for. `version` in a message is always the version that
-is being made, one above the sender's; `(version, attempt)` names one try to make it.
+*Messages* travel between peers inside an `Envelope`; those of the policy `gossip` are `Greeting` and `Invite`. *Events*
+are all that can happen to the state machine of `diloco.protocol.machine`; *effects* are all that it can ask for.
 """
 
 from __future__ import annotations
@@ -13,20 +11,34 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from diloco.base.types import Commit, Counted, MaxLength, Member, MinValue, Progress, StateVersion
-from diloco.protocol.gossip_messages import Greeting, Invite
 
 MAX_REASON: Final = 4096
 Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
-"""A sentence for people."""
+"""A sentence for people; `MAX_REASON` characters of it travel."""
 Attempt = Annotated[int, MinValue(-1)]
-"""-1: none."""
+"""Number of an attempt; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfAttempt:
+    """Base of the messages, events and effects of one attempt to make a version."""
+
+    version: int
+    """The version being made: one above the sender's."""
+    attempt: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(version, attempt): names the attempt in the whole lineage."""
+        return self.version, self.attempt
+
 
 # ---------------------------------------------------------------- messages
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A lineage that was left, and the committed tokens at which that was."""
+    """A lineage of the run that was left, and its committed tokens at that moment."""
 
     lineage: str
     tokens: int
@@ -34,21 +46,21 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """I live, and this is how far I am."""
+    """A peer's regular sign of life, with its position in the run."""
 
     version: StateVersion
-    """Version of the state I hold; -1: none yet."""
+    """Version of the state that the sender holds; -1: none yet."""
     founded: bool
-    """Whether I know the commit of that version, and not only its state."""
+    """The sender knows the commit of that version, and not only its state."""
     joining: bool
-    """I am not in the view and ask to be taken in."""
+    """The sender is not in the view and asks to join."""
     progress: Progress
     committed_tokens: int = 0
-    """Tokens of the chain I stand on: where two lineages meet, the one with more goes on."""
+    """Tokens of the sender's chain of commits: where two lineages meet, the one with more goes on."""
     forks: tuple[Fork, ...] = ()
-    """The lineages that led to mine, oldest first."""
+    """The lineages that led to the sender's, oldest first."""
     deaf: bool = False
-    """I hear nobody, for as long as I suspect others by: nobody is to wait for me."""
+    """The sender has heard nobody for its `suspect_s`: nobody shall wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,41 +72,37 @@ class Offer:
     tokens: int
     blocks: int
     leaving: bool = False
-    """It is my last one: leave me out of the next view."""
+    """The sender's last contribution: the next view shall be without it."""
     send_bps: int = 0
     """Measured upload rate of the sender, in bits per second; 0: unknown."""
     slack_s: float = 0.0
-    """For how long I have inner steps to do meanwhile."""
+    """Seconds for which the sender still has inner steps to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """To the coordinator of an attempt: I take part, and promise to accept nothing of an earlier attempt."""
+class Ready(OfAttempt):
+    """To an attempt's coordinator: the sender takes part, and promises to accept nothing of an earlier attempt."""
 
-    version: int
-    attempt: int
     offer: Offer | None
-    """None: I only vote."""
+    """None: the sender only votes."""
     state_digest: str
     accepted_attempt: Attempt = -1
     accepted: Commit | None = None
-    """The commit I accepted in the latest earlier attempt: whoever coordinates now must propose it again."""
+    """The commit that the sender accepted in the latest earlier attempt: the coordinator must propose it again."""
     votes: tuple[str, ...] = ()
-    """Peers that left and gave me their vote."""
+    """Peers that left and gave the sender their vote."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """From the coordinator of a later attempt: answer with Ready."""
+class Gather(OfAttempt):
+    """From the coordinator of a later attempt: asks for `Ready`."""
 
-    version: int
-    attempt: int
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Parts `start` to `stop` (exclusive) are averaged by `owner`."""
+    """Consecutive parts of a fragment, `start` to `stop` (exclusive), and the peer that averages them."""
 
     owner: str
     start: int
@@ -102,11 +110,9 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """From the coordinator: reduce now."""
+class Begin(OfAttempt):
+    """From the coordinator: the reduction starts."""
 
-    version: int
-    attempt: int
     contributors: tuple[Counted, ...]
     """Peers whose contributions count, in the order in which they are summed."""
     receivers: tuple[Member, ...]
@@ -115,11 +121,9 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Stalled:
+class Stalled(OfAttempt):
     """To the coordinator: no bytes from these peers for too long, or bytes that are no good."""
 
-    version: int
-    attempt: int
     missing: tuple[str, ...]
     reason: Reason
     offence: bool = False
@@ -127,15 +131,13 @@ class Stalled:
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
-    """From the coordinator: go on without `gone`. What they owned has new owners, what they owe is not waited for.
+class Repair(OfAttempt):
+    """From the coordinator: the reduction goes on without `gone`; their parts have new owners, nobody waits for them.
 
-    What had arrived of theirs before a part was averaged stays counted in it, and the part's result says so. Each
-    repair tells all since `Begin`, so that only the latest matters.
+    A part that was averaged after their bytes arrived still counts them, and its mean comes with the list of those it
+    does not count. Each repair is complete since `Begin`, so that only the latest matters.
     """
 
-    version: int
-    attempt: int
     generation: int
     """Counts repairs of an attempt, from 1."""
     gone: tuple[str, ...]
@@ -145,54 +147,45 @@ class Repair:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
-    """From the coordinator: this attempt failed; the next one does without the contributions of `without`."""
+class Abort(OfAttempt):
+    """From the coordinator: this attempt failed. The next one leaves out the contributions of `without`."""
 
-    version: int
-    attempt: int
     without: tuple[str, ...]
     reason: Reason
     offence: bool = False
-    """`without` sent what no honest peer sends."""
+    """The peers of `without` sent what no honest peer sends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Propose:
-    """From the coordinator: make this the version."""
+class Propose(OfAttempt):
+    """From the coordinator: asks for votes for this commit."""
 
-    version: int
-    attempt: int
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """To the coordinator: I hold the whole mean of this commit, and will tell later coordinators of it."""
+class Accept(OfAttempt):
+    """To the coordinator: a vote. The sender holds the commit's whole mean and will report it to later coordinators."""
 
-    version: int
-    attempt: int
     commit_digest: str
     votes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A majority of the previous view accepted: this is the version."""
+    """A commit that a majority of the previous view accepted: it makes the version."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Goodbye:
-    """I leave now and will never vote again."""
+class Goodbye(OfAttempt):
+    """The sender leaves the run now and will never vote again."""
 
-    version: int
-    """The version I would have helped to make."""
-    attempt: int
     heir: str
     """Member that votes for the sender from now on; empty: nobody."""
     votes: tuple[str, ...] = ()
-    """Votes that were given to me, and go to the same heir."""
+    """Votes that leavers gave to the sender; they go to the same heir."""
     accepted_attempt: Attempt = -1
     accepted: Commit | None = None
     """The value that the sender accepted, which binds the heir."""
@@ -200,12 +193,45 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """From an operator: this life of a peer is over, count its vote no longer. Unsafe if it goes on elsewhere."""
+    """From an operator: this life of a peer is over and its vote counts no longer. Unsafe if it goes on elsewhere."""
 
     peer: str
     incarnation: int
-    """Incarnation of the life that the view had when the operator evicted it: by the time the message arrives there
-    may be the next."""
+    """The life that was in the view when the operator evicted it. The next may be there when the message arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquaintance:
+    """A peer's report of its own progress, as other peers pass it on (policy `gossip`)."""
+
+    member: Member
+    beat: int
+    """Counts the reports of one life of the peer: the later one holds."""
+    progress: Progress
+    """Its tokens are those of all lives of the peer that its weights come from."""
+    spread: float = -1.0
+    """Between the two peers of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
+    age_s: Annotated[float, MinValue(0)] = 0.0
+    """Age of the report, summed by the peers that passed it on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The peers that the sender knows (policy `gossip`)."""
+
+    known: tuple[Acquaintance, ...]
+    """The sender first."""
+    answer: bool
+    """An answer to a greeting: it asks for none back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """Asks for a swap of weights (policy `gossip`). The reply is OK when the receiver awaits the sender's parts."""
+
+    number: int
+    """Counts the swaps that the sender led in this life, from 1."""
+    sender: Acquaintance
 
 
 Body = (
@@ -216,7 +242,7 @@ Body = (
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """One control message with what the receiver needs to refuse it."""
+    """One control message, with all that the receiver needs to refuse it."""
 
     run: str
     contract: str
@@ -224,14 +250,14 @@ class Envelope:
     lineage: str
     sender: Member
     view: str
-    """Digest of the commit that the sender stands on: its view is in there. Empty before its first."""
+    """Digest of the sender's latest commit, which has its view. Empty before its first."""
     sequence: int
     """Counts the messages of one life of the sender, from 1: none is taken twice."""
     body: Body
 
 
 class Reply(IntEnum):
-    """Answer of a peer to a message; each comment says what the refusing peer means."""
+    """Answer of a peer to a message; the comments speak as the refusing peer."""
 
     OK = 0
     OTHER_RUN = 1  # I train another run
@@ -248,12 +274,12 @@ class Reply(IntEnum):
     BUSY = 12  # I swap weights with somebody else now
 
 
-# ---------------------------------------------------------------- events: what happens to a peer
+# ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """The driver's clock has advanced: deadlines and resends are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,22 +288,22 @@ class Unreachable:
 
     member: Member
     proven: bool = False
-    """The end of that life of the peer is certain: it is not merely cut off."""
+    """That life of the peer is over for certain: it is not merely cut off."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateHeld:
-    """The training side holds this state (downloaded, or after applying a commit)."""
+    """The training side holds this outer state: copied from members, or made by applying a commit."""
 
     version: int
     digest: str
     commit: Commit | None = None
-    """Given after a download: the commit of that version, if the run was founded."""
+    """After a copy: the commit of that version, if the run was founded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """The training side finished its inner steps."""
+    """The training side finished its inner steps and offers a contribution."""
 
     offer: Offer
 
@@ -287,28 +313,24 @@ TOO_FAR = "too far behind to catch up by commits: the state must be copied"
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The training side waits no longer."""
+    """The training side waits no longer for the version that may count its offer."""
 
     reason: str = ""
-    """Empty: its patience is at an end."""
+    """Empty: the round's deadline is over."""
 
 
 @dataclass(frozen=True, slots=True)
-class ContributionArrived:
-    """One part of a contribution, checked, for a part that I own."""
+class ContributionArrived(OfAttempt):
+    """A contributor's bytes of a part that this peer owns are here, and checked."""
 
-    version: int
-    attempt: int
     sender: str
     part: int
 
 
 @dataclass(frozen=True, slots=True)
-class ContributionRefused:
-    """A part, of a contribution or of the mean, that is no good: it decodes to nothing, is absurd, or was damaged."""
+class ContributionRefused(OfAttempt):
+    """Bytes of a contribution or a mean are no good: they decode to nothing, are absurd, or were damaged."""
 
-    version: int
-    attempt: int
     sender: str
     reason: str
     offence: bool = True
@@ -316,46 +338,42 @@ class ContributionRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class PartFolded:
-    """I averaged a part that I own."""
+class PartFolded(OfAttempt):
+    """A part that this peer owns is averaged."""
 
-    version: int
-    attempt: int
     part: int
 
 
 @dataclass(frozen=True, slots=True)
-class MeanArrived:
-    """One part of the mean, from its owner."""
+class MeanArrived(OfAttempt):
+    """One part of the mean is here, from its owner."""
 
-    version: int
-    attempt: int
     sender: str
     part: int
     omitted: tuple[str, ...] = ()
-    """Contributors that it does not count."""
+    """Contributors that the part does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanHeld:
-    """All parts of a mean are here, and this is their digest."""
+    """All parts of a mean are here and hashed: reduced in an attempt here, or fetched."""
 
     mean_digest: str
     version: int = -1
-    """The attempt it was reduced in, if it was reduced here."""
+    """With `attempt`: where the mean was reduced; -1: it was fetched."""
     attempt: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """A commit that closed without me, fetched with its mean."""
+    """A commit that closed without this peer is here, fetched with its mean."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveWanted:
-    """Leave now: give the vote away, say goodbye."""
+    """This peer is to leave the run now: it gives its vote away and says goodbye."""
 
 
 Event = (
@@ -363,7 +381,7 @@ Event = (
     | PartFolded | MeanArrived | MeanHeld | Learned | LeaveWanted
 )  # fmt: skip
 
-# ---------------------------------------------------------------- effects: what a peer does
+# ---------------------------------------------------------------- effects
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,51 +401,42 @@ class BeginReduction:
 
 @dataclass(frozen=True, slots=True)
 class RepairReduction:
-    """Owners changed: forget the parts that moved, make room for those that I own now."""
+    """Owners of parts changed: drop the parts that moved, make room for those that this peer owns now."""
 
     repair: Repair
 
 
 @dataclass(frozen=True, slots=True)
-class SendContribution:
-    """Stream my encoded parts of this span to its owner."""
+class SendContribution(OfAttempt):
+    """Stream this peer's encoded parts of a span to the owner."""
 
-    version: int
-    attempt: int
     generation: int
-    """Number of repairs that the owner must know of before it takes them."""
+    """Repairs that the owner must know of before it takes these parts."""
     span: Span
     to: Member
 
 
 @dataclass(frozen=True, slots=True)
-class FoldPart:
-    """Average one part that I own: all contributions that are waited for are here."""
+class FoldPart(OfAttempt):
+    """Average one part that this peer owns: all contributions that it waited for are here."""
 
-    version: int
-    attempt: int
     part: int
     omitted: tuple[str, ...]
-    """Contributors that it does not count."""
+    """Contributors that the part does not count."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendMean:
-    """Stream one averaged part to everybody."""
+class SendMean(OfAttempt):
+    """Stream one averaged part to all receivers of the mean."""
 
-    version: int
-    attempt: int
     part: int
     omitted: tuple[str, ...]
     to: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SealMean:
+class SealMean(OfAttempt):
     """All parts of the mean are here: compute its digest, keep it, report MeanHeld."""
-
-    version: int
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,11 +449,11 @@ class FetchMean:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Versions closed without me: fetch their commits, report Learned for each in turn."""
+    """Versions closed without this peer: fetch their commits, report Learned for each in turn."""
 
     source: Member
     version: int
-    """The version that the source is at."""
+    """The source's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,29 +465,29 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Tell the waiting training side that this round is skipped."""
+    """The round is skipped: the offer will not be counted now, and training goes on."""
 
     reason: str
     exposed: bool
-    """Bytes of the offer went out, so that it may still be counted: only the same offer may follow."""
+    """Others have bytes of the offer and may still count it: only the same offer may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Another lineage of the run has more tokens and goes on: copy its state; ours ends here."""
+    """Another lineage of the run has more tokens and goes on: copy its state. This lineage ends."""
 
     source: Member
     discarded_tokens: int
-    """Committed on our lineage since the two parted, and now void."""
+    """Tokens committed on this lineage since the two parted; they are void."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The reason of the latest decision, when it changed."""
+    """The reason of the latest decision, for logs and `diloco status`. It comes when it changed."""
 
     reason: str
     routine: bool
-    """It says so in every round in which all goes well."""
+    """The reason appears in every round in which all goes well."""
 
 
 Effect = (

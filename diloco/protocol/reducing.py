@@ -1,4 +1,4 @@
-"""Taking part in a reduction: contributions to their owners, means to everybody."""
+"""Taking part in a reduction: contributions to the owners of their parts, means to all receivers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.protocol.coordinating import Coordinating
 from diloco.protocol.reduction import Reduction, as_counted, covers, well_formed
+from diloco.protocol.view import owner_of_parts
 
 
 class Reducing(Coordinating):
@@ -18,29 +19,29 @@ class Reducing(Coordinating):
             return
         if sender != self._seat(body.attempt) or self.me not in body.receivers or self.me.witness:
             return
-        if self._reduction is not None and self._reduction.key == (body.version, body.attempt):
+        if self._reduction_for(body) is not None:
             return
         if not well_formed(body, self.rules.parts[self.fragment], [member.peer for member in self.view]):
-            self._complain(sender, body, (), "malformed Begin")
+            self._send(sender, m.Stalled(*body.key, (), "malformed Begin"))
             return
         if body.attempt > self.attempt:
             self._enter(body.attempt, "the coordinator began a later attempt")
         reduction = Reduction(body, self.me.peer, self._now)
-        if reduction.contributes and not self._offer_matches(body):
-            self._complain(sender, body, (self.me.peer,), "has withdrawn its contribution")
-        else:
-            self._start(reduction)
-
-    def _offer_matches(self, begin: m.Begin) -> bool:
-        mine = next(counted for counted in begin.contributors if counted.peer == self.me.peer)
-        return self._offer is not None and as_counted(self.me.peer, self._offer) == mine
-
-    def _start(self, reduction: Reduction) -> None:
+        if reduction.contributes:
+            mine = as_counted(self.me.peer, self._offer) if self._offer is not None else None
+            if mine not in body.contributors:
+                self._send(sender, m.Stalled(*body.key, (self.me.peer,), "has withdrawn its contribution"))
+                return
         self._reduction = reduction
-        self._out.append(m.BeginReduction(reduction.begin))
+        self._out.append(m.BeginReduction(body))
         if reduction.contributes:
             self._exposed = True
-            self._contribute(reduction, reduction.begin.spans)
+            self._contribute(reduction, body.spans)
+
+    def _reduction_for(self, item: m.OfAttempt) -> Reduction | None:
+        """The reduction under way, if a message or event is of its attempt."""
+        reduction = self._reduction
+        return reduction if reduction is not None and reduction.key == item.key else None
 
     def _contribute(self, reduction: Reduction, owed: Sequence[m.Span]) -> None:
         """Send these spans to their owners; those that I own have my part at once."""
@@ -48,18 +49,15 @@ class Reducing(Coordinating):
         for span in owed:
             if span.owner != self.me.peer:
                 self._out.append(m.SendContribution(*reduction.key, reduction.generation, span, receivers[span.owner]))
-        for span in owed:
-            if span.owner == self.me.peer:
-                for part in range(span.start, span.stop):
-                    self._on_contribution(m.ContributionArrived(*reduction.key, self.me.peer, part))
+        for part, owner in owner_of_parts(owed).items():
+            if owner == self.me.peer:
+                self._on_contribution(m.ContributionArrived(*reduction.key, self.me.peer, part))
 
     def _on_repair(self, sender: Member, body: m.Repair) -> None:
-        reduction = self._reduction
-        if reduction is None or reduction.key != (body.version, body.attempt) or sender != self._seat(body.attempt):
+        reduction = self._reduction_for(body)
+        if reduction is None or sender != self._seat(body.attempt) or body.generation <= reduction.generation:
             return
-        contributors = [counted.peer for counted in reduction.begin.contributors]
-        parts = self.rules.parts[self.fragment]
-        if body.generation <= reduction.generation or not covers(body.spans, parts, contributors):
+        if not covers(body.spans, self.rules.parts[self.fragment], reduction.contributors):
             return
         self._note(f"going on without {', '.join(body.gone)} ({body.reason})")
         moved, ready = reduction.repair(body, self._now)
@@ -70,36 +68,33 @@ class Reducing(Coordinating):
             self._contribute(reduction, moved)
 
     def _on_contribution(self, event: m.ContributionArrived) -> None:
-        reduction = self._reduction
-        if reduction is None or reduction.key != (event.version, event.attempt):
-            return
-        if reduction.contribution(event.sender, event.part, self._now):
+        reduction = self._reduction_for(event)
+        if reduction is not None and reduction.contribution(event.sender, event.part, self._now):
             self._average(reduction, event.part)
 
     def _average(self, reduction: Reduction, part: int) -> None:
         self._out.append(m.FoldPart(*reduction.key, part, reduction.average(part)))
 
     def _on_refused(self, event: m.ContributionRefused) -> None:
-        reduction = self._reduction
-        if reduction is None or reduction.key != (event.version, event.attempt):
-            return
-        if reduction.awaits(event.sender):  # a stranger's bytes harm nobody
+        reduction = self._reduction_for(event)
+        if reduction is not None and event.sender in reduction.contributors:  # a stranger's bytes harm nobody
             seat = self._seat(self.attempt)
-            self._complain(seat, reduction.begin, (event.sender,), event.reason, event.offence)
+            self._send(seat, m.Stalled(*reduction.key, (event.sender,), event.reason, event.offence))
 
     def _on_folded(self, event: m.PartFolded) -> None:
-        reduction = self._reduction
-        if reduction is None or reduction.key != (event.version, event.attempt):
+        reduction = self._reduction_for(event)
+        if reduction is None:
             return
         others = tuple(member for member in reduction.begin.receivers if member != self.me)
-        omitted = reduction.omitted(event.part)
+        omitted = reduction.omitted[event.part]
         self._out.append(m.SendMean(*reduction.key, event.part, omitted, others))
         self._on_mean(m.MeanArrived(*reduction.key, self.me.peer, event.part, omitted))
 
     def _on_mean(self, event: m.MeanArrived) -> None:
-        reduction = self._reduction
-        if reduction is None or reduction.key != (event.version, event.attempt):
+        reduction = self._reduction_for(event)
+        if reduction is None:
             return
+        # Only the coordinator knows for certain whom its repairs left out so far.
         if self._coordinates(reduction) and not reduction.gone.issuperset(event.omitted):
             reason = "left somebody out of a part of the mean"
             self._on_refused(m.ContributionRefused(*reduction.key, event.sender, reason))
@@ -107,53 +102,48 @@ class Reducing(Coordinating):
             self._out.append(m.SealMean(*reduction.key))
 
     def _coordinates(self, reduction: Reduction) -> bool:
+        """Whether this peer coordinates a reduction that it takes part in."""
         return self._tally is not None and self._tally.begin is reduction.begin
 
     def _on_mean_held(self, event: m.MeanHeld) -> None:
         self._held = [*self._held, event.mean_digest][-self.rules.means_kept :]
         reduction = self._reduction
-        ours = reduction is not None and reduction.key == (event.version, event.attempt)
-        if reduction is not None and ours and reduction.complete:  # else it was repaired while we hashed
+        # It is not complete any more if it was repaired while we hashed.
+        if reduction is not None and reduction.key == (event.version, event.attempt) and reduction.complete:
             reduction.mean_digest = event.mean_digest
             reduction.progress_at_s = self._now
             if self._tally is not None and self._tally.begin is not None and self._tally.proposal is None:
                 self._propose(self._tally, self._next_commit(self._tally, reduction))
         if self._decided is not None and self._decided.mean_digest == event.mean_digest:
             self._decide(self._decided, self.me)
-        elif self._proposal is None:
-            return
-        elif self._tally is not None:
+        elif self._proposal is not None and self._tally is not None:
             self._commit_if_accepted(self._tally)
-        else:
+        elif self._proposal is not None:
             self._on_propose(self._seat(self._proposal.attempt), self._proposal)
 
-    # ------------------------------------------------------------ what does not come
+    # ------------------------------------------------------------ bytes that do not come
 
     def _check_reduction(self) -> None:
-        """Bytes that do not come: the coordinator repairs around whoever owes them, or a new one takes over."""
+        """When bytes do not come, the coordinator repairs around those that owe them, or the next attempt begins."""
         reduction = self._reduction
         if reduction is None:
             return
         silent = self._now - reduction.progress_at_s
         stall_s = self.timing.stall_s
-        dead = self._dead_in(reduction)
-        coordinating = self._tally if self._coordinates(reduction) else None
+        waited_for = set(reduction.contributors) - reduction.gone
+        members = [member for member in reduction.begin.receivers if member.peer in waited_for]
+        dead = [member.peer for member in members if not self.roster.alive(member, self._now)]
         if silent > 3 * stall_s:
             self._enter(self.attempt + 1, f"attempt {self.attempt} made no progress for {silent:.1f} s")
-        elif coordinating is not None and dead:
-            self._repair(coordinating, dead, f"{', '.join(dead)} died in the reduction")
+        elif self._tally is not None and self._coordinates(reduction) and dead:
+            self._repair(self._tally, dead, f"{', '.join(dead)} died in the reduction")
         elif silent > stall_s and not reduction.complete and self._now - self._complained_at > stall_s:
             self._complained_at = self._now
-            reason = f"no bytes for {silent:.1f} s"
-            self._complain(self._seat(self.attempt), reduction.begin, reduction.missing(), reason)
-
-    def _dead_in(self, reduction: Reduction) -> list[str]:
-        contributors = {counted.peer for counted in reduction.begin.contributors} - reduction.gone
-        members = [member for member in reduction.begin.receivers if member.peer in contributors]
-        return [member.peer for member in members if not self.roster.alive(member, self._now)]
+            stalled = m.Stalled(*reduction.key, reduction.missing(), f"no bytes for {silent:.1f} s")
+            self._send(self._seat(self.attempt), stalled)
 
     def _on_abort(self, sender: Member, body: m.Abort) -> None:
-        if body.version != self.making or body.attempt != self.attempt or sender != self._seat(body.attempt):
+        if body.key != (self.making, self.attempt) or sender != self._seat(body.attempt):
             return
         if body.offence:
             for peer in body.without:

@@ -1,4 +1,5 @@
-"""Bookkeeping of one attempt's butterfly: which parts are here, which are missing and from whom. No bytes."""
+"""Bookkeeping of one attempt, without its bytes: the coordinator's tally of promises and votes (`Tally`), and on every
+peer the parts of the reduction that are here and missing (`Reduction`)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from collections.abc import Sequence
 
 from diloco.base.types import Commit, Counted, Member, Omitted
 from diloco.protocol.messages import Begin, Offer, Ready, Repair, Span
-from diloco.protocol.view import as_spans
+from diloco.protocol.view import as_spans, owner_of_parts
 
 
 class Tally:
-    """Promises, offers and votes of one attempt."""
+    """The coordinator's record of one attempt: promises, offers and votes, and its own messages to send again."""
 
     def __init__(self, attempt: int) -> None:
         self.attempt = attempt
@@ -25,11 +26,13 @@ class Tally:
         self.lost: set[str] = set()
         """Digests of accepted commits whose mean died with evicted peers."""
         self.audience: tuple[Member, ...] = ()
+        """Members that got `Begin` or the proposal."""
         self.accepts: dict[str, set[str]] = {}
+        """By member that accepted the proposal: all votes that it cast, its own among them."""
         self.majority_at_s = math.inf
 
     def hear(self, peer: str, ready: Ready, now: float) -> None:
-        """A promise came, perhaps with an offer. What the attempt began with stays: an older word may come later."""
+        """A promise came, perhaps with an offer. After `Begin` nothing changes: an older message may come later."""
         if self.begin is not None:
             return
         self.ready[peer] = ready
@@ -38,16 +41,9 @@ class Tally:
         else:
             self.offered_at_s.pop(peer, None)
 
-    def give_up(self, proposal: Commit) -> None:
-        """Nobody can have its mean. Who voted for it voted for nothing else, and is to be asked for the next."""
-        self.lost.add(proposal.digest)
-        self.proposal = None
-        self.accepts = {}
-        self.witnesses_asked = False
-
     @property
     def state_digests(self) -> dict[str, str]:
-        """Digest of the state that each ready peer holds."""
+        """Digest of the outer state that each ready peer holds."""
         return {peer: ready.state_digest for peer, ready in self.ready.items()}
 
     def promises(self) -> set[str]:
@@ -73,9 +69,9 @@ class Tally:
         return [offer.send_bps if offer is not None else 0 for offer in offers]
 
     def waits_from(self, sync_s: float = 0.0, reserve_s: float = 0.0) -> dict[str, float]:
-        """When an attempt of `sync_s` must begin, lest who offered run out of inner steps before it is over.
+        """By peer that offered: when an attempt of `sync_s` must begin, lest it run out of inner steps before the end.
 
-        And `reserve_s` earlier, as far as it leaves as much again: whoever freezes in it is found out so late.
+        And `reserve_s` earlier, as far as that leaves as much again: a peer that freezes meanwhile is noticed so late.
         """
         offers = {peer: self.ready[peer].offer for peer in self.offered_at_s}
         return {
@@ -97,7 +93,7 @@ def as_counted(peer: str, offer: Offer) -> Counted:
 
 
 class Reduction:
-    """One peer's share of one reduction.
+    """One peer's bookkeeping of one reduction: which parts are here, which are missing and from whom.
 
     A part that I own may be averaged when the bytes of every contributor that is waited for are here; the sum is in
     the order of `begin.contributors`, never of arrival. The mean is complete when every part of the fragment is here.
@@ -105,114 +101,92 @@ class Reduction:
 
     def __init__(self, begin: Begin, me: str, now: float) -> None:
         self.begin = begin
+        self.key = begin.key
         self.me = me
         self.began_at_s = self.progress_at_s = now
         self.mean_digest = ""
         self.generation = 0
         self.gone: frozenset[str] = frozenset()
-        self._contributors = [counted.peer for counted in begin.contributors]
-        self._owner = _owners(begin.spans)
-        self._absent_mean = set(self._owner)
-        self._absent = {part: set(self._contributors) for part, owner in self._owner.items() if owner == me}
-        self._omitted: dict[int, tuple[str, ...]] = {}
+        self.contributors = [counted.peer for counted in begin.contributors]
+        self.contributes = me in self.contributors
+        self.owner = owner_of_parts(begin.spans)
+        self.absent = set(self.owner)
+        """Parts of the mean that are not here."""
+        self.omitted: dict[int, tuple[str, ...]] = dict.fromkeys(self.owner, ())
+        """Contributors that a part of the mean does not count."""
+        self._awaited = {part: set(self.contributors) for part, owner in self.owner.items() if owner == me}
+        """Contributors whose bytes are missing, for each part that is mine to average."""
         self._averaging: set[int] = set()
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.begin.version, self.begin.attempt
-
-    @property
-    def contributes(self) -> bool:
-        """True when this peer's own contribution is in the reduction."""
-        return self.me in self._contributors
-
-    def awaits(self, peer: str) -> bool:
-        """Whether anything of `peer` belongs in this reduction."""
-        return peer in self._contributors
 
     @property
     def complete(self) -> bool:
         """True when all parts of the mean are here."""
-        return not self._absent_mean
-
-    @property
-    def absent(self) -> set[int]:
-        """Parts of the mean that are not here."""
-        return self._absent_mean
+        return not self.absent
 
     def owners_of_absent(self) -> set[str]:
-        """Absent peers that still owe parts of the mean."""
-        return {self._owner[part] for part in self._absent_mean} - {self.me}
-
-    def spans(self) -> list[Span]:
-        """Present owner of each span of parts."""
-        return as_spans(self._owner)
-
-    def own_parts(self) -> list[int]:
-        """Parts that are mine to average and are not averaged yet."""
-        return [part for part in self._absent if part not in self._averaging]
+        """Other peers that still owe parts of the mean."""
+        return {self.owner[part] for part in self.absent} - {self.me}
 
     def contribution(self, sender: str, part: int, now: float) -> bool:
-        """`sender`'s bytes of `part` are here. True when nobody else is waited for."""
-        absent = self._absent.get(part)
-        if absent is None or sender not in absent or part in self._averaging:
+        """`sender`'s bytes of `part` are here. True when the part can be averaged: nobody else is waited for."""
+        awaited = self._awaited.get(part)
+        if awaited is None or sender not in awaited or part in self._averaging:
             return False
         self.progress_at_s = now
-        absent.remove(sender)
-        return self._ready(part)
+        awaited.remove(sender)
+        return awaited <= self.gone
 
     def average(self, part: int) -> tuple[str, ...]:
-        """Take a part that is ready: from now on it counts whom it counts. Returns whom it does not."""
+        """Start to average a part: bytes that come later do not count in it. Returns the contributors it omits."""
         self._averaging.add(part)
-        omitted = tuple(peer for peer in self._contributors if peer in self._absent[part])
-        self._omitted[part] = omitted
-        return omitted
+        self.omitted[part] = tuple(peer for peer in self.contributors if peer in self._awaited[part])
+        return self.omitted[part]
 
     def mean(self, part: int, sender: str, omitted: Sequence[str], now: float) -> bool:
         """`part` of the mean is here, from its owner. True when that was the last one missing."""
-        if self._owner.get(part) != sender or part not in self._absent_mean:
+        if self.owner.get(part) != sender or part not in self.absent:
             return False
         self.progress_at_s = now
-        self._absent_mean.remove(part)
-        self._omitted[part] = tuple(omitted)
+        self.absent.remove(part)
+        self.omitted[part] = tuple(omitted)
         return self.complete
 
-    def omitted(self, part: int) -> tuple[str, ...]:
-        """Contributors that a part of the mean does not count."""
-        return self._omitted.get(part, ())
-
     def repair(self, repair: Repair, now: float) -> tuple[list[Span], list[int]]:
-        """Owners changed, and some contributors are not waited for any more.
+        """Owners of parts changed, and some contributors are not waited for any more.
 
         Returns the spans that moved, and the parts of mine that can be averaged because of it.
         """
         self.generation = repair.generation
         self.gone |= frozenset(repair.gone)
         self.progress_at_s = now
-        after = _owners(repair.spans)
-        moved = {part: owner for part, owner in after.items() if self._owner[part] != owner}
-        self._owner = after
-        self._absent_mean |= moved.keys()
+        after = owner_of_parts(repair.spans)
+        moved = {part: owner for part, owner in after.items() if self.owner[part] != owner}
+        self.owner = after
+        self.absent |= moved.keys()
         self.mean_digest = "" if moved else self.mean_digest
         for part, owner in moved.items():
-            self._absent.pop(part, None)
+            self._awaited.pop(part, None)
             self._averaging.discard(part)
             if owner == self.me:
-                self._absent[part] = set(self._contributors)
-        return as_spans(moved), [part for part in self.own_parts() if self._ready(part)]
+                self._awaited[part] = set(self.contributors)
+        return as_spans(moved), [part for part, awaited in self._unfinished().items() if awaited <= self.gone]
 
     def missing(self) -> tuple[str, ...]:
         """Peers whose bytes are missing: contributors to my parts first, then owners of parts of the mean."""
-        late = {peer for part in self.own_parts() for peer in self._absent[part]} - self.gone
+        late = {peer for awaited in self._unfinished().values() for peer in awaited} - self.gone
         if not late:
             late = self.owners_of_absent()
         return tuple(sorted(late - {self.me}))
 
+    def _unfinished(self) -> dict[int, set[str]]:
+        """For each part of mine that is not averaged yet: contributors whose bytes are missing."""
+        return {part: awaited for part, awaited in self._awaited.items() if part not in self._averaging}
+
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:
         """Contributors that the complete mean counts, and the parts in which one of them does not count."""
-        parts = len(self._owner)
-        without = {peer: [part for part in range(parts) if peer in self.omitted(part)] for peer in self._contributors}
-        counted = tuple(entry for entry in self.begin.contributors if len(without[entry.peer]) < parts)
+        parts = range(len(self.owner))
+        without = {peer: [part for part in parts if peer in self.omitted[part]] for peer in self.contributors}
+        counted = tuple(entry for entry in self.begin.contributors if len(without[entry.peer]) < len(parts))
         omitted = (
             Omitted(entry.peer, span.start, span.stop)
             for entry in sorted(counted, key=lambda entry: entry.peer)
@@ -220,29 +194,17 @@ class Reduction:
         )
         return counted, tuple(omitted)
 
-    def _ready(self, part: int) -> bool:
-        return self._absent[part] <= self.gone
-
-
-def _owners(spans: Sequence[Span]) -> dict[int, str]:
-    return {part: span.owner for span in spans for part in range(span.start, span.stop)}
-
 
 def covers(spans: Sequence[Span], parts: int, owners: Sequence[str]) -> bool:
-    """Whether spans cover all parts once, in order, and everybody who owns one may."""
+    """Whether spans cover all parts of a fragment once, in order, and each belongs to one of `owners`."""
     bounds = [0, *(span.stop for span in spans)]
-    return (
-        all(span.owner in owners and span.start < span.stop for span in spans)
-        and [span.start for span in spans] == bounds[:-1]
-        and bounds[-1] == parts
-    )
+    owned = all(span.owner in owners and span.start < span.stop for span in spans)
+    return owned and [span.start for span in spans] == bounds[:-1] and bounds[-1] == parts
 
 
 def well_formed(begin: Begin, parts: int, view: Sequence[str]) -> bool:
-    """Whether spans cover all parts once, in order, and everybody named may be."""
+    """Whether a `Begin` makes sense: spans cover all parts, and contributors are receivers of the view, once each."""
     contributors = [counted.peer for counted in begin.contributors]
-    return (
-        len(set(contributors)) == len(contributors) > 0
-        and set(contributors) <= set(view) & {member.peer for member in begin.receivers}
-        and covers(begin.spans, parts, contributors)
-    )
+    once = len(set(contributors)) == len(contributors) > 0
+    may = set(view) & {member.peer for member in begin.receivers}
+    return once and may.issuperset(contributors) and covers(begin.spans, parts, contributors)

@@ -1,5 +1,5 @@
-"""The peers that live, as far as this peer knows. Time comes in as an argument and is this machine's own monotonic
-clock."""
+"""Peers that this peer knows: which lives of them may speak, which messages came before (`Admission`), and which peers
+live (`Roster`). Time comes in as an argument and is this machine's own monotonic clock."""
 
 from __future__ import annotations
 
@@ -16,49 +16,37 @@ MAX_NAMES = 1024
 """Peers that are remembered whether or not they are still there."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Sequence numbers of one life of a peer: the highest, and one bit for each of those just below it."""
-
-    incarnation: int
-    highest: int = 0
-    bits: int = field(default=0, repr=False)
-
-    def take(self, sequence: int) -> bool:
-        """Whether this number was not there before."""
-        if sequence > self.highest:
-            ahead = min(sequence - self.highest, WINDOW)  # a stranger's number is anything up to 2^63
-            self.bits = (self.bits << ahead | 1) & ((1 << WINDOW) - 1)
-            self.highest = sequence
-            return True
-        behind = self.highest - sequence
-        if sequence <= 0 or behind >= WINDOW or self.bits >> behind & 1:
-            return False
-        self.bits |= 1 << behind
-        return True
-
-
 class Admission:
-    """Remembers, for each peer, one number and 128 bytes."""
+    """Refuses messages of another run or contract, and those that came before: one number and 128 bytes per peer."""
 
     def __init__(self, run: str, contract: str) -> None:
         self.run = run
         self.contract = contract
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        """By peer: its latest life, the highest number of its messages, and a bit for each number just below that."""
 
     def same_training(self, run: str, contract: str) -> Reply:
-        """Whether the sender trains what we train."""
+        """OK if a message's sender trains this run under this contract."""
         if run != self.run:
             return Reply.OTHER_RUN
         return Reply.OK if contract == self.contract else Reply.OTHER_CONTRACT
 
     def replayed(self, envelope: Envelope) -> bool:
-        """Whether this very message was here before. Asked once for each message of a life that may speak."""
-        sender = envelope.sender
-        seen = self._seen.get(sender.peer)
-        if seen is None or seen.incarnation != sender.incarnation:
-            seen = self._seen[sender.peer] = _Seen(sender.incarnation)
-        return not seen.take(envelope.sequence)
+        """Whether this very message came before. Asked once for each message of a life that may speak."""
+        sender, sequence = envelope.sender, envelope.sequence
+        life, highest, bits = self._seen.get(sender.peer, (sender.incarnation, 0, 0))
+        if life != sender.incarnation:
+            highest, bits = 0, 0
+        behind = max(highest - sequence, 0)
+        replayed = sequence <= 0 or behind >= WINDOW
+        if sequence > highest:
+            ahead = min(sequence - highest, WINDOW)  # a stranger's number is anything up to 2^63
+            highest, bits = sequence, (bits << ahead) & ((1 << WINDOW) - 1)
+        if not replayed:
+            replayed = bool(bits >> behind & 1)
+            bits |= 1 << behind
+        self._seen[sender.peer] = (sender.incarnation, highest, bits)
+        return replayed
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -71,15 +59,13 @@ class Admission:
 
 FORGET_S = 60.0
 """Seconds for which a peer outside the view is remembered."""
-
-
 MAX_FORMER_LIVES = 16
 """Earlier lives of a peer that are remembered, so that their messages are refused."""
 
 
 @dataclass(slots=True)
 class RosterEntry:
-    """State of one peer as known here."""
+    """One peer as known here: its latest life, and the last sign of it."""
 
     member: Member
     heard_at_s: float
@@ -110,8 +96,15 @@ class Roster:
     def get(self, peer: str) -> RosterEntry | None:
         return self._entries.get(peer)
 
+    def heartbeat(self, peer: str) -> Heartbeat | None:
+        """The last heartbeat of a peer."""
+        entry = self._entries.get(peer)
+        return entry.heartbeat if entry is not None else None
+
+    # ------------------------------------------------------------ lives of a peer
+
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
-        """Members of a view, or peers that somebody told of: those unknown so far get the benefit of the doubt.
+        """Add members of a view, or peers that a welcome or the directory names. Unknown ones count as alive at first.
 
         A life that was in the view `before` is over when the view has another of that name. Any other life that is
         heard here may be the later one: a view can be an old one, from a checkpoint.
@@ -126,16 +119,14 @@ class Roster:
                 self._entries[member.peer] = RosterEntry(member, now, former=known.former)
 
     def may_speak(self, member: Member, now: float) -> bool:
-        """Whether to listen to `member`: not to an earlier life of that peer, nor where another peer has the name."""
+        """Whether messages of `member` are taken: not of an earlier life, nor where another process has the name."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
         known = self._entries.get(member.peer)
-        if known is None or known.member.incarnation == member.incarnation:
-            return True
-        return self._succeeds(member, known, now)
+        return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
 
     def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> None:
-        """A message came from `member`, who may speak."""
+        """A message came from `member`, who may speak. `version` is ours: a heartbeat is compared with it."""
         if member.peer == self.me.peer:
             return
         known = self._entries.get(member.peer)
@@ -161,7 +152,9 @@ class Roster:
         return earlier or member.incarnation in known.former
 
     def is_earlier(self, member: Member, now: float) -> bool:
-        """Whether it is an earlier life than the one of its name that is known here."""
+        """Whether a message is of an old conversation, heard again: its sender has a later life that is known here."""
+        if member.peer == self.me.peer:
+            return member.incarnation < self.me.incarnation
         known = self._entries.get(member.peer)
         return known is not None and self._precedes(member, known, now)
 
@@ -172,8 +165,10 @@ class Roster:
             entry.former.extend((*known.former, known.member.incarnation))
         return entry
 
+    # ------------------------------------------------------------ signs of life
+
     def introduce(self, member: Member, now: float) -> None:
-        """A peer of another lineage spoke. It is to hear of ours, and says nothing of whoever has that name here."""
+        """A peer of another lineage spoke. It gets our heartbeats, and changes nothing of the entry under its name."""
         self._strangers[member.peer] = (member, now)
 
     def strangers(self, now: float) -> list[Member]:
@@ -182,7 +177,7 @@ class Roster:
         return [member for member, _ in self._strangers.values()]
 
     def unreachable(self, peer: str) -> None:
-        """Delivery to `peer` failed outright. The next word from it takes this back."""
+        """Delivery to `peer` failed outright. The next message from it takes this back."""
         if peer in self._entries:
             self._entries[peer].unreachable = True
 
@@ -200,9 +195,9 @@ class Roster:
         return self.offences[peer] >= self.offences_allowed
 
     def part_with(self, peers: Collection[str]) -> None:
-        """The run was cut. Go on calling those on the other side, however long they are silent: so it heals.
+        """The run was cut. Peers on the other side get our heartbeats however long they are silent: so it heals.
 
-        What they and strangers said was said in another lineage: whoever wants in must ask again.
+        Heartbeats so far were of another lineage: peers that want to join must ask again.
         """
         self._remembered |= set(peers)
         for entry in self:
@@ -223,7 +218,7 @@ class Roster:
         return known.heard_at_s
 
     def at_the_door(self, max_lag: int, now: float) -> list[Member]:
-        """Live peers that ask to be taken in and were at most so many versions behind when last heard, by name."""
+        """Live peers that ask to join and were at most so many versions behind when last heard, by name."""
         waiting = [
             entry.member
             for entry in self
@@ -233,16 +228,14 @@ class Roster:
         return sorted(waiting, key=lambda member: member.peer)
 
     def deaf(self, now: float) -> bool:
-        """Whether nobody at all was heard lately."""
+        """Whether no peer at all was heard lately."""
         return all(now - entry.heard_at_s > self.suspect_s for entry in self)
 
     def forget(self, keep: Collection[str], now: float) -> None:
-        """Drop strangers that were silent for long, so that nobody calls into the void for ever."""
-        self._entries = {
-            peer: entry
-            for peer, entry in self._entries.items()
-            if peer in keep or peer in self._remembered or now - entry.heard_at_s <= FORGET_S
-        }  # fmt: skip
+        """Drop peers that are silent for long, so that nobody sends them heartbeats for ever."""
+        keep = {*keep, *self._remembered}
+        entries = self._entries.items()
+        self._entries = {peer: entry for peer, entry in entries if peer in keep or now - entry.heard_at_s <= FORGET_S}
 
     def _lives(self, entry: RosterEntry, now: float) -> bool:
         deaf = entry.heartbeat is not None and entry.heartbeat.deaf

@@ -1,4 +1,4 @@
-"""Data that travels beside control messages: streams of parts, offers of a state, a stranger's welcome."""
+"""Data that travels beside control messages: streams of parts, offers of an outer state, the welcome of a joiner."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, StateVersion
-from diloco.protocol.gossip_messages import Acquaintance
-from diloco.protocol.messages import Fork
+from diloco.protocol.messages import Acquaintance, Fork
 
 CHUNK_BYTES = 1 << 20
 """Most payload bytes in one message; gRPC's default limit of 4 MiB per message stays in force."""
 MAX_CONTRACT_BYTES: Final = 1 << 20
 MAX_CHUNKS: Final = 1 << 16
-"""Chunks of one state; 65,536 hashes fill half of gRPC's 4 MiB."""
+"""Most chunks of one outer state; 65,536 hashes fill half of gRPC's 4 MiB."""
 
 
 class Kind(IntEnum):
-    """Content of a stream's parts."""
+    """Content of the parts of a stream."""
 
     CONTRIBUTION = 1
     MEAN = 2
     WEIGHTS = 3
     """Weights sent by the peer that leads a swap (policy `gossip`)."""
     ANSWER = 4
-    """And of the other."""
+    """Weights sent back by the peer that follows in a swap."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamHeader:
-    """Opens a stream of parts, and says to which attempt they belong."""
+    """First message of a stream of parts: the sender, and the attempt or swap that the parts belong to."""
 
     run: str
     contract: str
@@ -38,7 +37,7 @@ class StreamHeader:
     sender: Member
     kind: Kind
     version: int
-    """The version being made; of a swap, its number."""
+    """The version being made; in a swap, its number."""
     attempt: int
     generation: int
     """Repairs that the receiver must know of before it takes these parts."""
@@ -48,7 +47,7 @@ class StreamHeader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part's encoded bytes, complete and with its checksum verified."""
+    """Encoded bytes of one part of a fragment, complete and with their checksum verified."""
 
     index: int
     payload: bytes
@@ -58,16 +57,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Reply to a stranger: all that it needs to join."""
+    """A member's reply to a joiner: all that it needs to join the run."""
 
     contract: Annotated[bytes, MaxLength(MAX_CONTRACT_BYTES)]
     """Canonical JSON of the contract."""
     lineage: str
     version: StateVersion
-    """Version of the state that can be downloaded."""
+    """Version of the outer state that can be copied."""
     founded: bool
     members: Annotated[tuple[Member, ...], MinLength(1)]
-    """Members of the run; the one that answers comes first."""
+    """Members of the run; the one that replies comes first."""
     directory: tuple[str, ...]
     """Multiaddresses of the peer directory (DHT)."""
     layout: str
@@ -80,7 +79,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class StateOffer:
-    """A snapshot of anchor and outer state, cut in chunks."""
+    """Description of a snapshot of anchor and outer state, cut in chunks, that a member serves to joiners."""
 
     version: int
     commit: Commit | None
@@ -93,7 +92,7 @@ class StateOffer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on encoded means that are fetched: the most that honest peers send. What goes beyond is MALFORMED."""
+    """Bounds on encoded means that are fetched: the most that honest peers send. More is MALFORMED."""
 
     parts: int
     """Parts of one mean."""

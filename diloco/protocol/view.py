@@ -1,4 +1,5 @@
-"""Pure decisions about who does what in a version: coordinator, majority, spans, and when a group is complete.
+"""Pure decisions of the protocol, and the settings that they take: coordinator, votes, owners of parts, the group of a
+version, and the lineage that goes on.
 
 Every function takes all that it needs as arguments and, where it decides, returns the reason with the decision.
 """
@@ -14,20 +15,76 @@ from statistics import median
 from types import MappingProxyType
 
 from diloco.base.types import Member
-from diloco.protocol.messages import Span
+from diloco.protocol.messages import Fork, Span
 
-SAME_RATES = 1.33
-"""Rates of upload whose largest is not so many times the smallest count as equal."""
-FAST_BPS = 10**9
-"""Above it the cores hold up the bytes and not the link: one stream over loopback was measured at 1.4 to 4 Gb/s."""
-EARLY_DEADLINES = 4
-"""Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
-BISECTIONS = 50
-"""Steps of the bisection in `upload_shares`: more digits than any rate has."""
+# ---------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Settings of the contract for when a version closes."""
+
+    quorum_peers: int | None
+    """None: `sync`, all live members. K: `quorum`, K of them and those that come within `grace_s` of the K-th."""
+    grace_s: float
+    match_deadline_s: float
+    """Seconds that half of the live members, when they are ready, wait for the others under `sync`."""
+    max_peers: int | None = None
+    """Most contributors of one version: more of them take turns. None: no limit."""
+    uses_slack: bool = False
+    """The grace of a quorum lasts for as long as none of it would have to wait: `async`."""
+    sync_versions: int = 0
+    """The first so many versions close as under `sync`."""
+
+    def at(self, version: int, ending: bool) -> Policy:
+        """The policy of one version. The last ones, for which nobody trains any more, close as under `sync`, so that
+        nobody's progress is left over."""
+        return replace(self, quorum_peers=None) if ending or version <= self.sync_versions else self
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Settings of the contract for rounds: the same for all peers."""
+
+    run: str
+    contract: str
+    """Digest of the contract."""
+    parts: tuple[int, ...]
+    """Parts of each fragment."""
+    start_peers: int
+    lease_blocks: int
+    """Data blocks that every trainer holds at least after a commit."""
+    policy: Policy
+    backlog_versions: int
+    """Commits that members keep for peers that are behind."""
+    continue_after_s: float | None = None
+    """Without a majority for this long, go on as a lineage of our own; None: wait."""
+    offences_allowed: int = 3
+    """After so many contributions that no honest peer sends, a peer is put out of the run."""
+    total_tokens: int | None = None
+    """When so many are committed, only contributions under way are still to come. None: the run has no end."""
+
+    @property
+    def means_kept(self) -> int:
+        """Encoded means that a peer holds: those of the backlog, and of attempts that may still be proposed again."""
+        return self.backlog_versions + 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Settings of the site for waiting: each peer has its own."""
+
+    heartbeat_s: float
+    """Also the pause before an unanswered message is sent again."""
+    suspect_s: float
+    stall_s: float
+
+
+# ---------------------------------------------------------------- coordinator and votes
 
 
 def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) -> Member:
-    """Coordinator of an attempt: a different member each time, by hash; nobody is special for ever."""
+    """The member that coordinates an attempt, by hash: each attempt has another one."""
     seed = hashlib.sha256(f"{run}/{version}".encode()).digest()
     first = int.from_bytes(seed[:8], "big")
     trainers = [member for member in view if not member.witness]
@@ -45,14 +102,97 @@ def votes_needed(members: int, gone: int) -> int:
     return members // 2 if halved else members // 2 + 1
 
 
+MAX_EVICTED = 1024
+"""Most lives of peers that an operator evicted and that are remembered, in the view or not."""
+
+
+class Electorate:
+    """The voters on the next version, the number of votes that decides, and members that vote for leavers.
+
+    Votes belong to the members of the latest commit's view. A vote is lost when its member is dead for certain
+    (`died`) or evicted by an operator (`evict`). A leaver hands its vote on (`bequeath`). Suspicion takes no vote away.
+    Deaths and evictions are of one life of a peer: its next life votes again.
+    """
+
+    def __init__(self) -> None:
+        self._view: tuple[Member, ...] = ()
+        self._heirs: dict[str, str] = {}
+        self._dead: set[tuple[str, int]] = set()
+        # A dict for its order: the oldest goes first.
+        self._evicted: dict[tuple[str, int], None] = {}
+
+    def stand(self, view: Sequence[Member]) -> None:
+        """A new view votes from now on. Deaths and heirs of earlier lives do not bind later lives of the same name."""
+        lives = {(member.peer, member.incarnation) for member in self._view}
+        same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
+        self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
+        self._dead &= {(member.peer, member.incarnation) for member in view}
+        self._view = tuple(view)
+
+    def died(self, member: Member) -> None:
+        """This life of a peer is over for certain."""
+        self._dead.add((member.peer, member.incarnation))
+
+    def evict(self, peer: str, incarnation: int) -> None:
+        """An operator declares this life of a peer over. It may be of a view that this peer does not know yet."""
+        self._evicted[peer, incarnation] = None
+        if len(self._evicted) > MAX_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
+
+    @property
+    def evicted(self) -> set[str]:
+        """Members of the view that an operator declared dead."""
+        return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
+
+    def bequeath(self, leavers: Iterable[str], heir: str) -> None:
+        """Leavers give their votes to `heir`."""
+        self._heirs |= dict.fromkeys(leavers, heir)
+
+    def voters(self) -> set[str]:
+        """Members of the view that may still vote."""
+        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
+        return living - self.evicted
+
+    def needed(self) -> int:
+        """Number of votes that decide."""
+        living = len(self.voters())
+        needed = votes_needed(len(self._view), len(self._view) - living)
+        return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
+
+    def reachable(self, alive: Collection[str]) -> int:
+        """Number of votes of live members, and of leavers whose heir lives."""
+        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
+
+    def held_by(self, peer: str) -> tuple[str, ...]:
+        """Leavers whose vote `peer` has, besides its own."""
+        return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))
+
+
+# ---------------------------------------------------------------- owners of parts
+
+SAME_RATES = 1.33
+"""Rates of upload whose largest is not so many times the smallest count as equal."""
+FAST_BPS = 10**9
+"""Above it the cores hold up the bytes and not the link: one stream over loopback was measured at 1.4 to 4 Gb/s."""
+BISECTIONS = 50
+"""Steps of the bisection in `upload_shares`: more digits than any rate has."""
+
+
 def spans(parts: int, owners: Sequence[str], send_bps: Sequence[int] = ()) -> tuple[Span, ...]:
-    """Cut `parts` parts into consecutive spans, at most one per owner.
+    """Cut the parts of a fragment into consecutive spans, at most one per owner.
 
     They are of nearly equal length, or have `upload_shares` by `send_bps` (of each owner, 0: unknown).
     """
+    bounds = [parts * i // len(owners) for i in range(len(owners) + 1)]
     shares = upload_shares(send_bps)
-    even = [parts * i // len(owners) for i in range(len(owners) + 1)]
-    bounds = [*accumulate(_whole(parts, shares), initial=0)] if shares else even
+    if shares:
+        exact = [parts * share for share in shares]
+        lengths = [int(length) for length in exact]
+        # Largest remainders get the parts that are left over; at a tie, the owner that comes first.
+        first_by_rest = sorted(range(len(shares)), key=lambda owner: lengths[owner] - exact[owner])
+        for owner in first_by_rest[: parts - sum(lengths)]:
+            lengths[owner] += 1
+        bounds = [*accumulate(lengths, initial=0)]
     pieces = zip(owners, bounds, bounds[1:], strict=False)
     return tuple(Span(owner, start, stop) for owner, start, stop in pieces if stop > start)
 
@@ -84,16 +224,6 @@ def upload_shares(send_bps: Sequence[int]) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
-def _whole(parts: int, shares: Sequence[float]) -> list[int]:
-    """So many parts in these shares, by the largest remainders; at a tie, who comes first."""
-    exact = [parts * share for share in shares]
-    lengths = [int(length) for length in exact]
-    first_by_rest = sorted(range(len(shares)), key=lambda owner: lengths[owner] - exact[owner])
-    for owner in first_by_rest[: parts - sum(lengths)]:
-        lengths[owner] += 1
-    return lengths
-
-
 def respan(
     current: Sequence[Span],
     wanted: Collection[int],
@@ -102,45 +232,33 @@ def respan(
     send_bps: Sequence[int] = (),
 ) -> list[Span]:
     """The spans of a repair: parts of `gone` that are still `wanted` go to `owners`, as in `spans`; all others stay."""
-    owner = {part: span.owner for span in current for part in range(span.start, span.stop)}
+    owner = owner_of_parts(current)
     lost = [part for part, peer in owner.items() if peer in gone and part in wanted]
     for piece in spans(len(lost), owners, send_bps):
         owner |= dict.fromkeys(lost[piece.start : piece.stop], piece.owner)
     return as_spans(owner)
 
 
+def owner_of_parts(spans: Iterable[Span]) -> dict[int, str]:
+    """The owner of each part. `as_spans` is the way back."""
+    return {part: span.owner for span in spans for part in range(span.start, span.stop)}
+
+
 def as_spans(owner: Mapping[int, str]) -> list[Span]:
     """Runs of consecutive parts with one owner."""
     found: list[Span] = []
     for part in sorted(owner):
-        last = found[-1] if found else None
-        if last is not None and last.stop == part and last.owner == owner[part]:
-            found[-1] = Span(last.owner, last.start, part + 1)
+        if found and found[-1].stop == part and found[-1].owner == owner[part]:
+            found[-1] = Span(owner[part], found[-1].start, part + 1)
         else:
             found.append(Span(owner[part], part, part + 1))
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """When a version closes."""
+# ---------------------------------------------------------------- the group of a version
 
-    quorum_peers: int | None
-    """None: `sync`, all live members. K: `quorum`, K of them and whoever comes within `grace_s` of the K-th."""
-    grace_s: float
-    match_deadline_s: float
-    """Seconds that half of the live members, when they are ready, wait for the others under `sync`."""
-    max_peers: int | None = None
-    """More do not contribute to one version: they take turns. None: no limit."""
-    uses_slack: bool = False
-    """The grace of a quorum lasts for as long as none of it would have to wait: `async`."""
-    sync_versions: int = 0
-    """The first so many versions close as under `sync`."""
-
-    def at(self, version: int, ending: bool) -> Policy:
-        """The one that holds for a version. The last ones, for which nobody trains any more, close as under `sync`, so
-        that nobody's progress is left over."""
-        return replace(self, quorum_peers=None) if ending or version <= self.sync_versions else self
+EARLY_DEADLINES = 4
+"""Match deadlines after which fewer than half close a version under `sync`, for the others may live and hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +268,7 @@ class GroupDecision:
     group: tuple[str, ...] | None
     reason: str
     routine: bool = False
-    """Nothing that anybody needs to know."""
+    """The reason appears in every round in which all goes well: nobody needs to read it."""
 
 
 def decide(
@@ -162,30 +280,58 @@ def decide(
     state_digests: Mapping[str, str],
     waits_from: Mapping[str, float] = MappingProxyType({}),
 ) -> GroupDecision:
-    """Contributors of the attempt, as soon as it may begin; else None, with the reason.
+    """Contributors of an attempt as soon as it may begin, else None; with the reason.
 
-    `view`: its trainers, in order; `expected`: those of them that live and whose contribution did not fail before.
-    `offered_at` says when those who are ready offered, `state_digests` what they stand on: peers that stand on
-    another state than most others are left out, for their pseudo-gradient is measured against another anchor.
-    `waits_from`: when an attempt must begin, lest that peer run out of inner steps before it is over.
+    `view` has its trainers in order, `expected` those of them that live and whose contribution did not fail before,
+    `offered_at` the time of each offer. `waits_from`: when an attempt must begin, lest that peer run out of inner steps
+    before it is over.
     """
-    offering = [peer for peer in expected if peer in offered_at]
-    agreed = _same_state(offering, state_digests)
-    late = [peer for peer in expected if peer not in offering]
+    # Peers that hold another state than most are left out: their pseudo-gradient is measured against another anchor.
+    same_state: dict[str, list[str]] = {}
+    for peer in expected:
+        if peer in offered_at:
+            same_state.setdefault(state_digests[peer], []).append(peer)
+    agreed = max(same_state.values(), key=len, default=[])
     if not agreed:
         return GroupDecision(None, "nobody has a contribution yet")
+    late = [peer for peer in expected if peer not in offered_at]
     if not late:
         missing = [peer for peer in view if peer not in agreed]
         without = f"; without {', '.join(missing)}" if missing else ""
         return GroupDecision(tuple(agreed), f"all {len(agreed)} live members are ready{without}", routine=not missing)
-    times = sorted(offered_at[peer] for peer in agreed)
-    if policy.quorum_peers is None:
-        return _decide_sync(policy, now, times, agreed, late)
-    return _decide_quorum(policy, policy.quorum_peers, now, times, agreed, late, waits_from)
+    return _close_or_wait(policy, now, {peer: offered_at[peer] for peer in agreed}, late, waits_from)
+
+
+def _close_or_wait(
+    policy: Policy, now: float, ready_at: Mapping[str, float], late: Sequence[str], waits_from: Mapping[str, float]
+) -> GroupDecision:
+    """The contributors are those of `ready_at`, if the version closes now without the late ones."""
+    group, missing, times = tuple(ready_at), ", ".join(late), sorted(ready_at.values())
+    quorum = policy.quorum_peers
+    if quorum is None:
+        # The deadline runs since half of all were ready: a peer that is early for once must not make a version alone.
+        # Such a version has one peer's progress, and its outer step the momentum of a whole one; and the progress that
+        # all others make meanwhile comes on top of it.
+        half = math.ceil((len(group) + len(late)) / 2)
+        deadline_s = policy.match_deadline_s
+        close_s = times[half - 1] + deadline_s if len(times) >= half else times[0] + EARLY_DEADLINES * deadline_s
+        if now >= close_s:
+            return GroupDecision(group, f"closing without {missing} after {now - times[0]:.0f} s")
+        return GroupDecision(None, f"waiting for {missing}", routine=True)
+    if len(group) < quorum:
+        return GroupDecision(None, f"{len(group)} of a quorum of {quorum} are ready", routine=True)
+    quorum_s, grace = times[quorum - 1], f"{policy.grace_s:g} s of grace"
+    close_s = quorum_s + policy.grace_s
+    if policy.uses_slack:
+        first_s = min(waits_from.get(peer, quorum_s) for peer in group)
+        close_s, grace = max(close_s, min(first_s, quorum_s + policy.match_deadline_s)), f"{grace} or more"
+    if now >= close_s:
+        return GroupDecision(group, f"a quorum of {quorum} and {grace}; without {missing}", routine=True)
+    return GroupDecision(None, f"a quorum is ready; {grace} for {missing}", routine=True)
 
 
 def in_turn(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...]:
-    """At most so many of a group, in its order; the next turn begins where this one ends.
+    """At most so many contributors of a group, in its order; the next turn begins where this one ends.
 
     `turn` counts the versions of a fragment: if it counted all versions, each fragment might always get the same peers.
     """
@@ -196,150 +342,26 @@ def in_turn(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...
     return tuple(peer for peer in group if peer in chosen)
 
 
-def _decide_sync(
-    policy: Policy, now: float, times: Sequence[float], agreed: Sequence[str], late: Sequence[str]
-) -> GroupDecision:
-    """The deadline runs since half of all were ready: who is early for once must not make a version alone.
+# ---------------------------------------------------------------- lineages
 
-    Such a version has one peer's progress, and its outer step the momentum of a whole one; and what all others train
-    meanwhile comes on top of it.
+
+def goes_on(mine: Sequence[Fork], other: Sequence[Fork]) -> bool:
+    """Whether the first of two histories of lineages (see `parted_at`) goes on: both sides get the same answer.
+
+    More committed tokens win; at a tie the later founded one, for the members that it left behind could not go on.
     """
-    half = math.ceil((len(agreed) + len(late)) / 2)
-    deadline_s = policy.match_deadline_s
-    close_s = times[half - 1] + deadline_s if len(times) >= half else times[0] + EARLY_DEADLINES * deadline_s
-    if now >= close_s:
-        return GroupDecision(tuple(agreed), f"closing without {', '.join(late)} after {now - times[0]:.0f} s")
-    return GroupDecision(None, f"waiting for {', '.join(late)}", routine=True)
+    return (mine[-1].tokens, len(mine), mine[-1].lineage) > (other[-1].tokens, len(other), other[-1].lineage)
 
 
-def _decide_quorum(
-    policy: Policy,
-    quorum: int,
-    now: float,
-    times: Sequence[float],
-    agreed: Sequence[str],
-    late: Sequence[str],
-    waits_from: Mapping[str, float],
-) -> GroupDecision:
-    if len(agreed) < quorum:
-        return GroupDecision(None, f"{len(agreed)} of a quorum of {quorum} are ready", routine=True)
-    there_s, grace = times[quorum - 1], f"{policy.grace_s:g} s of grace"
-    close_s = there_s + policy.grace_s
-    if policy.uses_slack:
-        first_s = min(waits_from.get(peer, there_s) for peer in agreed)
-        close_s, grace = max(close_s, min(first_s, there_s + policy.match_deadline_s)), f"{grace} or more"
-    if now >= close_s:
-        return GroupDecision(
-            tuple(agreed), f"a quorum of {quorum} and {grace}; without {', '.join(late)}", routine=True
-        )
-    return GroupDecision(None, f"a quorum is ready; {grace} for {', '.join(late)}", routine=True)
+def parted_at(mine: Sequence[Fork], other: Sequence[Fork]) -> int:
+    """Committed tokens at which two histories of lineages parted.
 
-
-def _same_state(peers: Sequence[str], state_digests: Mapping[str, str]) -> list[str]:
-    """The largest set of peers that hold the same anchor and outer state."""
-    groups: dict[str, list[str]] = {}
-    for peer in peers:
-        groups.setdefault(state_digests[peer], []).append(peer)
-    return max(groups.values(), key=len, default=[])
-
-
-MAX_EVICTED = 1024
-"""Lives that an operator declared over and that are remembered, in the view or not."""
-
-
-class Electorate:
-    """The votes of one view."""
-
-    def __init__(self) -> None:
-        self._view: tuple[Member, ...] = ()
-        self._heirs: dict[str, str] = {}
-        self._dead: set[tuple[str, int]] = set()
-        self._evicted: dict[tuple[str, int], None] = {}
-
-    def stand(self, view: Sequence[Member]) -> None:
-        """A new view votes from now on. What was said of a member is not said of a later life under its name."""
-        lives = {(member.peer, member.incarnation) for member in self._view}
-        same = {member.peer for member in view if (member.peer, member.incarnation) in lives}
-        self._heirs = {peer: heir for peer, heir in self._heirs.items() if {peer, heir} <= same}
-        self._dead &= {(member.peer, member.incarnation) for member in view}
-        self._view = tuple(view)
-
-    def died(self, member: Member) -> None:
-        """This life of a peer is over for certain."""
-        self._dead.add((member.peer, member.incarnation))
-
-    def evict(self, peer: str, incarnation: int) -> None:
-        """An operator answers for it that this life of a peer is over; who is behind may not know it yet."""
-        self._evicted[peer, incarnation] = None
-        if len(self._evicted) > MAX_EVICTED:
-            del self._evicted[next(iter(self._evicted))]
-
-    @property
-    def evicted(self) -> set[str]:
-        """Members that an operator declared dead."""
-        return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
-
-    def bequeath(self, leavers: Iterable[str], heir: str) -> None:
-        """Leavers give their votes to `heir`."""
-        self._heirs |= dict.fromkeys(leavers, heir)
-
-    def voters(self) -> set[str]:
-        """Members that may still vote."""
-        living = {member.peer for member in self._view if (member.peer, member.incarnation) not in self._dead}
-        return living - self.evicted
-
-    def needed(self) -> int:
-        """Number of votes that decide."""
-        living = len(self.voters())
-        needed = votes_needed(len(self._view), len(self._view) - living)
-        return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
-
-    def reachable(self, alive: Collection[str]) -> int:
-        """Votes of those that live, and of leavers whose heir lives."""
-        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
-
-    def held_by(self, peer: str) -> tuple[str, ...]:
-        """Leavers whose vote `peer` has, besides its own."""
-        return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """The contract's settings for rounds."""
-
-    run: str
-    contract: str
-    """Digest of the contract."""
-    parts: tuple[int, ...]
-    """Parts of each fragment."""
-    start_peers: int
-    lease_blocks: int
-    """Data blocks that every trainer holds at least after a commit."""
-    policy: Policy
-    backlog_versions: int
-    """Commits that members keep for those who are behind."""
-    continue_after_s: float | None = None
-    """Without a majority for this long, go on as a lineage of our own; None: wait."""
-    offences_allowed: int = 3
-    """After so many contributions that no honest peer sends, a peer is put out of the run."""
-    total_tokens: int | None = None
-    """When so many are committed, only what is under way is still to come. None: never."""
-
-    @property
-    def means_kept(self) -> int:
-        """Encoded means that a peer holds: those of the backlog, and of attempts that may still be proposed again."""
-        return self.backlog_versions + 2
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The site's settings for waiting."""
-
-    heartbeat_s: float
-    suspect_s: float
-    stall_s: float
-
-    @property
-    def resend_s(self) -> float:
-        """Unanswered messages are said again this often."""
-        return self.heartbeat_s
+    A history lists the lineages that led to a peer's own, each with the tokens at which it was left; the last entry is
+    the peer's own, with its tokens now. Histories that share nothing parted at 0.
+    """
+    parted = 0
+    for own, theirs in zip(mine, other, strict=False):
+        if own.lineage != theirs.lineage:
+            break
+        parted = min(own.tokens, theirs.tokens)
+    return parted

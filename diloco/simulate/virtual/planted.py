@@ -234,8 +234,8 @@ def _early_witness() -> Iterator[None]:
 
 def _strange_vote() -> Iterator[None]:
     def admit(machine: Machine, body: m.Accept) -> Callable[[], None]:
-        vars(machine)["_member"] = lambda member: member
-        return partial(vars(machine).pop, "_member", None)
+        vars(machine)["_is_member"] = lambda member: True
+        return partial(vars(machine).pop, "_is_member", None)
 
     with _hearing(m.Accept, admit):
         yield
