@@ -111,16 +111,15 @@ class Acquaintances:
     def status(self, reason: str, now_s: float) -> dict[str, Any]:
         """The table as JSON for `diloco status`, with the names of `diloco.exchange.status`. Each peer has a version of
         its own, and `peers` lists those that this one knows."""
-        mine = self.progress
         everybody = [
-            (Acquaintance(self.me, 0, mine, self.spread), 0.0, True),
+            (Acquaintance(self.me, 0, self.progress, self.spread), 0.0, True),
             *sorted(self.everybody(now_s), key=lambda entry: entry[0].member.peer),
         ]
         return {
             "founded": True,
-            "version": mine.version,
+            "version": self.progress.version,
             "state_digest": "",
-            "tokens": mine.tokens + self.tokens(),
+            "tokens": self.progress.tokens + self.tokens(),
             "answering": self.me.peer,
             "reason": reason,
             "spread": self.spread if self.spread >= 0 else None,

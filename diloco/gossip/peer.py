@@ -267,10 +267,8 @@ class GossipPeer:
         names = list(members) if settling is None else settling.met_least(list(members))
         if names:
             self.exchange.invite(members[self._draw.choice(names)])
-        elif self.progress.phase == Phase.TRAINING:
-            mine = self._count()
-            if mine is not None:
-                self._apply(mine, mine.exact, {"inner": self._inner_s})
+        elif self.progress.phase == Phase.TRAINING and (mine := self._count()) is not None:
+            self._apply(mine, mine.exact, {"inner": self._inner_s})
 
     def _count(self, swap: Swap | None = None) -> CountedWeights | None:
         """Our local weights, for a swap to count. None: they are not finite; their progress is discarded, lest it reach
@@ -431,7 +429,7 @@ class GossipLife:
         """`stop`: whether this peer is asked to leave."""
         self.peer, self._stop = peer, stop
         self._left = self._averaged = False
-        self.sync_now = False  # of no effect: there is no sync to want
+        self.sync_now = False  # without effect: no sync can be wanted
         peer.asked_to_leave = lambda: self.leaving
 
     @property

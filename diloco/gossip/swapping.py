@@ -206,8 +206,7 @@ class Swapping(Background):
         sought_s = monotonic_s()
         while True:
             now_s = monotonic_s()
-            overdue = self._swaps.overdue(now_s)
-            if overdue is not None:
+            if (overdue := self._swaps.overdue(now_s)) is not None:
                 self._lose(overdue.partner.peer)
                 self._fail(overdue, f"no weights from {overdue.partner.peer} in time")
             self._refresh()
@@ -220,9 +219,10 @@ class Swapping(Background):
             await asyncio.sleep(self._stall_s / TICKS_PER_STALL)
 
     async def _look_for(self, member: Member) -> None:
-        greeting = Greeting(self.acquaintances.publish(monotonic_s()), False)
+        """Greet a peer that fell silent."""
+        known = self.acquaintances.publish(monotonic_s())
         with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
-            await self.link.deliver(member.address, self._envelope(greeting))
+            await self.link.deliver(member.address, self._envelope(Greeting(known, answer=False)))
 
     def _note(self, reason: str, routine: bool = False) -> None:
         if reason != self.reason:
@@ -278,8 +278,7 @@ class Swapping(Background):
         await self._deliver(member, Greeting(self.acquaintances.publish(monotonic_s()), answer))
 
     async def _lead(self, member: Member) -> None:
-        swap = self._swaps.lead(member)
-        if swap is None:
+        if (swap := self._swaps.lead(member)) is None:
             return
         reply = await self._deliver(member, Invite(swap.number, self.acquaintances.myself()))
         if reply is m.Reply.OK and self._swaps.agreed(swap):
@@ -345,8 +344,7 @@ class Swapping(Background):
     # ------------------------------------------------------------ what others ask (Service)
 
     def _admits(self, message: m.Envelope | StreamHeader) -> m.Reply:
-        reply = self._admission.same_training(message.run, message.contract)
-        if reply is not m.Reply.OK:
+        if (reply := self._admission.same_training(message.run, message.contract)) is not m.Reply.OK:
             return reply
         if message.lineage != self.lineage:
             return m.Reply.OTHER_LINEAGE
@@ -362,8 +360,7 @@ class Swapping(Background):
             if reply is m.Reply.OK and word is not None and word.member.incarnation == body.incarnation:
                 self._lose(body.peer)
             return reply
-        reply = self._admits(envelope)
-        if reply is not m.Reply.OK:
+        if (reply := self._admits(envelope)) is not m.Reply.OK:
             return reply
         match body:
             case Greeting(known, answer) if known and known[0].member == sender:
@@ -377,22 +374,19 @@ class Swapping(Background):
         return m.Reply.MALFORMED
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        reply = self._admits(header)
-        if reply is not m.Reply.OK:
+        if (reply := self._admits(header)) is not m.Reply.OK:
             return reply
         named = bool(header.known) and header.known[0].member == header.sender
         if header.kind not in (Kind.WEIGHTS, Kind.ANSWER) or not named:
             return m.Reply.MALFORMED
         self._hear(header.known)
         if header.kind is Kind.WEIGHTS and self._swaps.has_served(header.sender, header.version):
-            leader = (header.sender.peer, header.sender.incarnation, header.version)
-            if self._answer is None or self._answer.swap.leader != leader:
+            if self._answer is None or not self._answer.swap.led_by(header.sender, header.version):
                 return m.Reply.STALE
             self._spawn(self._send(self._answer))
             return m.Reply.OK
         place = header.sender, header.version, header.kind is Kind.ANSWER
-        swap = self._swaps.awaited(*place)
-        if swap is None:
+        if (swap := self._swaps.awaited(*place)) is None:
             return m.Reply.OK if self._swaps.has_whole(*place) else m.Reply.STALE
         if self._arriving is None or self._arriving.swap is not swap:
             self._arriving = Arriving(swap, self._fragment, self._line.codecs)
@@ -419,8 +413,7 @@ class Swapping(Background):
 
     def on_bytes(self, header: StreamHeader) -> None:
         """Prolong the swap's deadline: on a slow line one part may take longer than `stall_s`."""
-        swap = self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)
-        if swap is not None:
+        if (swap := self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)) is not None:
             self._swaps.moved(swap, monotonic_s(), self._stall_s)
 
     def on_hello(self) -> Welcome:

@@ -50,10 +50,10 @@ class Swap:
     stage: SwapStage
     deadline_s: float = math.inf
 
-    @property
-    def leader(self) -> tuple[str, int, int] | None:
-        """The leader's name, its incarnation and the swap's number. None: this peer leads."""
-        return None if self.leads else (self.partner.peer, self.partner.incarnation, self.number)
+    def led_by(self, sender: Member, number: int) -> bool:
+        """Whether this life of `sender` leads it, under that number. A peer may change its address meanwhile."""
+        ours = (self.partner.peer, self.partner.incarnation, self.number)
+        return not self.leads and ours == (sender.peer, sender.incarnation, number)
 
 
 class Swaps:
@@ -79,13 +79,13 @@ class Swaps:
     def invited(self, sender: Member, number: int, now_s: float, patience_s: float) -> Reply:
         """Take an invitation of `sender`, or refuse it. Of two peers that ask each other at once the first by name
         leads."""
-        current, mine = self.current, (sender.incarnation, number)
+        current = self.current
         if self.has_served(sender, number):
             return Reply.OK  # it is asked again: the answer is still known
-        if mine < self._served.get(sender.peer, (0, 0)):
+        if (sender.incarnation, number) < self._served.get(sender.peer, (0, 0)):
             return Reply.STALE
         if current is not None:
-            if current.leader == (sender.peer, *mine):
+            if current.led_by(sender, number):
                 return Reply.OK
             # Ours makes room only for a swap with the same peer: where ours is not begun, or the peer gave it up.
             begun = current.stage not in (SwapStage.ASKING, SwapStage.FOLLOWING)
@@ -125,10 +125,10 @@ class Swaps:
     def has_whole(self, sender: Member, number: int, answer: bool) -> bool:
         """Whether these weights, or this answer, are here already: another stream brought the last of them, or the
         line broke before the reply was out, and they are sent once more."""
-        swap, leader = self.current, (sender.peer, sender.incarnation, number)
         if answer:
             return number == self._answered
-        return swap is not None and swap.stage is SwapStage.WHOLE and swap.leader == leader
+        swap = self.current
+        return swap is not None and swap.stage is SwapStage.WHOLE and swap.led_by(sender, number)
 
     def served(self, swap: Swap) -> None:
         """Remember that this peer has applied the swap as its follower. It applies it no second time."""
