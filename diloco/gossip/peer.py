@@ -55,7 +55,7 @@ from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes
 
 FINAL = (Phase.AVERAGING, Phase.DONE)
-"""Phases of peers that train no more."""
+"""Phases of peers that no longer train."""
 PAUSE_S = 0.02
 """Seconds between two looks at the news of swaps, when nothing is trained."""
 MAX_SAVED_OTHERS = 16
@@ -152,9 +152,8 @@ class GossipPeer:
             book_restored(self.line, checkpoint)
         if welcome is not None:
             check_alike(welcome, self.line.layout.digest, self.exchange.terms.data)
-        network = self.site.network
-        served = self.endpoint.runtime.serve(self.exchange, network.listen)
-        self.address = network.advertise or reachable(served, welcome.members[0].address if welcome else None)
+        served = self.endpoint.runtime.serve(self.exchange, self.site.network.listen)
+        self.address = self.site.network.advertise or reachable(served, welcome.members[0].address if welcome else None)
         self.ticket = f"{self.address}/{self.contract.digest[:12]}"
         self.endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
         self.exchange.start(self.address, self.endpoint.directory.addresses)
@@ -225,7 +224,7 @@ class GossipPeer:
         self.tokens += tokens
         self._steps += 1
         self._inner_s += seconds
-        self._watch.step(self.contract.tokens_per_step, seconds)  # others divide by it, whatever a step of ours has
+        self._watch.step(self.contract.tokens_per_step, seconds)  # others divide by these, whatever our step has
         self.report(**({} if self.progress.pace else {"pace": self._watch.round()}))  # the first partner waits by it
 
     def position(self) -> int:
@@ -360,8 +359,7 @@ class GossipPeer:
             self.between_steps()
             yield Wait(None, PAUSE_S)
         # What was trained since the last swap goes into our anchor, before that is averaged or is the end.
-        mine = self._count() if self.line.trained.tokens else None
-        if mine is not None:
+        if self.line.trained.tokens and (mine := self._count()) is not None:
             self.line.state = OuterState(self.version + 1, (settle(self.line.state.fragments[0], mine.exact),))
             self.weights.write(self._fragment, mine.exact)  # not always `local`, where that was rounded
             self._steps = self.line.trained.tokens = 0
