@@ -166,7 +166,7 @@ class Swapping(Background):
 
     def invite(self, member: Member) -> None:
         """Lead a swap with this peer, if we are in none. `news` has the outcome."""
-        self._call(lambda: self._spawn(self._lead(member)))
+        self._call(self._invite, member)
 
     def news(self) -> list[News]:
         """The news of swaps since the last call. Raises what has made the exchange fail."""
@@ -277,10 +277,12 @@ class Swapping(Background):
     async def _greet(self, member: Member, answer: bool) -> None:
         await self._deliver(member, Greeting(self.acquaintances.publish(monotonic_s()), answer))
 
-    async def _lead(self, member: Member) -> None:
-        if (swap := self._swaps.lead(member)) is None:
-            return
-        reply = await self._deliver(member, Invite(swap.number, self.acquaintances.myself()))
+    def _invite(self, member: Member) -> None:
+        if (swap := self._swaps.lead(member)) is not None:  # at once, not in the task: `busy` must hold from now on
+            self._spawn(self._lead(swap))
+
+    async def _lead(self, swap: Swap) -> None:
+        reply = await self._deliver(swap.partner, Invite(swap.number, self.acquaintances.myself()))
         if reply is m.Reply.OK and self._swaps.agreed(swap):
             self._news.append(Agreed(swap))
         else:
