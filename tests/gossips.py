@@ -16,8 +16,7 @@ import torch
 
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.gossip.life import GossipLife
-from diloco.gossip.peer import GossipPeer
+from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.island import Island
 from diloco.observe.event_log import EventLine, Events
 from diloco.observe.events import to_json

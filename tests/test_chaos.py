@@ -14,10 +14,9 @@ import pytest
 
 from diloco.simulate.chaos.absence import Scale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
-from diloco.simulate.chaos.fault import DrillFault
 from diloco.simulate.chaos.fleet import FleetLife, SeenVersion
 from diloco.simulate.chaos.network import NamespaceNetwork, Rule
-from diloco.simulate.chaos.verdict import by_kind, throughput
+from diloco.simulate.chaos.verdict import DrillFault, by_kind, throughput
 from diloco.simulate.local.processes import Child
 from tests.peers import DEADLINE_S
 

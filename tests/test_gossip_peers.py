@@ -24,8 +24,7 @@ from diloco.config.contract import CodecSection
 from diloco.exchange import archive
 from diloco.gossip import swapping
 from diloco.gossip.pairing import Pairing, pair_mean, spread
-from diloco.gossip.swaps import Swap, SwapStage
-from diloco.gossip.transfer import Arriving
+from diloco.gossip.swaps import Arriving, Swap, SwapStage
 from diloco.observe.screen import status_text
 from diloco.outer.fragments import Layout
 from diloco.protocol.messages import Acquaintance, Envelope, Evict, Greeting, Heartbeat, Invite, Reply

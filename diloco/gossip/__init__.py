@@ -1,1 +1,1 @@
-"""The other way of life: peers swap and average in pairs, nobody waits, there are no versions."""
+"""The other kind of run: peers swap weights and average in pairs, nobody waits, and there are no versions."""

@@ -1,14 +1,13 @@
-"""Whom a peer knows under gossip, and what each told of itself last. Pure: times come in as arguments.
+"""The table of the peers that one peer knows under gossip, with the latest word of each. Pure: times are arguments.
 
-There is no view that all agree on and no heartbeat to everybody. Whenever two peers talk they tell each other all they
-know, so that word of one peer reaches n others within about log n swaps. Each word says how long ago it was said;
-clocks are not compared. What is kept is bounded.
+There is no view that all agree on, and no heartbeat to all. Whenever two peers exchange messages, each passes on its
+whole table, so that word of one peer reaches n others within about log n swaps. Each word carries its age; clocks are
+not compared. The table is bounded.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,11 +15,11 @@ from diloco.base.types import Member, Phase, Progress
 from diloco.protocol.messages import Acquaintance
 
 MAX_KNOWN = 4095
-"""Others; with this peer as many as one message may tell of. Of more, those that were heard of longest ago go."""
+"""Other peers in the table: with this peer as many as one message may hold. Beyond it the longest unheard go."""
 FORGET_S = 600.0
 FORGET_SWAPS = 32
-"""Of whom nothing new was heard for so long, and for as long as so many swaps of our own take, is taken for dead:
-word comes with swaps, and a model's may take hours."""
+"""A peer counts as dead when no news of it came for `FORGET_S`, and for the time of so many swaps of ours: news comes
+with swaps, and a large model's may take hours."""
 
 
 @dataclass(slots=True)
@@ -28,78 +27,80 @@ class _Known:
     word: Acquaintance
     said_at_s: float
     lost_at_s: float = float("-inf")
-    """When it did not answer."""
+    """When it last failed to answer."""
 
 
 class Acquaintances:
-    """The table. Names are not authenticated: who is in the run may tell lies about others."""
+    """The table. Names are not authenticated: a member of the run can lie about other peers."""
 
     def __init__(self, me: Member) -> None:
         self.me = me
         self.progress = Progress()
         self.spread = -1.0
         self.swap_s = 0.0
-        """How long this peer takes from one swap to the next."""
+        """Mean seconds from one swap of this peer to the next."""
         self._beat = 0
         self._known: dict[str, _Known] = {}
 
     def myself(self) -> Acquaintance:
-        """The latest word of this peer, said now."""
+        """A new word of this peer about itself."""
         self._beat += 1
         return Acquaintance(self.me, self._beat, self.progress, self.spread)
 
     def publish(self, now_s: float) -> tuple[Acquaintance, ...]:
-        """All that is known, for another peer: this one first."""
+        """The whole table, for another peer: this one first."""
         others = (replace(entry.word, age_s=max(now_s - entry.said_at_s, 0.0)) for entry in self._known.values())
         return (self.myself(), *others)
 
     def hear(self, words: Sequence[Acquaintance], now_s: float) -> list[str]:
-        """Take in what another peer told. Returns who was not known before."""
+        """Enter the words that another peer passed on. Returns the peers that are new here."""
         new = []
         for word in words:
-            known = self._known.get(word.member.peer)
-            if word.member.peer == self.me.peer or (known is not None and not _later(word, known.word)):
+            member, known, lost_at_s = word.member, self._known.get(word.member.peer), float("-inf")
+            if member.peer == self.me.peer:
                 continue
-            lost_at_s = known.lost_at_s if known is not None and known.word.member == word.member else float("-inf")
-            self._known[word.member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
             if known is None:
-                new.append(word.member.peer)
+                new.append(member.peer)
+            elif (member.incarnation, word.beat) <= (known.word.member.incarnation, known.word.beat):
+                continue
+            elif known.word.member == member:
+                lost_at_s = known.lost_at_s
+            self._known[member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
         if len(self._known) > MAX_KNOWN:
-            latest = sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MAX_KNOWN:]
-            self._known = dict(latest)
+            self._known = dict(sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MAX_KNOWN:])
         return [peer for peer in new if peer in self._known]
 
     def lost(self, peer: str, now_s: float) -> None:
-        """It does not answer, or nothing sensible: it is not met again before it says something new."""
+        """Note that a peer did not answer, or answered nonsense. It is not met again before a newer word of it."""
         if peer in self._known:
             self._known[peer].lost_at_s = now_s
 
     def admits(self, member: Member) -> bool:
-        """Whether this is no earlier life of a peer that we know, and not somebody with our own name."""
+        """Whether to listen to a sender: not to an earlier life of a known peer, nor to one with this peer's name."""
         known = self._known.get(member.peer)
         return member.peer != self.me.peer and (known is None or member.incarnation >= known.word.member.incarnation)
 
     def get(self, peer: str) -> Acquaintance | None:
-        """What it told of itself last."""
+        """The latest word of a peer."""
         known = self._known.get(peer)
         return known.word if known is not None else None
 
     def everybody(self, now_s: float) -> list[tuple[Acquaintance, float, bool]]:
-        """Each other peer ever heard of: its word, how many seconds ago it was said, and whether it lives."""
+        """All other peers, the dead included: the word of each, its age in seconds, and whether the peer lives."""
         return [(entry.word, now_s - entry.said_at_s, self._lives(entry, now_s)) for entry in self._known.values()]
 
     def alive(self, now_s: float) -> list[Acquaintance]:
-        """The others that may be met."""
+        """The other peers that may be met."""
         return [word for word, _, lives in self.everybody(now_s) if lives]
 
     def silent(self, now_s: float) -> Member | None:
-        """Of those that do not live, and have not said that they leave: who was tried longest ago."""
+        """The peer that was tried longest ago, among those that do not live and did not announce that they leave."""
         entries = self._known.values()
         gone = [one for one in entries if not self._lives(one, now_s) and one.word.progress.phase != Phase.LEAVING]
         return min(gone, key=lambda one: one.lost_at_s).word.member if gone else None
 
     def tokens(self) -> int:
-        """Trained by all others, the dead included, as far as is known."""
+        """Tokens trained by all other peers, the dead included, as far as this peer knows."""
         return sum(entry.word.progress.tokens for entry in self._known.values())
 
     def _lives(self, entry: _Known, now_s: float) -> bool:
@@ -107,43 +108,32 @@ class Acquaintances:
         heard = entry.said_at_s > entry.lost_at_s and now_s - entry.said_at_s <= patience_s
         return heard and entry.word.progress.phase != Phase.LEAVING
 
-
-def _later(word: Acquaintance, known: Acquaintance) -> bool:
-    return (word.member.incarnation, word.beat) > (known.member.incarnation, known.beat)
-
-
-def gossip_status_json(acquaintances: Acquaintances, terms: Mapping[str, Any], reason: str, now: float) -> str:
-    """The same under gossip: every peer has a state of its own, and `peers` are those that this one knows.
-
-    `terms`: what does not come from the acquaintances, by its name in `status_json`.
-    """
-    known, mine = acquaintances, acquaintances.progress
-    everybody = [
-        (Acquaintance(known.me, 0, mine, known.spread), 0.0, True),
-        *sorted(known.everybody(now), key=lambda entry: entry[0].member.peer),
-    ]
-    tree: dict[str, Any] = {
-        **terms,
-        "founded": True,
-        "version": mine.version,
-        "state_digest": "",
-        "tokens": mine.tokens + known.tokens(),
-        "answering": known.me.peer,
-        "reason": reason,
-        "spread": known.spread if known.spread >= 0 else None,
-        "peers": [_acquaintance(word, said_s_ago, alive) for word, said_s_ago, alive in everybody],
-    }
-    return json.dumps(tree)
-
-
-def _acquaintance(word: Acquaintance, said_s_ago: float, alive: bool) -> dict[str, Any]:
-    return {
-        "peer": word.member.peer,
-        "address": word.member.address,
-        "incarnation": word.member.incarnation,
-        "alive": alive,
-        "in_view": alive,
-        "spread": word.spread if word.spread >= 0 else None,
-        "heard_s_ago": round(said_s_ago, 1),
-        **asdict(word.progress),
-    }
+    def status(self, reason: str, now_s: float) -> dict[str, Any]:
+        """The table as JSON for `diloco status`, with the names of `diloco.exchange.status`. Each peer has a version of
+        its own, and `peers` lists those that this one knows."""
+        everybody = [
+            (Acquaintance(self.me, 0, self.progress, self.spread), 0.0, True),
+            *sorted(self.everybody(now_s), key=lambda entry: entry[0].member.peer),
+        ]
+        return {
+            "founded": True,
+            "version": self.progress.version,
+            "state_digest": "",
+            "tokens": self.progress.tokens + self.tokens(),
+            "answering": self.me.peer,
+            "reason": reason,
+            "spread": self.spread if self.spread >= 0 else None,
+            "peers": [
+                {
+                    "peer": word.member.peer,
+                    "address": word.member.address,
+                    "incarnation": word.member.incarnation,
+                    "alive": lives,
+                    "in_view": lives,
+                    "spread": word.spread if word.spread >= 0 else None,
+                    "heard_s_ago": round(age_s, 1),
+                    **asdict(word.progress),
+                }
+                for word, age_s, lives in everybody
+            ],
+        }

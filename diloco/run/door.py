@@ -26,8 +26,7 @@ from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site, remember
 from diloco.config.site import Site
-from diloco.gossip.life import GossipLife
-from diloco.gossip.peer import GossipPeer
+from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.inner.loop import random_states, restore_random_states
 from diloco.inner.meter import Phases, Usage, device_name, memory_of
 from diloco.island import Island

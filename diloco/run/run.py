@@ -27,7 +27,7 @@ IDLE_SHARE = 0.1
 
 
 class LifeOf(Protocol):
-    """A peer's life on rank 0: `diloco.peer.life.AgreedLife`, or `diloco.gossip.life.GossipLife`."""
+    """A peer's life on rank 0: `diloco.peer.life.AgreedLife`, or `diloco.gossip.peer.GossipLife`."""
 
     sync_now: bool
 

@@ -60,13 +60,9 @@ class AbsenceRow:
         """The claims of this bench hold for this row."""
         return self.waited_share < MAX_WAITED
 
-    def tree(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "holds": self.holds}
-
 
 class Absences:
-    """The peers, and what happens to one of them. `end` in any case."""
+    """The peers of an absence bench; one of them is away in each row. `end` in any case."""
 
     def __init__(self, contract: Path, directory: Path, scale: Scale) -> None:
         rules = {
@@ -88,7 +84,7 @@ class Absences:
         self.fleet.own = {name: [f"device.speed={speed}"] for name, speed in SPEEDS.items()}
 
     def begin(self) -> None:
-        """Four get together, and know each other's speed."""
+        """Start four peers, and wait until they know each other's speed."""
         founder = self.fleet.found("a")
         for name in ("b", "c", "d"):
             self.fleet.join(name, founder)
@@ -102,7 +98,7 @@ class Absences:
     # ------------------------------------------------------------ rows
 
     def stop(self) -> AbsenceRow:
-        """A process is frozen; it finds out by itself that the run went on."""
+        """The row of a peer that is frozen for a while. It finds out by itself that the run went on."""
         life, began_s, before = self._next_round()
         self.fleet.stop(life)
         self._until(lambda: unix_s() - began_s >= self.scale.stop_s, "the stop is over")
@@ -110,7 +106,7 @@ class Absences:
         return self._back(f"stopped for {self.scale.stop_s:g} s", life, began_s, before)
 
     def cut_off(self) -> AbsenceRow:
-        """Nothing reaches a peer, and nothing that it says is heard; it trains on."""
+        """The row of a peer whose network is cut in both directions. It trains on."""
         life, began_s, before = self._next_round()
         rules = [Rule(frozenset({life.name}), None, passes=False), Rule(None, frozenset({life.name}), passes=False)]
         self.network.impose(rules)
@@ -119,12 +115,12 @@ class Absences:
         return self._back(f"cut off for {self.scale.versions} versions", life, began_s, before)
 
     def come_late(self) -> AbsenceRow:
-        """A joiner copies the state while the others train."""
+        """The row of a joiner, which copies the state while the others train."""
         _, began_s, before = self._next_round()
         return self._back("joins late", self.fleet.join("e", self.fleet.life("a")), began_s, before)
 
     def leave(self) -> AbsenceRow:
-        """A peer goes in good order."""
+        """The row of a peer that leaves in good order."""
         life, began_s, before = self._next_round()
         self.fleet.ask_to_leave(life)
         self._until(lambda: life.child.exit_code is not None, f"{life.name} is gone")
@@ -145,13 +141,13 @@ class Absences:
         self._until(lambda: all(_has_reached(life, version) for life in self.fleet.living()), f"all are at {version}")
 
     def _next_round(self) -> tuple[FleetLife, float, int]:
-        """The one that goes; when a version has just closed, which all have, and which version that is."""
+        """Wait until all peers have a new version. Returns the peer that goes away, the time, and that version."""
         version = self._version() + 1
         self._reach(version)
         return self.fleet.life("d"), unix_s(), version
 
     def _back(self, what: str, life: FleetLife, began_s: float, before: int) -> AbsenceRow:
-        """Wait until a version counts it."""
+        """The row of an absence, once a version counts the peer that is back."""
         back_s = unix_s()
         found: list[Mapping[str, Any]] = []
 
@@ -189,7 +185,7 @@ ACTS: Final[Mapping[str, Callable[[Absences], AbsenceRow]]] = {
 def run_absences(
     contract: Path, directory: Path, scale: Scale, acts: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """These of `ACTS`, in order; then all leave, and their ledgers are compared. Raises DilocoError."""
+    """Run these of `ACTS`, in order. Then all peers leave, and their ledgers are audited. Raises DilocoError."""
     unknown = set(acts) - set(ACTS)
     if unknown:
         raise UsageError(f"unknown: {', '.join(sorted(unknown))}", f"known: {', '.join(ACTS)}")
@@ -209,7 +205,8 @@ def run_absences(
         one.end()
     found = audit(sorted({life.directory for life in one.fleet.lives}))
     violations = [f"{one.rule} {one.peer} version {one.version}: {one.text}" for one in found.violations]
-    return {"rows": [row.tree() for row in rows], "violations": violations, "holds": all(row.holds for row in rows)}
+    trees = [{**asdict(row), "holds": row.holds} for row in rows]
+    return {"rows": trees, "violations": violations, "holds": all(row.holds for row in rows)}
 
 
 TITLES: Final = (
@@ -218,7 +215,7 @@ TITLES: Final = (
 
 
 def line(row: AbsenceRow) -> str:
-    """For people."""
+    """The row of one absence as text for people."""
     cells = f"{row.seconds:9.1f}{row.versions:10}{100 * row.waited_share:7.2f} %{row.longest_wait_s:8.3f} s"
     counted = f"{row.counted or '':>12}{row.tokens or '':>9}"
     return f"{row.what:<26}{cells}{counted}  {'yes' if row.holds else 'NO'}"
@@ -230,6 +227,6 @@ def _has_reached(life: FleetLife, version: int) -> bool:
 
 
 def _waits(life: FleetLife, began_s: float, ended_s: float) -> list[float]:
-    """Seconds waited in each round. All versions that close in one round report the same wait."""
+    """Seconds that a peer waited in each round. All versions that close in one round report the same wait."""
     events = (event for event in life.of("version") if began_s <= event["time"] <= ended_s)
     return list({event["seconds"]["exchange"]: None for event in events if "exchange" in event["seconds"]})

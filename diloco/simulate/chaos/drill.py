@@ -17,10 +17,9 @@ from typing import Any, Final
 
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
-from diloco.simulate.chaos.fault import DrillFault
 from diloco.simulate.chaos.fleet import POLL_S, Fleet, FleetLife, empty_folder
 from diloco.simulate.chaos.network import NamespaceNetwork, Rule
-from diloco.simulate.chaos.verdict import verdict
+from diloco.simulate.chaos.verdict import DrillFault, verdict
 
 TOGETHER_S = 90.0
 """After the last fault is mended: until one version counts everybody."""
@@ -59,7 +58,8 @@ GENTLE: Final = ("slow link", "corrupt bytes")
 
 
 def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything, to the table. Raises DilocoError when the peers do not even get together."""
+    """Run a drill and its clean run; returns the row of the results table. Raises DilocoError when the peers do not
+    even get together."""
     if options.peers < 3:
         raise UsageError("chaos takes at least 3 peers", "with two, one is no majority")
     empty_folder(options.directory)
@@ -79,7 +79,7 @@ def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, An
 
 
 def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """As many peers, as many tokens, no faults, as fast as the machine allows: its held-out loss."""
+    """Train as many peers on as many tokens without faults, as fast as the machine allows; returns held-out loss."""
     say(f"clean run of {tokens:,} tokens")
     overrides = [f"membership.start_peers={options.peers}", f"run.total_tokens={tokens}"]
     fleet = Fleet(options.contract, overrides, options.directory / "clean", ["device.threads=1"], None)
@@ -97,7 +97,7 @@ def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) ->
 
 @dataclass
 class Drill:
-    """The schedule and what it does."""
+    """The schedule of a drill: faults drawn from the seed, and their mending."""
 
     options: DrillOptions
     fleet: Fleet
@@ -128,8 +128,13 @@ class Drill:
         }
 
     def run(self) -> None:
-        """Get together, be quiet, suffer, get together again, part."""
-        self._gather()
+        """Run the whole drill: gather the peers, a quiet part, the faults, all peers together again, the end."""
+        names = list(itertools.islice(self._names, self.options.peers))
+        founder = self.fleet.found(names[0])
+        for name in names[1:]:
+            self.fleet.join(name, founder)
+        self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
+        self.say(f"{len(names)} peers are together")
         self.quiet_until_s = unix_s() + self.options.quiet_s
         self._live_until(monotonic_s() + self.options.quiet_s)
         end_s = monotonic_s() + 60.0 * self.options.minutes
@@ -142,14 +147,6 @@ class Drill:
             self.fleet.ask_to_leave(life)
         self.fleet.until(lambda: not any(life.child.exit_code is None for life in self.fleet.lives), "all left", 60.0)
 
-    def _gather(self) -> None:
-        names = list(itertools.islice(self._names, self.options.peers))
-        founder = self.fleet.found(names[0])
-        for name in names[1:]:
-            self.fleet.join(name, founder)
-        self.fleet.until(lambda: all(life.counted for life in self.fleet.lives), "a version counts everybody", 180.0)
-        self.say(f"{len(names)} peers are together")
-
     # ------------------------------------------------------------ time
 
     def _live_until(self, end_s: float) -> None:
@@ -158,37 +155,30 @@ class Drill:
             time.sleep(POLL_S)
 
     def _live(self) -> None:
-        """One look at everything."""
+        """Do what is due, read the peers' events, and note which faults' victims are back."""
         while self._later and self._later[0][0] <= monotonic_s():
             heapq.heappop(self._later)[2]()
         try:
             self.fleet.poll()
-        except DilocoError as error:
-            self._ended_unasked(error)
+        except DilocoError as error:  # a peer ended unasked: a violation, and its place is filled all the same
+            self.problems.append(error.cause)
+            self.say(f"VIOLATION {error.cause}")
+            for life in self.fleet.lives:
+                if not life.ending and life.child.exit_code:
+                    self.fleet.died(life)
+                    self._join_new()
         for fault in self.faults:
             if fault.ended_s and not fault.back_s and all(map(partial(self._counted_since, fault), fault.victims)):
                 fault.back_s = unix_s()
         if monotonic_s() - self._said_s > SAY_EVERY_S:
             self._said_s = monotonic_s()
-            self.say(self._line())
-
-    def _ended_unasked(self, error: DilocoError) -> None:
-        """A violation; its place is filled all the same."""
-        self.problems.append(error.cause)
-        self.say(f"VIOLATION {error.cause}")
-        for life in self.fleet.lives:
-            if not life.ending and life.child.exit_code:
-                self.fleet.died(life)
-                self._join_new()
+            version = max((life.version["version"] for life in self.fleet.lives if life.version), default=0)
+            back = sum(bool(fault.back_s) for fault in self.faults)
+            living = sum(not life.stopped for life in self.fleet.living())
+            self.say(f"version {version}, {living} peers run, faults {len(self.faults)}, recovered {back}")
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._later, (monotonic_s() + seconds, next(self._numbers), action))
-
-    def _line(self) -> str:
-        version = max((life.version["version"] for life in self.fleet.lives if life.version), default=0)
-        done = [fault for fault in self.faults if fault.back_s]
-        living = sum(not life.stopped for life in self.fleet.living())
-        return f"version {version}, {living} peers run, faults {len(self.faults)}, recovered {len(done)}"
 
     # ------------------------------------------------------------ faults
 
@@ -201,9 +191,10 @@ class Drill:
             self._after(0.5, self._next_fault)
             return
         kind = self._dice.choices(kinds, [KINDS[kind] for kind in kinds])[0]
-        victims = self._victims(kind, healthy)
-        founder = self.fleet.life("p0")
-        if len(self.faults) >= 2 and spare > 0 and founder in healthy and not self._founder_died:
+        count = len(healthy) // 2 if kind == "split" else 1
+        victims = tuple(sorted(life.name for life in self._dice.sample(healthy, count)))
+        founder_died = any(fault.kind == "founder dies" for fault in self.faults)
+        if len(self.faults) >= 2 and spare > 0 and self.fleet.life("p0") in healthy and not founder_died:
             kind, victims = "founder dies", ("p0",)
         fault = DrillFault(kind, victims, unix_s())
         self.faults.append(fault)
@@ -215,14 +206,6 @@ class Drill:
         if kind in GENTLE:
             return bool(healthy)
         return len(healthy) == len(self.fleet.living()) if kind == "split" else spare > 0
-
-    def _victims(self, kind: str, healthy: Sequence[FleetLife]) -> tuple[str, ...]:
-        count = len(healthy) // 2 if kind == "split" else 1
-        return tuple(sorted(life.name for life in self._dice.sample(healthy, count)))
-
-    @property
-    def _founder_died(self) -> bool:
-        return any(fault.kind == "founder dies" for fault in self.faults)
 
     def _healthy(self) -> list[FleetLife]:
         """Peers at work that no fault holds up and that are back from the last one."""
@@ -238,18 +221,15 @@ class Drill:
         version = life.version
         return version is not None and bool(version["own"]) and version["time"] > fault.ended_s
 
-    def _mend(self, fault: DrillFault) -> None:
-        fault.ended_s = unix_s()
-
     def _mend_all(self) -> None:
-        """Whatever was to be mended later is mended now."""
+        """Mend now all that was to be mended later."""
         for _, _, action in sorted(self._later):
             if action != self._next_fault:
                 action()
         self._later.clear()
 
     def _together(self) -> None:
-        """I7: all that live end up in one version."""
+        """Wait until one version counts all that live (I7)."""
         mended_s = unix_s()
 
         def all_counted() -> bool:
@@ -268,15 +248,13 @@ class Drill:
     # ------------------------------------------------------------ what is done to them
 
     def _kill(self, fault: DrillFault, resume: bool) -> None:
-        self.fleet.kill(self.fleet.life(fault.victims[0]))
-        self._after(self._dice.uniform(1.0, 6.0), partial(self._restart, fault, resume))
-
-    def _restart(self, fault: DrillFault, resume: bool) -> None:
-        self.fleet.join(fault.victims[0], *self._entries(), resume=resume)
-        self._mend(fault)
+        """Kill a peer, and start it again. Without `resume` its disk is lost."""
+        name = fault.victims[0]
+        self.fleet.kill(self.fleet.life(name))
+        self._mend_later(fault, 1.0, 6.0, lambda: self.fleet.join(name, *self._entries(), resume=resume))
 
     def _replace_founder(self, fault: DrillFault) -> None:
-        """Dead for good; somebody else comes through another member."""
+        """Kill the founder for good; another peer joins through another member."""
         self.fleet.kill(self.fleet.life(fault.victims[0]))
         self._after(1.0, partial(self._join_instead, fault))
 
@@ -285,52 +263,49 @@ class Drill:
         self._after(self._dice.uniform(1.0, 6.0), partial(self._join_instead, fault))
 
     def _join_instead(self, fault: DrillFault) -> None:
-        """The newcomer is whom the others wait for now."""
+        """A new peer takes the victim's place: the fault is over once a version counts it."""
         fault.victims = (self._join_new().name,)
-        self._mend(fault)
+        fault.ended_s = unix_s()
 
     def _join_new(self) -> FleetLife:
         return self.fleet.join(next(self._names), *self._entries())
 
     def _entries(self) -> list[FleetLife]:
-        """Two members to come in through: one may be struck before it is asked."""
+        """Two members that a joiner is given: one may be struck before it is asked."""
         members = self._healthy() or self.fleet.living()
         return self._dice.sample(members, min(2, len(members)))
 
     def _stop(self, fault: DrillFault) -> None:
         life = self.fleet.life(fault.victims[0])
         self.fleet.stop(life)
-
-        def thaw() -> None:
-            self.fleet.resume(life)
-            self._mend(fault)
-
-        self._after(self._dice.uniform(5.0, 20.0), thaw)
+        self._mend_later(fault, 5.0, 20.0, partial(self.fleet.resume, life))
 
     def _cut(self, fault: DrillFault, ways: int) -> None:
-        """From the others: in both directions, or in one."""
+        """Cut a peer off from the others: in both directions, or in one."""
         fault.cut = fault.victims
         victims = frozenset(fault.victims)
         rules = [Rule(victims, None, passes=False), Rule(None, victims, passes=False)]
         self._for_a_while(fault, rules if ways == 2 else [self._dice.choice(rules)])
 
     def _split(self, fault: DrillFault) -> None:
-        """Half against half."""
+        """Cut the network between two halves of the peers."""
         half = frozenset(fault.victims)
         rest = frozenset(life.name for life in self.fleet.living()) - half
         fault.cut = tuple(sorted(half | rest))
         self._for_a_while(fault, [Rule(half, rest, passes=False), Rule(rest, half, passes=False)])
 
     def _degrade(self, fault: DrillFault, **how: Any) -> None:
-        """Bytes from and to a peer are slow, or not what was sent."""
+        """Make the bytes from and to a peer slow, or damage some."""
         victims = frozenset(fault.victims)
         self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
 
     def _for_a_while(self, fault: DrillFault, rules: Sequence[Rule]) -> None:
         self.network.impose(rules)
+        self._mend_later(fault, 5.0, 15.0, partial(self.network.lift, rules))
 
-        def heal() -> None:
-            self.network.lift(rules)
-            self._mend(fault)
+    def _mend_later(self, fault: DrillFault, min_s: float, max_s: float, undo: Callable[[], object]) -> None:
+        def mend() -> None:
+            undo()
+            fault.ended_s = unix_s()
 
-        self._after(self._dice.uniform(5.0, 15.0), heal)
+        self._after(self._dice.uniform(min_s, max_s), mend)

@@ -50,30 +50,31 @@ class FleetLife:
 
     @property
     def lives(self) -> bool:
+        """Whether the process runs and should."""
         return not self.ending and self.child.exit_code is None
 
     @property
     def stopped(self) -> bool:
-        """True while it is stopped (SIGSTOP)."""
+        """Whether the process is stopped now (SIGSTOP)."""
         return bool(self.stops) and not self.stops[-1][1]
 
     def of(self, kind: str) -> list[EventLine]:
-        """Its events of one kind, so far."""
+        """The events of one kind in this life, so far."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def version(self) -> EventLine | None:
-        """Its latest "version" event."""
+        """The latest "version" event of this life."""
         return next((event for event in reversed(self.events) if event["kind"] == "version"), None)
 
     @property
     def counted(self) -> bool:
-        """Whether that version counts it."""
+        """Whether the latest version counts this peer."""
         version = self.version
         return version is not None and bool(version["own"])
 
     def read(self) -> None:
-        """Take in the events that are new. The last time is when it died: a later life may go on in the same file."""
+        """Read the events that are new, for the last time at its death: a later life may go on in the same file."""
         lines, self.offset = read_on(self.directory / "events.jsonl", self.offset)
         self.events += lines
 
@@ -116,7 +117,7 @@ class Fleet:
                 raise life.child.failure()
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Poll until it holds. Raises DilocoError after `deadline_s`."""
+        """Poll until the condition holds. Raises DilocoError after `deadline_s`."""
         end_s = monotonic_s() + deadline_s
         while not condition():
             if monotonic_s() > end_s:
@@ -149,7 +150,7 @@ class Fleet:
         return self._start(name, how, armed)
 
     def _put_aside(self, folder: Path) -> None:
-        """Renames the files of earlier lives: their ledgers are still audited."""
+        """Rename the folder of earlier lives: their ledgers are still audited."""
         named = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
         aside = next(path for path in named if not path.exists())
         folder.rename(aside)
@@ -174,7 +175,7 @@ class Fleet:
         return life
 
     def _addresses(self, name: str) -> list[str]:
-        """A peer that comes back is found where it was."""
+        """Settings of a peer's addresses, which stay the same when it comes back."""
         if self.network is None:
             return []
         if name not in self._ports:
@@ -191,34 +192,36 @@ class Fleet:
         self.died(life)
 
     def died(self, life: FleetLife) -> None:
-        """It was killed, by us or by itself at a failpoint."""
+        """Note that a life was killed, by us or by itself at a failpoint."""
         life.child.wait()
         life.read()
         life.ending, life.ended_s = "killed", unix_s()
 
     def stop(self, life: FleetLife) -> None:
+        """Freeze a life with SIGSTOP."""
         life.child.send(signal.SIGSTOP)
         life.stops.append((unix_s(), 0.0))
 
     def resume(self, life: FleetLife) -> None:
-        """The end of a stop."""
+        """End the stop of a life."""
         began_s, _ = life.stops.pop()
         life.stops.append((began_s, unix_s()))
         life.child.send(signal.SIGCONT)
 
     def ask_to_leave(self, life: FleetLife) -> None:
+        """Ask a life to leave in good order."""
         life.ending, life.ended_s = "left", unix_s()
         life.child.ask_to_leave()
 
     def end(self) -> None:
-        """Nothing stays behind."""
+        """End all processes."""
         for life in self.lives:
             life.child.send(signal.SIGCONT)
         end_all([life.child for life in self.lives])
 
 
 def free_port() -> int:
-    """One that nobody is given by chance until somebody of ours listens there. Raises ResourceError."""
+    """A TCP port that the system gives to no other process by chance. Raises ResourceError."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as attempt:
             try:
@@ -230,7 +233,8 @@ def free_port() -> int:
 
 
 def empty_folder(directory: Path) -> None:
-    """Make room for a run; what is not from an earlier one is not touched. Raises UsageError and ResourceError."""
+    """Empty the folder of an earlier chaos run, or make one. Raises UsageError where it holds anything else, and
+    ResourceError."""
     mark = directory / "chaos.json"
     if directory.exists() and any(directory.iterdir()):
         if not mark.exists():
@@ -257,9 +261,8 @@ class SeenVersion(NamedTuple):
 def commits(lives: Sequence[FleetLife]) -> list[SeenVersion]:
     """All versions in these lives' events, in order."""
     first: dict[int, SeenVersion] = {}
-    for event in sorted(
-        (event for life in lives for event in life.of("version")), key=lambda event: float(event["time"])
-    ):
+    events = [event for life in lives for event in life.of("version")]
+    for event in sorted(events, key=lambda event: float(event["time"])):
         seen = SeenVersion(
             event["version"], float(event["time"]), event["tokens"], tuple(event["members"]), tuple(event["counted"])
         )

@@ -37,12 +37,15 @@ class Rule:
     """Chance that one bit of what was read at once (at most 64 KiB) is turned over."""
 
     def holds(self, source: str, target: str) -> bool:
-        """Whether it is about these bytes."""
+        """Whether the rule is about bytes from `source` to `target`."""
         return (self.sources is None or source in self.sources) and (self.targets is None or target in self.targets)
 
 
 class NamespaceNetwork:
-    """Doors and rules; an asyncio loop on a thread of its own. Methods are for one other thread."""
+    """A TCP proxy before every peer, with rules for the bytes between them; an asyncio loop on a thread of its own.
+
+    Methods are for one other thread.
+    """
 
     def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)
@@ -63,11 +66,11 @@ class NamespaceNetwork:
         self._pids = {**self._pids, pid: peer}
 
     def impose(self, rules: Sequence[Rule]) -> None:
-        """Let these hold as well, also for open connections."""
+        """Add these rules, also for open connections."""
         asyncio.run_coroutine_threadsafe(self._set([*self._rules, *rules]), self._loop).result(PATIENCE_S)
 
     def lift(self, rules: Sequence[Rule]) -> None:
-        """Let these hold no longer."""
+        """Take these rules back."""
         left = [rule for rule in self._rules if not any(rule is lifted for lifted in rules)]
         asyncio.run_coroutine_threadsafe(self._set(left), self._loop).result(PATIENCE_S)
 

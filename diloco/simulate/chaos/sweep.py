@@ -22,9 +22,9 @@ from diloco.simulate.chaos.fleet import Fleet, FleetLife, commits
 
 SURVIVORS: Final = ("a", "b", "c")
 KNOWN_DEAD_S: Final = 1.0
-"""A refused or broken connection tells of a death at once; no later than this."""
+"""Seconds until a death is known at the latest: a refused or broken connection shows it at once."""
 DELAY_S: Final = 2.0
-"""Most that a round may take longer, beyond the time in which the loss is noticed."""
+"""Largest delay of a round, in seconds, beyond the time in which the loss is noticed."""
 HITS: Final = 3
 """The victim dies when it comes by for the third time: it is in the view by then."""
 NEVER_IN_VIEW: Final = frozenset({"copying-state"})
@@ -56,12 +56,12 @@ class SweepRow:
         return self.delay_s <= self.allowed_s and self.lost_tokens == 0 and self.digests_agree
 
     def tree(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as JSON."""
         return {**asdict(self), "holds": self.holds}
 
 
 class Sweep:
-    """The peers that stay, and the victims one by one. `run` may be called again; `end` in any case."""
+    """The peers of a sweep: survivors that stay, and victims one by one. `end` in any case."""
 
     def __init__(self, contract: Path, directory: Path) -> None:
         site = ["device.threads=1", "device.step_s=0.05"]
@@ -73,7 +73,7 @@ class Sweep:
         self._lost = 0
 
     def begin(self) -> None:
-        """The survivors get together."""
+        """Start the survivors, and wait for three versions of all of them."""
         founder = self.fleet.found(SURVIVORS[0])
         for name in SURVIVORS[1:]:
             self.fleet.join(name, founder)
@@ -86,14 +86,13 @@ class Sweep:
     # ------------------------------------------------------------ rows
 
     def kill_at(self, point: str) -> SweepRow:
-        """A fourth peer comes and kills itself at the failpoint."""
+        """The row of a fourth peer, which kills itself at the failpoint."""
         victim = self._victim(f"{point}=kill@{HITS if point not in NEVER_IN_VIEW else 1}")
-        self.fleet.until(lambda: victim.child.exit_code is not None, f"{victim.name} dies at {point}", ANSWER_S)
-        self.fleet.died(victim)
+        self._await_death(victim, f"{victim.name} dies at {point}")
         return self._row(point, "kill", victim.ended_s, KNOWN_DEAD_S)
 
     def kill_while_serving(self) -> SweepRow:
-        """Joiners come through the victim, which dies as it hands out the state; the joiner is in all the same."""
+        """The row of a victim that dies as it hands out the state to a joiner. The joiner gets in all the same."""
         victim = self._victim("serving-state=kill")
         self.fleet.until(lambda: victim.counted, f"{victim.name} is counted", ANSWER_S)
         while victim.lives:  # it is not asked when it is a version ahead of the others, or behind
@@ -108,18 +107,16 @@ class Sweep:
         return row
 
     def kill_in_repair(self) -> SweepRow:
-        """Two victims: the death of the one makes the round be repaired, in which the other dies."""
+        """The row of two victims: the death of the first causes a repair, in which the second dies."""
         second = self._victim("in-repair=kill")
         self.fleet.until(lambda: second.counted, f"{second.name} is counted", ANSWER_S)
         first = self._join(f"mid-mean=kill@{HITS}")
-        self.fleet.until(lambda: first.child.exit_code is not None, f"{first.name} dies", ANSWER_S)
-        self.fleet.died(first)
-        self.fleet.until(lambda: second.child.exit_code is not None, f"{second.name} dies in the repair", ANSWER_S)
-        self.fleet.died(second)
+        self._await_death(first, f"{first.name} dies")
+        self._await_death(second, f"{second.name} dies in the repair")
         return self._row("in-repair", "kill", second.ended_s, KNOWN_DEAD_S)
 
     def stop_at(self, point: str, seconds: float) -> SweepRow:
-        """A fourth peer stops itself at the failpoint; it is waked after `seconds`, and comes back by itself."""
+        """The row of a fourth peer that stops itself at the failpoint. It is waked after `seconds` and comes back."""
         victim = self._victim(f"{point}=stop@{HITS}")
         self.fleet.until(lambda: _is_stopped(victim.child.pid), f"{victim.name} stops at {point}", ANSWER_S)
         began_s = unix_s()
@@ -133,7 +130,7 @@ class Sweep:
         return replace(row, back_s=round(float(back["time"]) - waked_s, 2))
 
     def kill_all_and_resume(self) -> SweepRow:
-        """Nobody is left; the run is founded anew from a checkpoint, and the others come back from theirs."""
+        """The row of all survivors' death. The run is founded anew from a checkpoint; the others resume theirs."""
         for life in self._survivors():
             self.fleet.kill(life)
         died_s = unix_s()
@@ -153,16 +150,20 @@ class Sweep:
     def _join(self, armed: str) -> FleetLife:
         return self.fleet.join(next(self._victims), self.fleet.life(SURVIVORS[0]), armed=armed)
 
+    def _await_death(self, victim: FleetLife, what: str) -> None:
+        self.fleet.until(lambda: victim.child.exit_code is not None, what, ANSWER_S)
+        self.fleet.died(victim)
+
     def _survivors(self) -> list[FleetLife]:
         return [self.fleet.life(name) for name in SURVIVORS]
 
     def _counts(self, names: Sequence[str], times: int) -> bool:
-        """Whether the last versions of every survivor count just these peers."""
+        """Whether the last versions of every survivor count these peers and no others."""
         latest = [life.of("version")[-times:] for life in self._survivors()]
         return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in latest)
 
     def _first(self, life: FleetLife, condition: Callable[[EventLine], bool]) -> EventLine:
-        """The first version event of that kind, waited for."""
+        """The first version event of a life that meets the condition, waited for."""
         found: list[EventLine] = []
 
         def come() -> bool:
@@ -183,7 +184,8 @@ class Sweep:
             [self._first(life, _is(version)) for life in self._survivors()] for version in range(before, before + 3)
         ]
         times = [max(float(event["time"]) for event in events) for events in rounds]
-        usual_s = self._usual_s(at_s)
+        at = [seen.at_s for seen in commits(self._survivors()) if seen.at_s < at_s][-10:]
+        usual_s = statistics.median(after - start for start, after in itertools.pairwise(at))  # when nothing happens
         self._lost = sum(map(_lost_tokens, self._survivors()))
         return SweepRow(
             point,
@@ -196,11 +198,6 @@ class Sweep:
             lost_tokens=self._lost - lost_before,
             digests_agree=self._agree(),
         )
-
-    def _usual_s(self, until_s: float) -> float:
-        """Seconds of a version here when nothing happens."""
-        at = [seen.at_s for seen in commits(self._survivors()) if seen.at_s < until_s][-10:]
-        return statistics.median(after - start for start, after in itertools.pairwise(at))
 
     def _agree(self) -> bool:
         states: dict[tuple[str, int], set[str]] = {}
@@ -243,7 +240,7 @@ TITLES: Final = (
 
 
 def line(row: SweepRow) -> str:
-    """For people."""
+    """The row of one death as text for people."""
     back = "" if row.back_s is None else f"{row.back_s:.1f} s"
     cells = f"{row.next_commit_s:.2f} s".rjust(13) + f"{row.delay_s:.2f} s".rjust(8) + f"{row.allowed_s:.0f} s".rjust(9)
     return f"{row.point:<22}{row.action:<11}{row.version:>8}{cells}{back:>9}  {'yes' if row.holds else 'NO'}"
@@ -254,7 +251,7 @@ def _is(version: int) -> Callable[[EventLine], bool]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """State T of proc(5), stat: behind the name in parentheses."""
+    """Whether a process is stopped: state T in proc(5) stat, behind the name in parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 

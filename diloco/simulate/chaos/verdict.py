@@ -13,23 +13,35 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from diloco.accounts.audit import audit
 from diloco.simulate.chaos.fleet import Fleet, FleetLife, SeenVersion, commits
-
-if TYPE_CHECKING:
-    from diloco.simulate.chaos.fault import DrillFault
 
 MAX_GAP_S = 90.0
 """Between two commits, I7. A round of 30 s, and whatever one fault after another may add."""
 
 
+@dataclass
+class DrillFault:
+    """A fault that the drill imposed on peers. Times are unix seconds."""
+
+    kind: str
+    victims: tuple[str, ...]
+    began_s: float
+    ended_s: float = 0.0
+    """When it was mended: the end of a stop or a cut, the start of the next life. 0 while it lasts."""
+    back_s: float = 0.0
+    """When a version counted all of its victims again."""
+    cut: tuple[str, ...] = ()
+    """Peers that could not reach all others while it lasted."""
+
+
 def verdict(
     fleet: Fleet, faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float, problems: Sequence[str]
 ) -> dict[str, Any]:
-    """All columns but those of the clean run. `problems`: violations that showed during the drill."""
+    """The columns of a drill's row, without those of the clean run. `problems`: violations seen during the drill."""
     found = audit(sorted({life.directory for life in fleet.lives if (life.directory / "ledger.jsonl").exists()}))
     violations = [*problems, *(f"{one.rule} {one.peer} version {one.version}: {one.text}" for one in found.violations)]
     chain = commits(fleet.lives)
@@ -61,7 +73,7 @@ def verdict(
 def throughput(
     lives: Sequence[FleetLife], faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float
 ) -> dict[str, Any]:
-    """The share, and what it is made of."""
+    """The throughput share of a drill, and the numbers that it is made of."""
     chain = commits(lives)
     quiet = [seen for seen in chain if seen.at_s <= quiet_until_s]
     noisy = [seen for seen in chain if quiet[-1].at_s <= seen.at_s <= ended_s]
@@ -93,7 +105,7 @@ def _rate(quiet: Sequence[SeenVersion]) -> float:
 
 
 def _present(life: FleetLife, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
-    """From when to when this life belonged to the run; nothing if it never did."""
+    """The span of unix seconds in which this life belonged to the run; none if it never did."""
     end_s = {"": math.inf, "left": life.ended_s, "killed": _last_counted(life, chain)}[life.ending]
     return [(entered_s, end_s) for entered_s in _entered(life, chain)]
 
@@ -101,7 +113,7 @@ def _present(life: FleetLife, chain: Sequence[SeenVersion]) -> list[tuple[float,
 def _absences(
     life: FleetLife, faults: Sequence[DrillFault], chain: Sequence[SeenVersion]
 ) -> Iterator[tuple[float, float]]:
-    """When it was stopped or cut off meanwhile, without overlaps."""
+    """The spans in which a life of the run was stopped or cut off, without overlaps."""
     stops = [(began_s, over_s or math.inf) for began_s, over_s in life.stops]
     cuts = [(fault.began_s, fault.ended_s or math.inf) for fault in faults if life.name in fault.cut]
     for from_s, until_s in _present(life, chain):
@@ -112,14 +124,14 @@ def _absences(
 
 
 def _trained(life: FleetLife, span: tuple[float, float]) -> int:
-    """Tokens of inner steps in that time, from its progress events, two a second."""
+    """Tokens of a life's inner steps in that span, from its progress events, two a second."""
     early = [0, *(event["tokens"] for event in life.of("progress") if event["time"] <= span[0])]
     later = [early[-1], *(event["tokens"] for event in life.of("progress") if event["time"] <= span[1])]
     return int(later[-1] - early[-1])
 
 
 def _entered(life: FleetLife, chain: Sequence[SeenVersion]) -> list[float]:
-    """When a version's view first included it, by its own account, as the only entry; none if that never was.
+    """The time at which a version's view first included this life, by its own account; empty if none ever did.
 
     If an earlier life of that name was still in the view: when the version before the first that counts it was made.
     """
@@ -141,7 +153,8 @@ def _overlap(span: tuple[float, float], window: tuple[float, float]) -> float:
 
 
 def by_kind(faults: Sequence[DrillFault], chain: Sequence[SeenVersion]) -> dict[str, dict[str, Any]]:
-    """For each kind: how many, until the next commit after it, and from its mending until the victims count again."""
+    """For each kind of fault: its number, the seconds until the next commit, and those from its mending until a version
+    counts the victims again."""
     rows = {}
     for kind in sorted({fault.kind for fault in faults}):
         those = [fault for fault in faults if fault.kind == kind]
@@ -165,9 +178,8 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """For people."""
-    head = f"{'fault':<16}{'times':>6}{'next commit':>14}{'longest':>10}{'back in':>10}{'longest':>10}"
-    lines = [head]
+    """The verdict on a drill as text for people."""
+    lines = [f"{'fault':<16}{'times':>6}{'next commit':>14}{'longest':>10}{'back in':>10}{'longest':>10}"]
     for kind, row in result["by_kind"].items():
         times = [row[key] for key in ("next_commit_s", "longest_next_commit_s", "back_s", "longest_back_s")]
         cells = ["–" if value is None else f"{value:.1f} s" for value in times]

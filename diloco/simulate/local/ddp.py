@@ -1,8 +1,7 @@
 """The baseline: the same model on the same tokens by torch's DistributedDataParallel over gloo.
 
-One process per peer: `python -m diloco.simulate.local.ddp CONTRACT.json RANK SIZE DIRECTORY`. Every rank reads the very
-blocks
-that its peer reads in the DiLoCo run, at the same learning rates, so that only the way of synchronising differs.
+One process per peer: `python -m diloco.simulate.local.ddp CONTRACT.json RANK SIZE DIRECTORY`. Every rank reads the
+same blocks as its peer in the DiLoCo run, at the same learning rates, so that only the way of synchronising differs.
 """
 
 from __future__ import annotations
@@ -44,20 +43,16 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
     held = leases.found(names, contract.lease_blocks)
     reader.lease(held.held[names[island.rank]])
     tokens, version, started_s = 0, 0, monotonic_s()
+
+    def sent_bytes() -> int | None:
+        sample = counter.sample()
+        return sample.sent if sample else None
+
     while tokens < contract.run.total_tokens:
         for _ in range(contract.steps_per_round):
             tokens += contract.tokens_per_step * island.size
             loss = inner.step(reader.next(contract.inner.sequences_per_step), tokens)
-            sent = counter.sample()
-            events.emit(
-                BaselineStep(
-                    step=inner.steps,
-                    tokens=tokens,
-                    loss=loss,
-                    wall_s=monotonic_s() - started_s,
-                    wire_bytes_sent=sent.sent if sent else None,
-                )
-            )
+            events.emit(BaselineStep(tokens, inner.steps, loss, monotonic_s() - started_s, sent_bytes()))
         version += 1
         held = leases.advance(held, dict.fromkeys(names, blocks), names, contract.lease_blocks)
         reader.lease(held.held[names[island.rank]], blocks)
@@ -65,22 +60,16 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
             val_loss = evaluate(model, heldout, contract.inner.batch_size, island.device)
             events.emit(Evaluated(version=version, tokens=tokens, val_loss=val_loss))
     wall_s = monotonic_s() - started_s
-    sent = counter.sample()
+    sent = sent_bytes()
     final_loss = evaluate(model, heldout, contract.inner.batch_size, island.device) if island.leads else None
-    events.emit(
-        Ended(
-            version=version,
-            tokens=tokens,
-            val_loss=final_loss,
-            wall_s=wall_s,
-            wire_bytes_sent=sent.sent if sent else None,
-            reason="done",
-        )
+    ended = Ended(
+        version=version, tokens=tokens, val_loss=final_loss, wall_s=wall_s, wire_bytes_sent=sent, reason="done"
     )
+    events.emit(ended)
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of one rank."""
+    """Entry point of one rank of the DDP baseline."""
     contract_path, rank, size, directory, data_root, threads = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation ends its baselines by SIGTERM
     torch.set_num_threads(int(threads))

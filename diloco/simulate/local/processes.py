@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Child:
-    """A Python process of ours in a session of its own; what it prints goes to a file."""
+    """A Python process of a simulation, in a session of its own. Its output goes to a file."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class Child:
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal, if it still lives."""
+        """Send a signal to the process, if it still lives."""
         if self.exit_code is None:
             self._process.send_signal(number)
 
     def ask_to_leave(self) -> None:
-        """SIGINT: leave in good order."""
+        """Ask the process to leave in good order, by SIGINT."""
         self.send(signal.SIGINT)
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`."""
+        """End the process by SIGTERM, and by SIGKILL after `grace_s`."""
         if self.exit_code is None:
             self._process.terminate()
             try:
@@ -88,13 +88,14 @@ class Child:
 
 
 def die_with_parent(number: int = signal.SIGINT) -> None:
-    """In a child: when its parent dies, however that happens, it gets this signal. Only Linux has that."""
+    """Called in a child process: it gets this signal when its parent dies, however that happens. Only Linux has
+    that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def end_all(children: Sequence[Child], grace_s: float = 5.0) -> None:
-    """End them side by side within about `grace_s`."""
+    """End all processes side by side, within about `grace_s`."""
     for child in children:
         child.ask_to_leave()
         child.ask_to_leave()  # the second signal ends a peer at once

@@ -114,7 +114,7 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
             summary["comparisons"][name] = compared
     if "ddp" in summary["comparisons"]:
         summary["baseline"] = {"name": "ddp", **summary["comparisons"]["ddp"]}
-    _write_json(plan.directory / "summary.json", summary)
+    (plan.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     write_plot(plan.directory)
     page = write_report(plan.directory)
     text = f"\n{summary_table(summary)}\nreport: {page}"
@@ -125,7 +125,7 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
 
 
 def read_speeds(text: str, peers: int | None) -> tuple[float, ...]:
-    """`1,0.5`: one for each peer; empty: none are given. Raises UsageError."""
+    """The speeds in a text like `1,0.5`, one for each peer; empty: none are given. Raises UsageError."""
     try:
         speeds = tuple(map(float, text.split(","))) if text else ()
     except ValueError:
@@ -142,25 +142,29 @@ def _plan(options: SimulateOptions) -> SimulationPlan:
     contract = load_contract(options.contract, overrides).value
     site = load_site(options.site, options.site_overrides).value
     directory = options.out or Path("runs") / contract.run.name
-    root = Path(site.data.root)
     return SimulationPlan(
-        options.contract, contract, overrides, options.site, tuple(options.site_overrides), root, options.peers,
-        directory, contract.run.name, max(1, (os.cpu_count() or 1) // options.peers),
+        options.contract, contract, overrides, options.site, tuple(options.site_overrides), Path(site.data.root),
+        options.peers, directory, contract.run.name, max(1, (os.cpu_count() or 1) // options.peers),
         options.speeds or (1.0,) * options.peers,
     )  # fmt: skip
 
 
 def _prepare(plan: SimulationPlan, compare: Sequence[str]) -> None:
-    """Make room; an earlier simulation's files are replaced, anybody else's are not touched.
+    """Make an empty folder for a simulation. Files of an earlier simulation are deleted, all others stay.
 
-    Raises UsageError where these would be in the way, and ResourceError."""
+    Raises UsageError where those others would be in the way, and ResourceError."""
     directory = plan.directory
     try:
         if directory.exists() and any(directory.iterdir()):
             if not (directory / "contract.json").is_file():
                 cause = f"{directory} is not empty, and not from an earlier simulation"
                 raise UsageError(cause, "choose another --out")
-            _clear(directory)
+            for entry in directory.iterdir():  # its peers have a log, its comparisons that or a contract
+                marked = (entry / "log.txt").is_file() or (entry / "contract.json").is_file()
+                if entry.name in OURS:
+                    entry.unlink()
+                elif marked and OUR_FOLDERS.fullmatch(entry.name):
+                    shutil.rmtree(entry)
         directory.mkdir(parents=True, exist_ok=True)
         for name in (*(f"p{index}" for index in range(plan.peers)), *compare):
             if (directory / name).exists():
@@ -170,21 +174,11 @@ def _prepare(plan: SimulationPlan, compare: Sequence[str]) -> None:
         raise ResourceError(f"cannot write to {directory}: {error.strerror}", "choose another --out") from error
 
 
-def _clear(directory: Path) -> None:
-    """Delete what an earlier simulation wrote: its peers have a log, its comparisons that or a contract."""
-    for entry in directory.iterdir():
-        marked = (entry / "log.txt").is_file() or (entry / "contract.json").is_file()
-        if entry.name in OURS:
-            entry.unlink()
-        elif marked and OUR_FOLDERS.fullmatch(entry.name):
-            shutil.rmtree(entry)
-
-
 # ---------------------------------------------------------------- peers
 
 
 def _train_peers(plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool) -> RunState:
-    """Run the peers to the end. Raises DilocoError when one fails."""
+    """Run the peers of a simulation to the end. Raises DilocoError when one fails."""
     names = [f"p{index}" for index in range(plan.peers)]
     tail = _Tail([plan.directory / name / "events.jsonl" for name in names])
     children: list[Child] = []
@@ -224,7 +218,7 @@ def _card(directory: Path) -> Path:
 
 
 def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable[[], bool]) -> str:
-    """Wait for the founder to listen."""
+    """The founder's ticket, once it listens. Empty: the simulation was stopped before."""
     deadline_s = monotonic_s() + START_S
     while not card.exists():
         if founder.exit_code is not None:
@@ -239,7 +233,7 @@ def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable
 
 
 def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callable[[], bool]) -> None:
-    """Until all have ended. A peer that fails ends the simulation; a stop asks all to leave."""
+    """Wait until all peers have ended. One that fails ends the simulation; a stop asks all to leave."""
     asked = False
     while True:
         ended = all(child.exit_code is not None for child in children)
@@ -279,8 +273,8 @@ class _Tail:
 
 
 def states_agree(ends: Sequence[Ended], peers: int) -> bool | None:
-    """Whether all hold one state. Of peers that were told to leave each may have stopped at another version: then
-    whether those at the same version do; None where no two are."""
+    """Whether all peers end with one outer state. Peers that were asked to leave may end at different versions: then
+    whether those at the same version agree. None: no two are at the same version."""
     states = [(end.version, end.state_digest) for end in ends]
     if len(ends) == peers and all(end.reason == "done" for end in ends):
         return len(set(states)) == 1
@@ -301,7 +295,7 @@ def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _summary(plan: SimulationPlan, state: RunState) -> dict[str, Any]:
-    """`summary.json`, before anything is compared."""
+    """The tree of `summary.json`, before anything is compared."""
     ends, costs = state.ends, _costs(plan.directory, state.ends)
     starts = [peer.started for peer in state.peers.values() if peer.started]
     return {
@@ -326,7 +320,7 @@ def _summary(plan: SimulationPlan, state: RunState) -> dict[str, Any]:
 def _compare(
     name: str, plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool
 ) -> dict[str, Any] | None:
-    """Train in another way in a folder beside the peers'; returns its costs. None: it was stopped."""
+    """Train a comparison in a folder beside the peers'. Returns its costs; None: it was stopped."""
     directory = plan.directory / name
     directory.mkdir()
     if name == "ddp":
@@ -352,7 +346,7 @@ def _compare(
 
 
 def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
-    """The baseline, in as many processes as there were peers. None: it was stopped."""
+    """Train the DDP baseline, in as many processes as there were peers. Returns its costs; None: it was stopped."""
     contract = directory / "contract.json"
     contract.write_text(plan.contract.to_json())
     where = [str(directory), str(plan.data_root), str(plan.threads)]
@@ -384,9 +378,8 @@ def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], 
 def _watch_ddp(
     plan: SimulationPlan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO
 ) -> None:
-    """A plain line for each tenth of the way."""
-    total = plan.contract.run.total_tokens
-    said = -1
+    """Wait until the ranks of the baseline have ended, and print a line for each tenth of its tokens."""
+    total, said = plan.contract.run.total_tokens, -1
     out.write(f"DDP over gloo: {plan.peers} processes, {total:,} tokens\n")
     while any(rank.exit_code is None for rank in ranks):
         for event in (stamped.event for stamped in tail.read()):
@@ -396,11 +389,6 @@ def _watch_ddp(
                 out.flush()
         if stop():
             return
-        failed = [rank for rank in ranks if rank.exit_code]
-        if failed:
+        if failed := [rank for rank in ranks if rank.exit_code]:
             raise failed[0].failure()
         time.sleep(POLL_S)
-
-
-def _write_json(path: Path, tree: dict[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2) + "\n")
