@@ -334,6 +334,7 @@ class SwapApplied(Event, kind="swap"):
 
 # ---------------------------------------------------------------- JSON
 
+
 def to_json(stamped: Stamped) -> dict[str, Any]:
     """The event as plain JSON: a line of `events.jsonl`."""
     stamp = {"t": stamped.t_s, "time": stamped.time_s, "peer": stamped.peer, "kind": stamped.event.kind}

@@ -32,7 +32,7 @@ from diloco.observe.events import (
     TrainingProgress,
     VersionClosed,
 )
-from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, mean
+from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, in_groups, mean
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
 """How the baselines are called, by their folder."""
@@ -288,21 +288,11 @@ def _curve(state: RunState, versions: Sequence[Version]) -> Curve:
 
     start = [evaluation.val_loss for evaluation in state.evaluations if evaluation.version == 0][:1]
     before = [Point(loss, 0.0, 0.0, 0.0) for loss in start if loss is not None]
-    train, held_out = points(lambda row: row.loss), before + points(lambda row: row.val_loss)
-    some = held_out[:: -_group(held_out)][::-1]  # the last of them in any case
-    return Curve("diloco", "DiLoCo", _averaged(train), some)
-
-
-def _averaged(points: Sequence[Point]) -> list[Point]:
-    """Of many, the mean loss of each group, where its last one stood."""
-    size = _group(points)
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [replace(group[-1], loss=fmean(point.loss for point in group)) for group in groups]
-
-
-def _group(points: Sequence[Point]) -> int:
-    """How many of them are one of MAX_POINTS."""
-    return -(-len(points) // MAX_POINTS) or 1
+    groups = in_groups(points(lambda row: row.loss), MAX_POINTS)
+    train = [replace(group[-1], loss=fmean(point.loss for point in group)) for group in groups]
+    held_out = before + points(lambda row: row.val_loss)
+    last_first = in_groups(held_out[::-1], MAX_POINTS)  # counted from the end: the last point stays in any case
+    return Curve("diloco", "DiLoCo", train, [group[0] for group in last_first][::-1])
 
 
 def _baseline(folder: Path, points: int) -> Curve:

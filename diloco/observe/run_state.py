@@ -12,10 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
+from typing import TypeVar
 
 from diloco.base.readable import readable_text
 from diloco.observe import events
 from diloco.observe.events import GOODBYES, STEPS, Event, Stamped
+
+T = TypeVar("T")
 
 RUNNING = (events.ViewChanged, events.TrainingProgress, events.VersionClosed, events.SwapApplied)
 """Events that only a peer in the view writes."""
@@ -154,9 +157,15 @@ class Version:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """The mean of the values that peers reported; None where nobody reported one."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def in_groups(rows: Sequence[T], most: int) -> list[Sequence[T]]:
+    """At most `most` groups of neighbouring versions or points, all of one size but the last, for a figure or a table."""
+    size = -(-len(rows) // most) or 1
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 @dataclass(slots=True)
