@@ -1,4 +1,4 @@
-"""`diloco config` and `diloco data`: contracts and sites as they are read, and token shards."""
+"""`diloco config`, `diloco init` and `diloco data`: contracts and sites, shown or written, and token shards."""
 
 from __future__ import annotations
 
@@ -78,15 +78,10 @@ def data_pack(
     progress = None if as_json else progress_in("bytes")
     result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, progress)
     if as_json:
-        print(
-            json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
-        )
+        print(json.dumps({"output": str(output), **asdict(result)}))
     else:
-        print(f"{output}: {result.tokens:,} tokens from {_files(result.files)}, {result.bytes:,} bytes")
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
+        files = "1 file" if result.files == 1 else f"{result.files:,} files"
+        print(f"{output}: {result.tokens:,} tokens from {files}, {result.bytes:,} bytes")
 
 
 commands = Typer()
@@ -108,7 +103,6 @@ def init(
         contract.write_text(contract_template(str(contract), str(site)))
         site.write_text(site_template())
     except OSError as error:
-        raise ResourceError(
-            f"cannot write to {directory.absolute()}: {error.strerror}", "name another folder"
-        ) from error
+        cause = f"cannot write to {directory.absolute()}: {error.strerror}"
+        raise ResourceError(cause, "name another folder") from error
     print(f"{contract}\n{site}\ntry:  diloco simulate {contract} --peers 2")

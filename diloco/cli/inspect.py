@@ -31,9 +31,8 @@ def report(
     from diloco.observe.report import Table, write_plot, write_report
 
     if not (directory / "events.jsonl").is_file() and not any(directory.glob("*/events.jsonl")):
-        raise StateError(
-            f"no events in {directory.absolute()}", "give the --out folder of a simulation, or the --dir of a peer"
-        )
+        fix = "give the --out folder of a simulation, or the --dir of a peer"
+        raise StateError(f"no events in {directory.absolute()}", fix)
     page = write_report(directory, [Table.read(path) for path in tables or ()])
     plot = write_plot(directory)
     print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
@@ -54,11 +53,7 @@ def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
 
 
 @commands.command(epilog="Example:  diloco simulate quick --set storage.record=true && diloco replay runs/quick")
-def replay(
-    directories: PeerFolders,
-    data_root: DataRoot = None,
-    as_json: AsJson = False,
-) -> None:
+def replay(directories: PeerFolders, data_root: DataRoot = None, as_json: AsJson = False) -> None:
     """Make every version once more from the contributions that the peers recorded, and compare the digests.
 
     Exits with 1 when one comes out otherwise.

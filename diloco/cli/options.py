@@ -55,8 +55,8 @@ def progress_in(unit: str) -> Callable[[int, int], None]:
 
 
 def stop_asked() -> Callable[[], bool]:
-    """Install signal handlers: the first SIGINT, SIGTERM or SIGHUP asks the command to stop, the second ends the process
-    at once. Returns a function: whether the command shall stop.
+    """Install signal handlers: the first SIGINT, SIGTERM or SIGHUP asks the command to stop, the second ends the
+    process at once. Returns a function: whether the command shall stop.
     """
     asked: list[int] = []
 

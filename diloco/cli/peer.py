@@ -1,4 +1,4 @@
-"""`diloco peer` and `diloco witness`: take part in a run."""
+"""`diloco peer` and `diloco witness`, which take part in a run; `diloco status` and `diloco evict` for its operator."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.readable import printable
 from diloco.cli.lines import PeerLines, saying
 from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath, stop_asked
-
-if TYPE_CHECKING:
-    from diloco.observe.events import Stamped
-
+from diloco.observe.events import Stamped, to_json
 
 commands = Typer()
 
@@ -98,8 +95,7 @@ def witness(
 
 
 def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped], None]:
-    from diloco.observe.events import to_json
-
+    """A listener to a peer's events that prints them, as JSON lines or for people."""
     return (lambda stamped: say(json.dumps(to_json(stamped)))) if json_lines else PeerLines(say)
 
 

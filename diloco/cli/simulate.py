@@ -12,15 +12,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option, Typer
 
 from diloco.base.errors import UsageError
-from diloco.cli.options import (
-    AsJson,
-    ContractArgument,
-    Overrides,
-    SitePath,
-    raise_when_stopped,
-    stop_asked,
-    write_json,
-)
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, raise_when_stopped, stop_asked, write_json
 
 commands = Typer()
 

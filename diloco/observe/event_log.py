@@ -19,8 +19,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +110,11 @@ def read_on(path: Path, offset: int) -> tuple[list[EventLine], int]:
 
 def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
     """The lines of an event log, without those that have the mark and are between two others that have it."""
-    last, many = b"", False
-    for line in lines:
-        if mark in line:
-            if not many:
-                yield line
-            last, many = (line, True) if many else (b"", True)
-            continue
-        if last:
-            yield last
-        last, many = b"", False
-        yield line
-    if last:
-        yield last
+    for marked, group in groupby(lines, lambda line: mark in line):
+        neighbours = iter(group)
+        if marked:
+            yield next(neighbours)
+        yield from deque(neighbours, maxlen=1) if marked else neighbours
 
 
 def _open_to_append(path: Path) -> int:

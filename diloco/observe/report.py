@@ -13,7 +13,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -133,11 +132,7 @@ def _texts(cells: Sequence[object]) -> tuple[str, ...]:
 
 def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
     """Write `report.html` into the directory of a simulation or of one peer; its path. Raises ResourceError."""
-    path = directory / "report.html"
-    page = _page(read_run(directory), tables)
-    with _writing(path):
-        path.write_text(page, encoding="utf-8")
-    return path
+    return _write(directory / "report.html", _page(read_run(directory), tables).encode())
 
 
 def write_plot(directory: Path) -> Path:
@@ -149,19 +144,18 @@ def write_plot(directory: Path) -> Path:
     figure.axes[0].set_ylabel("loss, nats per token", color=LIGHT["muted"])
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.axes[0].legend(handles[::-1], labels[::-1], frameon=False, labelcolor=LIGHT["ink"])
-    path = directory / "plot.png"
-    with _writing(path):
-        figure.savefig(path)
-    return path
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return _write(directory / "plot.png", picture.getvalue())
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _write(path: Path, content: bytes) -> Path:
     try:
-        yield
+        path.write_bytes(content)
     except OSError as error:
         fix = "free the disk, or copy the folder to where you may write"
         raise ResourceError(f"cannot write {path}: {error.strerror}", fix) from error
+    return path
 
 
 # ---------------------------------------------------------------- drawing

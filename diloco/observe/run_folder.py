@@ -21,17 +21,9 @@ from typing import Any
 from diloco.base.errors import DilocoError
 from diloco.base.readable import readable_text
 from diloco.config.load import load_contract
+from diloco.observe import events
 from diloco.observe.event_log import read_events
-from diloco.observe.events import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    STEPS,
-    BaselineStep,
-    HardwareUsed,
-    Started,
-    TrainingProgress,
-    VersionClosed,
-)
+from diloco.observe.events import MAX_COUNT, MAX_NUMBER, STEPS
 from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, in_groups, mean
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
@@ -161,7 +153,9 @@ def read_run(directory: Path) -> RunFolder:
 def read_state(paths: Sequence[Path]) -> RunState:
     """The state of a run from the event files of its peers. Of signs of life in a row only the ends are read."""
     state = RunState()
-    for stamped in merge(*(read_events(path, TrainingProgress) for path in paths), key=lambda stamped: stamped.time_s):
+    for stamped in merge(
+        *(read_events(path, events.TrainingProgress) for path in paths), key=lambda stamped: stamped.time_s
+    ):
         state.fold(stamped)
     return state
 
@@ -170,7 +164,7 @@ def _baselines(directory: Path, folders: Mapping[str, Path]) -> list[str]:
     """The folders that hold another way to train: one with steps instead of versions, or a simulation of its own."""
     simulations = {path.parent.parent.name for path in directory.glob("*/*/events.jsonl")}
     firsts = {name: next(read_events(path), None) for name, path in folders.items()}
-    found = {name for name, first in firsts.items() if first and isinstance(first.event, BaselineStep)}
+    found = {name for name, first in firsts.items() if first and isinstance(first.event, events.BaselineStep)}
     return [name for name in dict.fromkeys([*NAMES, *folders]) if name in (found | simulations) & folders.keys()]
 
 
@@ -217,7 +211,7 @@ def peer_times(reports: Iterable[VersionReport]) -> list[PeerTime]:
     return times
 
 
-def _hardware(peer: str, started: Started, used: HardwareUsed) -> PeerHardware:
+def _hardware(peer: str, started: events.Started, used: events.HardwareUsed) -> PeerHardware:
     def rate(amount: float | None, over: float | None) -> float | None:
         return amount / over if amount is not None and over else None
 
@@ -252,7 +246,7 @@ def _waits(reports: Iterable[VersionReport], clock: RunClock) -> list[Stay]:
 def _flights(reports: Iterable[VersionReport], clock: RunClock) -> list[Stay]:
     flights = []
     for report in reports:
-        if isinstance(report.event, VersionClosed) and report.event.flight_s:
+        if isinstance(report.event, events.VersionClosed) and report.event.flight_s:
             stop_s = clock(report.at_s)
             flights.append(Stay(report.peer, max(stop_s - report.event.flight_s, 0.0), stop_s))
     return flights if len(flights) <= MAX_FLIGHTS else []
@@ -289,7 +283,7 @@ def _baseline(folder: Path, points: int) -> Curve:
     return Curve(folder.name, name, train, held_out)
 
 
-def _step_point(step: BaselineStep, loss: float | None) -> Point:
+def _step_point(step: events.BaselineStep, loss: float | None) -> Point:
     return Point(loss or 0.0, step.tokens, step.wall_s or 0.0, step.wire_bytes_sent or 0)
 
 
