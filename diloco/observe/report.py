@@ -405,47 +405,39 @@ def _as_one(group: Sequence[Version]) -> Version:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A headline of the report: title, number, and a line to read it by."""
-
-    title: str
-    value: str
-    note: str
-
-
-def _cards(run: RunFolder) -> Iterator[Card]:
+def _cards(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Headlines of the report: title, number, and a line to read it by."""
     facts = run.summary
     ours, *others = outcomes(facts)
     base = others[0] if facts.get("baseline") else None
     if base and ours.worse is not None:
         note = f"{readable_loss(ours.val_loss)} beside {readable_loss(base.val_loss)}"
-        yield Card(f"Held-out loss vs {base.name}", readable_percent(ours.worse), note)
+        yield f"Held-out loss vs {base.name}", readable_percent(ours.worse), note
     else:
         note = "no baseline to compare with" if ours.val_loss is not None else "no data yet"
-        yield Card("Held-out loss", readable_loss(ours.val_loss), note)
+        yield "Held-out loss", readable_loss(ours.val_loss), note
     sent = readable_bytes(ours.wire_bytes_sent)
     if base and ours.fewer is not None:
         note = f"{sent} per peer beside {readable_bytes(base.wire_bytes_sent)}"
-        yield Card(f"Fewer bytes than {base.name}", readable_times(ours.fewer), note)
+        yield f"Fewer bytes than {base.name}", readable_times(ours.fewer), note
     else:
-        yield Card("Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet")
+        yield "Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet"
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
     gossips = any(row.spread is not None for row in run.versions)
-    yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
+    yield "Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps
     agree, digest = facts.get("digests_agree"), str(facts.get("digest", ""))[:12]
     if gossips:
-        yield Card("Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last")
+        yield "Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last"
     elif agree is None:
-        yield Card("Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet")
+        yield "Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet"
     elif agree:
-        yield Card("Digests", "agree", f"{digest}, the same on all peers")
+        yield "Digests", "agree", f"{digest}, the same on all peers"
     else:
-        yield Card("Digests", "differ", "a defect: the peers' states are not the same")
+        yield "Digests", "differ", "a defect: the peers' states are not the same"
     pace = None  # committed tokens per second, since the run began or since the first version that is known
     if run.versions:
         first, last = run.versions[0], run.versions[-1]
         tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
         pace = (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
     note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
-    yield Card("Tokens per second", readable_count(pace), note)
+    yield "Tokens per second", readable_count(pace), note

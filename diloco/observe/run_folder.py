@@ -393,22 +393,15 @@ def outcomes(summary: Mapping[str, Any]) -> list[MethodResult]:
     others: dict[str, Mapping[str, Any]] = dict(summary.get("comparisons") or {})
     if baseline:
         others = {base_name: {**others.pop(base_name, {}), **baseline}, **others}
-    rows = [_result("DiLoCo", summary, baseline)]
+    methods = [("DiLoCo", summary, baseline)]
     for name, entry in others.items():
         same_tokens = {"tokens": summary.get("tokens"), **entry}
-        rows.append(_result(NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+        methods.append((NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+    rows = []
+    for name, entry, base in methods:
+        loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")
+        base_loss, base_sent = base.get("val_loss"), base.get("wire_bytes_sent_per_peer")
+        worse = None if loss is None or not base_loss else (loss - base_loss) / base_loss
+        fewer = base_sent / sent if sent and base_sent else None
+        rows.append(MethodResult(name, loss, worse, entry.get("wall_s"), sent, fewer, entry.get("tokens")))
     return rows
-
-
-def _result(name: str, entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> MethodResult:
-    loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")
-    base_loss, base_sent = baseline.get("val_loss"), baseline.get("wire_bytes_sent_per_peer")
-    return MethodResult(
-        name=name,
-        val_loss=loss,
-        worse=None if loss is None or not base_loss else (loss - base_loss) / base_loss,
-        wall_s=entry.get("wall_s"),
-        wire_bytes_sent=sent,
-        fewer=base_sent / sent if sent and base_sent else None,
-        tokens=entry.get("tokens"),
-    )

@@ -127,8 +127,21 @@ class Screen:
 
     def render(self) -> RenderableType:
         """The live screen as it is now: a header, a row per peer, the latest notable lines."""
+        share = min(self.state.tokens / self._total_tokens, 1.0)
+        header = Text(no_wrap=True, overflow="ellipsis")
+        header.append(self._title, style="bold")
+        header.append(f"   {self.state.tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
+        if share < 1 and len(self._pace) > 1:  # minutes and seconds to the end at the pace of the latest versions
+            (first_s, first_tokens), (last_s, last_tokens) = self._pace[0], self._pace[-1]
+            pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
+            at_last_s = (self._total_tokens - last_tokens) * pace
+            minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
+            header.append(f"   {minutes}:{seconds:02d} left")
+        if self.state.evaluations:
+            latest = self.state.evaluations[-1]
+            header.append(f"   held-out {readable_loss(latest.val_loss)} at v{latest.version or 0}")
         notes = [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self._notes]
-        return Group(self._header(), Text(), self._table(), *([Text(), *notes] if notes else []))
+        return Group(header, Text(), self._table(), *([Text(), *notes] if notes else []))
 
     # ------------------------------------------------------------ plain lines
 
@@ -175,22 +188,6 @@ class Screen:
 
     # ------------------------------------------------------------ the live picture
 
-    def _header(self) -> Text:
-        share = min(self.state.tokens / self._total_tokens, 1.0)
-        header = Text(no_wrap=True, overflow="ellipsis")
-        header.append(self._title, style="bold")
-        header.append(f"   {self.state.tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
-        if share < 1 and len(self._pace) > 1:  # minutes and seconds to the end at the pace of the latest versions
-            (first_s, first_tokens), (last_s, last_tokens) = self._pace[0], self._pace[-1]
-            pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
-            at_last_s = (self._total_tokens - last_tokens) * pace
-            minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
-            header.append(f"   {minutes}:{seconds:02d} left")
-        if self.state.evaluations:
-            latest = self.state.evaluations[-1]
-            header.append(f"   held-out {readable_loss(latest.val_loss)} at v{latest.version or 0}")
-        return header
-
     def _table(self) -> Table:
         used = [peer.used for peer in self.state.peers.values() if peer.used]
         reported = {"MFU": any(one.mfu is not None for one in used), "memory": any(one.memory for one in used)}
@@ -203,22 +200,22 @@ class Screen:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
         for name, peer in self.state.peers.items():
-            table.add_row(*self._cells(name, peer, known), style="dim" if peer.over else None)
+            mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
+            memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
+            hardware = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
+            table.add_row(
+                Text(readable_text(name)),
+                Text(peer.phase, style=STYLES.get(peer.phase, "")),
+                ProgressBar(total=self._total_tokens, completed=peer.tokens, width=14, complete_style="blue"),
+                f"v{peer.version}",
+                readable_loss(peer.loss),
+                readable_count(peer.tokens_per_s),
+                *(hardware[name] for name in known),
+                readable_bytes(peer.wire_bytes_sent),
+                Text(_last(peer.latest), style="dim"),
+                style="dim" if peer.over else None,
+            )
         return table
-
-    def _cells(self, name: str, peer: PeerState, known: Sequence[str]) -> Iterator[RenderableType]:
-        yield Text(readable_text(name))
-        yield Text(peer.phase, style=STYLES.get(peer.phase, ""))
-        yield ProgressBar(total=self._total_tokens, completed=peer.tokens, width=14, complete_style="blue")
-        yield f"v{peer.version}"
-        yield readable_loss(peer.loss)
-        yield readable_count(peer.tokens_per_s)
-        mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
-        memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
-        reported = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
-        yield from (reported[name] for name in known)
-        yield readable_bytes(peer.wire_bytes_sent)
-        yield Text(_last(peer.latest), style="dim")
 
 
 def _last(event: Event | None) -> str:
