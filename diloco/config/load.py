@@ -1,4 +1,7 @@
-"""Reading contract and site: files, presets, the command line; each value's origin; errors that name the likely key."""
+"""Reading contract and site: files, presets, the command line; each value's origin; errors that name the likely key.
+
+Also the contracts that come with diloco, and the data root that a peer's folder remembers.
+"""
 
 from __future__ import annotations
 
