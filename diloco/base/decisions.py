@@ -1,4 +1,4 @@
-"""What the ranks of an island do together, as rank 0 decides it: one small frozen class for each.
+"""Decisions of rank 0 for all ranks of an island: one small frozen class for each.
 
 A meeting is a sequence of decisions that ends with `Train`. Rank 0 broadcasts each, and every rank does it to its own
 part (`diloco.peer.rank`). They travel as JSON between processes of one island.
@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, dataclass_transform
 
 
+@dataclass_transform(frozen_default=True)
 class Decision:
-    """Something to do, or, at the end of a meeting, `Train`."""
+    """A decision for all ranks: something to do, or, at the end of a meeting, `Train`. Every subclass is a frozen
+    dataclass."""
 
     kinds: ClassVar[dict[str, type[Decision]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Decision.kinds[cls.__name__] = cls
+        Decision.kinds[cls.__name__] = dataclass(frozen=True)(cls)
 
     def to_json(self) -> str:
-        """JSON text of it."""
+        """The decision as a JSON text."""
         return json.dumps([type(self).__name__, vars(self)])
 
     @staticmethod
     def from_json(text: str) -> Decision:
-        """Parse what `to_json` wrote."""
+        """Parse the decision that `to_json` wrote."""
         kind, fields = json.loads(text)
-        return Decision.kinds[kind](**{name: _value(value) for name, value in fields.items()})
+        # JSON knows lists only; all sequences of decisions are tuples.
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return Decision.kinds[kind](**values)
 
 
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-@dataclass(frozen=True)
 class Train(Decision):
     """Go on training, and meet again after so many inner steps. What a caller may ask of a run changes only here."""
 
@@ -56,7 +55,6 @@ class Train(Decision):
     spread: float | None = None
 
 
-@dataclass(frozen=True)
 class Meet(Decision):
     """Open a lane, and connect it to rank 0 at HOST:PORT with this key. `toward`: a member's address."""
 
@@ -67,7 +65,6 @@ class Meet(Decision):
     toward: str | None
 
 
-@dataclass(frozen=True)
 class Measure(Decision):
     """Pseudo-gradient and compress. `overlaps`: inner steps follow while it is on its way."""
 
@@ -76,17 +73,14 @@ class Measure(Decision):
     overlaps: bool
 
 
-@dataclass(frozen=True)
 class KeepLocal(Decision):
     """Inner steps follow while a contribution is on its way."""
 
 
-@dataclass(frozen=True)
 class Withdraw(Decision):
     """The contribution comes to nothing: it is progress again."""
 
 
-@dataclass(frozen=True)
 class Apply(Decision):
     """Average, outer step and merge of a version. `counted`: it counts this peer; `in_place`: into the state before."""
 
@@ -95,7 +89,6 @@ class Apply(Decision):
     in_place: bool
 
 
-@dataclass(frozen=True)
 class Adopt(Decision):
     """Stand at a state that was copied. `steps`: outer steps by fragment; `stays`: what was sent stays sent."""
 
@@ -104,12 +97,10 @@ class Adopt(Decision):
     stays: bool
 
 
-@dataclass(frozen=True)
 class Drop(Decision):
     """Back to the anchor."""
 
 
-@dataclass(frozen=True)
 class Restore(Decision):
     """Go on from the checkpoint in this folder, with this digest."""
 
@@ -117,45 +108,38 @@ class Restore(Decision):
     digest: str
 
 
-@dataclass(frozen=True)
 class Save(Decision):
     """Begin a checkpoint. `local`: with the local weights."""
 
     local: bool
 
 
-@dataclass(frozen=True)
 class Publish(Decision):
     """Tell the subscribers of this event, a line of `events.jsonl`."""
 
     event: str
 
 
-@dataclass(frozen=True)
 class Evaluate(Decision):
     """Held-out loss of the anchor, at the end of a life."""
 
 
-@dataclass(frozen=True)
 class GatherWeights(Decision):
     """Give rank 0 your shares of a fragment's weights."""
 
     fragment: int
 
 
-@dataclass(frozen=True)
 class TakeWeights(Decision):
     """Take your shares of a fragment's weights from rank 0."""
 
     fragment: int
 
 
-@dataclass(frozen=True)
 class Idle(Decision):
     """Rank 0 waits for the world and lives."""
 
 
-@dataclass(frozen=True)
 class Fail(Decision):
     """Rank 0 has failed."""
 

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 
 class DilocoError(Exception):
-    """A cause in one line and the way to mend it in another."""
+    """An error for people: its cause in one line and the way to mend it in another. Each subclass has an exit code."""
 
     exit_code = 1
+
+    def __init_subclass__(cls, exit_code: int | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
 
     def __init__(self, cause: str, fix: str = "") -> None:
         super().__init__(cause)
@@ -28,61 +31,41 @@ class DilocoError(Exception):
         return f"{self.cause}\n  fix: {self.fix}" if self.fix else self.cause
 
 
-class UsageError(DilocoError):
+class UsageError(DilocoError, exit_code=2):
     """The command line or a library call makes no sense."""
 
-    exit_code = 2
 
-
-class ConfigError(DilocoError):
+class ConfigError(DilocoError, exit_code=10):
     """A contract or site file is wrong."""
 
-    exit_code = 10
 
-
-class UnreachableError(DilocoError):
+class UnreachableError(DilocoError, exit_code=11):
     """Nobody answers at the address to join."""
 
-    exit_code = 11
 
-
-class TicketError(DilocoError):
+class TicketError(DilocoError, exit_code=12):
     """The run does not admit this peer: its secret is another, or the address names another contract."""
 
-    exit_code = 12
 
-
-class StateError(DilocoError):
+class StateError(DilocoError, exit_code=13):
     """A checkpoint or a downloaded state is damaged or missing."""
 
-    exit_code = 13
 
-
-class ResourceError(DilocoError):
+class ResourceError(DilocoError, exit_code=14):
     """The machine lacks something: disk, memory, a port, a device."""
 
-    exit_code = 14
 
-
-class EvictedError(DilocoError):
+class EvictedError(DilocoError, exit_code=15):
     """The run goes on without this peer and does not take it back."""
 
-    exit_code = 15
 
-
-class IncompatibleError(DilocoError):
+class IncompatibleError(DilocoError, exit_code=16):
     """The other side speaks another protocol, contract, model or data set."""
 
-    exit_code = 16
 
-
-class DataError(DilocoError):
+class DataError(DilocoError, exit_code=18):
     """The training data is missing, empty or malformed."""
 
-    exit_code = 18
 
-
-class Interrupted(DilocoError):
+class Interrupted(DilocoError, exit_code=130):
     """A signal stopped the program before there was anything to leave."""
-
-    exit_code = 130

@@ -54,26 +54,42 @@ _FIX = "write NAME=kill, NAME=stop or NAME=sleep:SECONDS, with @N for the N-th t
 
 
 def hit(point: str) -> None:
-    """The code has come to this place. Does nothing unless the failpoint is armed."""
+    """A failpoint that the code comes by. Does nothing unless it is armed."""
     trigger = _armed.get(point)
     if trigger is not None:
         trigger.pull()
 
 
 def arm(settings: str) -> None:
-    """Arm what `settings` names (the text of the variable) and disarm the rest. Raises UsageError."""
-    triggers = [_parse(text.strip()) for text in settings.split(",") if text.strip()]
+    """Arm the failpoints that `settings` names (the text of the variable), disarm the rest. Raises UsageError."""
+    triggers = {}
+    for text in filter(None, map(str.strip, settings.split(","))):
+        match = _SETTING.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{VARIABLE}: {text!r} is no setting of a failpoint", _FIX)
+        point = match["point"]
+        if point not in POINTS:
+            near = difflib.get_close_matches(point, POINTS, 1)
+            known = f"did you mean {near[0]}?" if near else f"known: {', '.join(POINTS)}"
+            raise UsageError(f"{VARIABLE}: there is no failpoint {point!r}", known)
+        action = match["action"].partition(":")[0]
+        triggers[point] = _Trigger(action, float(match["seconds"] or 0), int(match["at"] or 1))
     _armed.clear()
     _armed.update(triggers)
 
 
 def arm_from_environment() -> None:
-    """Arm what the variable says; nothing when it is not set. Raises UsageError."""
+    """Arm the failpoints that the environment variable names; none when it is not set. Raises UsageError."""
     arm(os.environ.get(VARIABLE, ""))
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 @dataclass
 class _Trigger:
+    """The action of an armed failpoint."""
+
     action: str
     seconds: float
     at: int
@@ -85,25 +101,10 @@ class _Trigger:
         with self._lock:  # the training thread and the exchange's may come to one place
             self._times += 1
             times = self._times
-        if self.action == "kill" and times == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.action == "stop" and times == self.at:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.action in _SIGNALS and times == self.at:
+            os.kill(os.getpid(), _SIGNALS[self.action])
         elif self.action == "sleep" and times >= self.at:
             time.sleep(self.seconds)
 
 
 _armed: dict[str, _Trigger] = {}
-
-
-def _parse(text: str) -> tuple[str, _Trigger]:
-    match = _SETTING.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{VARIABLE}: {text!r} is no setting of a failpoint", _FIX)
-    point = match["point"]
-    if point not in POINTS:
-        near = difflib.get_close_matches(point, POINTS, 1)
-        known = f"did you mean {near[0]}?" if near else f"known: {', '.join(POINTS)}"
-        raise UsageError(f"{VARIABLE}: there is no failpoint {point!r}", known)
-    action = match["action"].partition(":")[0]
-    return point, _Trigger(action, float(match["seconds"] or 0), int(match["at"] or 1))

@@ -38,13 +38,8 @@ def empty_as(flat: Tensor) -> Tensor:
     spare = _spare.setdefault(flat.nbytes, deque(maxlen=MAX_SPARE))
     try:
         memory = spare.pop()
-    except IndexError:
-        memory = _pages(flat.nbytes)
+    except IndexError:  # torch's memory, for NumPy's own is huge pages, slow to clear in a VM
+        memory = torch.empty(flat.nbytes, dtype=torch.uint8, device="cpu").numpy()
     lent = memory.view(flat.numpy().dtype).reshape(flat.shape)
     weakref.finalize(lent, spare.append, memory).atexit = False
     return torch.from_numpy(lent)
-
-
-def _pages(size: int) -> np.ndarray:
-    """Torch's memory: NumPy's own is huge pages, slow to clear in a VM."""
-    return torch.empty(size, dtype=torch.uint8, device="cpu").numpy()

@@ -9,38 +9,32 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The ranks of a peer that divide its work (`diloco.island.Island`). The first decides; all do the same."""
+    """The ranks of a peer that divide its work (`diloco.island.Island`). Rank 0 decides; all do the same.
+
+    The bodies are those of a peer that is a single process (`Alone`).
+    """
 
     @property
     def rank(self) -> int:
         """Number of this process within its island; rank 0 leads."""
+        return 0
 
     def share(self, text: str = "") -> str:
-        """The first's text, on every rank."""
-
-    def all(self, fine: bool) -> bool:
-        """Whether it is fine on every rank."""
-
-    def total(self, sums: Tensor) -> Tensor:
-        """The sum over the ranks."""
-
-    def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank."""
-
-
-class Alone(Ranks):
-    """There is one."""
-
-    rank = 0
-
-    def share(self, text: str = "") -> str:
+        """Rank 0's text, on every rank."""
         return text
 
     def all(self, fine: bool) -> bool:
+        """Whether the state of every rank is fine."""
         return fine
 
     def total(self, sums: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks."""
         return sums
 
     def gather(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank."""
         return [text]
+
+
+class Alone(Ranks):
+    """The only rank of a peer that is a single process."""

@@ -51,9 +51,8 @@ def readable_share(share: float | None) -> str:
 
 def readable_flops(flops_per_s: float | None) -> str:
     """1.93 TFLOP/s."""
-    if flops_per_s is None:
-        return NOTHING
-    return _scaled(flops_per_s, ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s"))
+    units = ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s")
+    return NOTHING if flops_per_s is None else _scaled(flops_per_s, units)
 
 
 def readable_text(text: object, width: int = 32) -> str:
@@ -80,17 +79,14 @@ def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """A line for each row, the header first; all rows have as many cells.
+def aligned(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ", gap: str = "  ") -> list[str]:
+    """A text table: one line for each row, the header first; all rows have as many cells.
 
-    The first `left` columns, and those without a header, stand at the left, the others at the right.
+    The first `left` columns, and those without a header, are aligned at the left, the others at the right.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if index < left or not rows[0][index] else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        at_left = index < left or not column[0]
+        columns.append([cell.ljust(width) if at_left else cell.rjust(width) for cell in column])
+    return [indent + gap.join(cells).rstrip() for cells in zip(*columns, strict=True)]

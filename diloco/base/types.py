@@ -173,7 +173,19 @@ class Commit:
         """Parse what `to_bytes` wrote. Raises ValueError on anything else, however hostile."""
         try:
             tree = json.loads(data)
-            commit = _commit(tree)
+            commit = Commit(
+                version=_int(tree["version"]),
+                previous=_text(tree["previous"]),
+                lineage=_text(tree["lineage"]),
+                fragment=_int(tree["fragment"], low=-1),
+                view=tuple(_member(entry) for entry in tree["view"]),
+                counted=tuple(_counted(entry) for entry in tree["counted"]),
+                omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
+                mean_digest=_text(tree["mean_digest"]),
+                tokens=_int(tree["tokens"]),
+                leases=_leases(tree["leases"]),
+                state_digest=_text(tree["state_digest"]),
+            )
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a commit: {error!r}") from error
         if commit.to_bytes() != data:
@@ -186,24 +198,11 @@ def _slots(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-def _commit(tree: dict[str, Any]) -> Commit:
-    return Commit(
-        version=_int(tree["version"]),
-        previous=_text(tree["previous"]),
-        lineage=_text(tree["lineage"]),
-        fragment=_int(tree["fragment"], low=-1),
-        view=tuple(_member(entry) for entry in tree["view"]),
-        counted=tuple(_counted(entry) for entry in tree["counted"]),
-        omitted=tuple(_omitted(entry) for entry in tree["omitted"]),
-        mean_digest=_text(tree["mean_digest"]),
-        tokens=_int(tree["tokens"]),
-        leases=_leases(tree["leases"]),
-        state_digest=_text(tree["state_digest"]),
-    )
-
-
 def _member(tree: dict[str, Any]) -> Member:
-    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]), _flag(tree["witness"]))
+    witness = tree["witness"]
+    if type(witness) is not bool:
+        raise ValueError(f"expected true or false, got {witness!r}"[:100])
+    return Member(_text(tree["peer"]), _int(tree["incarnation"]), _text(tree["address"]), witness)
 
 
 def _counted(tree: dict[str, Any]) -> Counted:
@@ -227,12 +226,6 @@ def _ranges(entries: Sequence[dict[str, Any]]) -> tuple[Blocks, ...]:
 def _int(value: Any, low: int = 0) -> int:
     if type(value) is not int or not low <= value < 2**63:
         raise ValueError(f"expected a whole number of at least {low}, got {value!r}"[:100])
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"expected true or false, got {value!r}"[:100])
     return value
 
 

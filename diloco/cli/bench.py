@@ -1,4 +1,4 @@
-"""`diloco bench` at the command line: what it measures and prints."""
+"""`diloco bench`: measures collectives and scaling on this hardware, and prints tables of them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from diloco.base.errors import UsageError
-from diloco.base.readable import aligned
-from diloco.cli.options import raise_when_stopped
-from diloco.cli.plan import write_json
+from diloco.base.readable import aligned, readable_bytes, readable_flops, readable_share
+from diloco.cli.options import raise_when_stopped, write_json
 
 if TYPE_CHECKING:
     from diloco.config.contract import Contract
     from diloco.config.site import Site
     from diloco.island.collectives import Measured
-    from diloco.run.scaling import IslandSpeed, Scaled
+    from diloco.run.scaling import IslandSpeed
 
 EPILOG = (
     "Examples:  torchrun --nproc-per-node 8 -m diloco bench collectives --link 450GB/s   |   "
@@ -34,19 +33,17 @@ SCALING_EPILOG = (
 MODEL_HELP = "A contract (configs/*.toml), or a preset (diloco config presets) with a contract's defaults."
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
-bench_app = typer.Typer(help="Measure parts of a peer on this hardware.", no_args_is_help=True)
+bench_app = Typer(help="Measure parts of a peer on this hardware.", no_args_is_help=True)
 
 
 @bench_app.command(epilog=EPILOG)
 def collectives(
-    sizes: Annotated[str, typer.Option(help="Bytes of a message, with K, M or G of 1024.")] = "64K,1M,16M,64M",
-    layout: Annotated[
-        str | None, typer.Option(help="Each dimension of it: dp_shard=4,tp=2. All ranks at once.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="About so long for each measurement.")] = 0.5,
-    link: Annotated[str | None, typer.Option(help="What the link can do one way, to compare with: 450GB/s.")] = None,
-    site: Annotated[Path | None, typer.Option(help="Local settings (peers/*.toml): device.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")] = None,
+    sizes: Annotated[str, Option(help="Bytes of a message, with K, M or G of 1024.")] = "64K,1M,16M,64M",
+    layout: Annotated[str | None, Option(help="Each dimension of it: dp_shard=4,tp=2. All ranks at once.")] = None,
+    seconds: Annotated[float, Option(min=0, help="About so long for each measurement.")] = 0.5,
+    link: Annotated[str | None, Option(help="What the link can do one way, to compare with: 450GB/s.")] = None,
+    site: Annotated[Path | None, Option(help="Local settings (peers/*.toml): device.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write all numbers to this file.")] = None,
 ) -> None:
     """All-reduce, all-gather, reduce-scatter, all-to-all, send and receive between the ranks that torchrun started.
 
@@ -67,22 +64,20 @@ def collectives(
     finally:
         island.close()
     if island.leads:
-        print("\n".join(aligned(_rows(measured, link_bps), 2)))
-        if json_file is not None:
-            write_json(json_file, [_row_json(one, link_bps) for one in measured])
+        _show_collectives(measured, link_bps, json_file)
 
 
 @bench_app.command(epilog=SCALING_EPILOG)
 def scaling(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    ranks: Annotated[str, typer.Option(help="Islands to compare; the first one is the measure.")] = "1,2,4",
-    seconds: Annotated[float, typer.Option(min=0, help="About so long for each island, after 2 steps.")] = 10.0,
-    site: Annotated[Path | None, typer.Option(help="Local settings (peers/*.toml): mesh, device.")] = None,
+    model: Annotated[str, Argument(help=MODEL_HELP)],
+    ranks: Annotated[str, Option(help="Islands to compare; the first one is the measure.")] = "1,2,4",
+    seconds: Annotated[float, Option(min=0, help="About so long for each island, after 2 steps.")] = 10.0,
+    site: Annotated[Path | None, Option(help="Local settings (peers/*.toml): mesh, device.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value of contract or site. Repeatable.")
+        list[str] | None, Option("--set", help="section.key=value of contract or site. Repeatable.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write all numbers to this file, and a table for `report`.")
+        Path | None, Option("--json", help="Also write all numbers to this file, and a table for `report`.")
     ] = None,
 ) -> None:
     """Inner steps by 1, 2, 4, ... ranks of this machine on the site's mesh: how much faster more ranks train.
@@ -96,36 +91,30 @@ def scaling(
     (of the ranks' peak, where it is known: device.peak_tflops).
     """
     from diloco.config.load import load_site, split_overrides
-    from diloco.island import given_ranks
-    from diloco.run.scaling import compare, jobs, limited
+    from diloco.island import Island, given_ranks
+    from diloco.run.scaling import compare, jobs, limited, measure
+    from diloco.run.trainer import device_of
 
     local, shared = split_overrides(overrides or [])
     here, contract = limited(load_site(site, local).value), _contract_of(model, shared)
-    if given_ranks() is not None:
-        _scaling_of_these(contract, here, seconds, json_file)
+    if given_ranks() is not None:  # started by torchrun or srun: one island, which is compared with none
+        measured = measure(contract, here, Island.here(device_of(here)), seconds)
+        if measured is not None:
+            _show_scaling(contract.run.name, here, [(None, None, measured)], json_file)
         return
-    wanted = jobs(contract, here, _parse_ranks(ranks))
+    pieces = [piece.strip() for piece in ranks.split(",")]
+    if not all(piece.isascii() and piece.isdigit() and int(piece) for piece in pieces):
+        raise UsageError(f"cannot read {ranks!r} as numbers of ranks", "write them with commas: --ranks 1,2,4")
+    wanted = jobs(contract, here, list(map(int, pieces)))
     raise_when_stopped()  # the ranks that were started are ended
     with tempfile.TemporaryDirectory() as folder:
         found = list(compare(wanted, seconds, Path(folder)))
     weak_first = sorted(found, key=lambda row: row.scaling != "weak")
-    rows = [_scaling_row(row.scaling, row.measured, row.efficiency) for row in weak_first]
-    _show_scaling(model, here, rows, json_file, [_scaled_json(row) for row in weak_first])
-
-
-def _scaling_of_these(contract: Contract, site: Site, seconds: float, json_file: Path | None) -> None:
-    """The ranks that somebody else has started."""
-    from diloco.island import Island
-    from diloco.run.scaling import measure
-    from diloco.run.trainer import device_of
-
-    measured = measure(contract, site, Island.here(device_of(site)), seconds)
-    if measured is not None:
-        rows = [_scaling_row("-", measured, None)]
-        _show_scaling(contract.run.name, site, rows, json_file, [{"efficiency": None, **asdict(measured)}])
+    _show_scaling(model, here, [(row.scaling, row.efficiency, row.measured) for row in weak_first], json_file)
 
 
 def _contract_of(model: str, overrides: Sequence[str]) -> Contract:
+    """The contract that is measured: a file, a shipped one, or the defaults with a preset's model."""
     from diloco.config.load import load_contract
     from diloco.config.presets import PRESETS
 
@@ -135,46 +124,31 @@ def _contract_of(model: str, overrides: Sequence[str]) -> Contract:
     return load_contract(None, [*named, *overrides]).value
 
 
-def _parse_ranks(text: str) -> list[int]:
-    pieces = [piece.strip() for piece in text.split(",")]
-    if not all(piece.isascii() and piece.isdigit() and int(piece) for piece in pieces):
-        raise UsageError(f"cannot read {text!r} as numbers of ranks", "write them with commas: --ranks 1,2,4")
-    return [int(piece) for piece in pieces]
-
-
-SCALING_HEADER = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", "memory", "FLOP/s", "MFU")
-
-
-def _scaling_row(scaling: str, measured: IslandSpeed, efficiency: float | None) -> list[str]:
-    from diloco.base.readable import readable_bytes, readable_flops, readable_share
-
-    mesh = " x ".join(f"{name} {size}" for name, size in measured.mesh.items()) or "one rank"
-    share = "-" if efficiency is None else f"{100 * efficiency:.0f} %"
-    speed = [f"{measured.tokens_per_s:,.0f}", share]
-    hardware = [readable_bytes(measured.memory_bytes), readable_flops(measured.flops_per_s)]
-    return [
-        scaling, str(measured.ranks), mesh, str(measured.sequences), *speed, *hardware, readable_share(measured.mfu)
-    ]  # fmt: skip
-
-
-def _scaled_json(row: Scaled) -> dict[str, object]:
-    return {"scaling": row.scaling, "efficiency": row.efficiency, **asdict(row.measured)}
-
-
 def _show_scaling(
-    model: str, site: Site, rows: list[list[str]], json_file: Path | None, numbers: list[dict[str, object]]
+    model: str, site: Site, islands: Sequence[tuple[str | None, float | None, IslandSpeed]], json_file: Path | None
 ) -> None:
+    """Print a row for each island: kind of scaling and efficiency, if it was compared with others, and its speed."""
+    header = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", "memory", "FLOP/s", "MFU")
+    rows, numbers = [], []
+    for scaling, efficiency, measured in islands:
+        mesh = " x ".join(f"{name} {size}" for name, size in measured.mesh.items()) or "one rank"
+        share = "-" if efficiency is None else f"{100 * efficiency:.0f} %"
+        speed = [f"{measured.tokens_per_s:,.0f}", share]
+        hardware = [readable_bytes(measured.memory_bytes), readable_flops(measured.flops_per_s)]
+        counts = [scaling or "-", str(measured.ranks), mesh, str(measured.sequences)]
+        rows.append([*counts, *speed, *hardware, readable_share(measured.mfu)])
+        kind = {} if scaling is None else {"scaling": scaling}
+        numbers.append({**kind, "efficiency": efficiency, **asdict(measured)})
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = site.device.threads
     where = f"{cores} cores here" + (f", {threads} for each rank" if threads else "")
-    lines = [*aligned([list(SCALING_HEADER), *rows], 3), f"  {where}"]
-    print("\n".join(lines))
-    if json_file is not None:
-        table = {"title": f"Scaling of {model} ({where})", "header": SCALING_HEADER, "rows": rows}
-        write_json(json_file, {"cores": cores, "threads": threads, "rows": numbers, "table": table})
+    print("\n".join([*aligned([header, *rows], 3), f"  {where}"]))
+    table = {"title": f"Scaling of {model} ({where})", "header": header, "rows": rows}
+    write_json(json_file, {"cores": cores, "threads": threads, "rows": numbers, "table": table})
 
 
 def _parse_sizes(text: str) -> list[int]:
+    """Sizes of messages in bytes, from `64K,1M`. Raises UsageError."""
     sizes = []
     for piece in text.split(","):
         digits = piece.strip().rstrip("KMG")
@@ -185,16 +159,17 @@ def _parse_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _rows(measured: Sequence[Measured], link_bps: float | None) -> list[list[str]]:
+def _show_collectives(measured: Sequence[Measured], link_bps: float | None, json_file: Path | None) -> None:
+    """Print a row for each collective, dimension of the mesh and size of a message."""
+    numbers: list[dict[str, object]] = []
     rows = [["collective", "over", "ranks", "bytes", "time us", "algorithm GB/s", "bus GB/s", "of the link"]]
     for one in measured:
         share = f"{100 * one.bus_bps / link_bps:.1f} %" if link_bps else "-"
         bandwidths = [f"{bps / 8e9:.3g}" for bps in (one.algorithm_bps, one.bus_bps)]
         micros = f"{1e6 * one.seconds:,.0f}"
         rows.append([one.collective, one.dimension, str(one.ranks), f"{one.size_bytes:,}", micros, *bandwidths, share])
-    return rows
-
-
-def _row_json(one: Measured, link_bps: float | None) -> dict[str, object]:
-    share = one.bus_bps / link_bps if link_bps else None
-    return {**asdict(one), "algorithm_bps": one.algorithm_bps, "bus_bps": one.bus_bps, "link_share": share}
+        link_share = one.bus_bps / link_bps if link_bps else None
+        derived = {"algorithm_bps": one.algorithm_bps, "bus_bps": one.bus_bps, "link_share": link_share}
+        numbers.append({**asdict(one), **derived})
+    print("\n".join(aligned(rows, 2)))
+    write_json(json_file, numbers)

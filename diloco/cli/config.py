@@ -1,4 +1,4 @@
-"""`diloco config` and `diloco data`: contracts and sites as they are read, and token shards."""
+"""`diloco config`, `diloco init` and `diloco data`: contracts and sites, shown or written, and token shards."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from diloco.base.errors import ResourceError, UsageError
 from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, progress_in, raise_when_stopped
 
-config_app = typer.Typer(help="Look at contracts and sites.", no_args_is_help=True)
-data_app = typer.Typer(help="Prepare training data.", no_args_is_help=True)
+config_app = Typer(help="Look at contracts and sites.", no_args_is_help=True)
+data_app = Typer(help="Prepare training data.", no_args_is_help=True)
 
 
 @config_app.command("show", epilog="Example:  diloco config show demo --site peers/local.toml")
@@ -49,10 +49,10 @@ def config_presets() -> None:
 
 @config_app.command("suggest", epilog="Example:  diloco config suggest --params 150M --peers 4")
 def config_suggest(
-    params: Annotated[str, typer.Option(help="Parameters of the model, embeddings included: 150M, 1.3B.")],
-    peers: Annotated[int, typer.Option(min=1, help="Peers that train it together.")],
-    steps: Annotated[int, typer.Option(min=1, help="H, inner steps between two syncs.")] = 30,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")] = 2048,
+    params: Annotated[str, Option(help="Parameters of the model, embeddings included: 150M, 1.3B.")],
+    peers: Annotated[int, Option(min=1, help="Peers that train it together.")],
+    steps: Annotated[int, Option(min=1, help="H, inner steps between two syncs.")] = 30,
+    sequence_length: Annotated[int, Option(min=1, help="Tokens of one sequence.")] = 2048,
     as_json: AsJson = False,
 ) -> None:
     """Print learning rates and batch for a model size and a number of peers, by the published scaling laws."""
@@ -64,10 +64,10 @@ def config_suggest(
 
 @data_app.command("pack", epilog="Example:  diloco data pack corpus/*.txt --output train.bin")
 def data_pack(
-    paths: Annotated[list[Path], typer.Argument(help="Text or JSONL files, or folders of them.")],
-    output: Annotated[Path, typer.Option(help="The shard to write (.bin).")],
-    tokenizer: Annotated[str, typer.Option(help="'bytes', or a local Hugging Face tokenizer folder.")] = "bytes",
-    text_field: Annotated[str, typer.Option(help="Field of a JSONL record that holds the text.")] = "text",
+    paths: Annotated[list[Path], Argument(help="Text or JSONL files, or folders of them.")],
+    output: Annotated[Path, Option(help="The shard to write (.bin).")],
+    tokenizer: Annotated[str, Option(help="'bytes', or a local Hugging Face tokenizer folder.")] = "bytes",
+    text_field: Annotated[str, Option(help="Field of a JSONL record that holds the text.")] = "text",
     as_json: AsJson = False,
 ) -> None:
     """Turn text into a memory-mapped token shard (data.source = "shards")."""
@@ -78,23 +78,18 @@ def data_pack(
     progress = None if as_json else progress_in("bytes")
     result = pack(paths, output, open_tokenizer(tokenizer, Path()), text_field, progress)
     if as_json:
-        print(
-            json.dumps({"output": str(output), "tokens": result.tokens, "files": result.files, "bytes": result.bytes})
-        )
+        print(json.dumps({"output": str(output), **asdict(result)}))
     else:
-        print(f"{output}: {result.tokens:,} tokens from {_files(result.files)}, {result.bytes:,} bytes")
+        files = "1 file" if result.files == 1 else f"{result.files:,} files"
+        print(f"{output}: {result.tokens:,} tokens from {files}, {result.bytes:,} bytes")
 
 
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
-
-
-commands = typer.Typer()
+commands = Typer()
 
 
 @commands.command(epilog="Example:  diloco init my-run && diloco simulate my-run/contract.toml --peers 2")
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; this one.")] = Path(),
+    directory: Annotated[Path, Argument(metavar="[DIR]", help="Folder to write to; this one.")] = Path(),
 ) -> None:
     """Write contract.toml and site.toml, with every key, its default and what it means."""
     from diloco.config.template import contract_template, site_template
@@ -108,7 +103,6 @@ def init(
         contract.write_text(contract_template(str(contract), str(site)))
         site.write_text(site_template())
     except OSError as error:
-        raise ResourceError(
-            f"cannot write to {directory.absolute()}: {error.strerror}", "name another folder"
-        ) from error
+        cause = f"cannot write to {directory.absolute()}: {error.strerror}"
+        raise ResourceError(cause, "name another folder") from error
     print(f"{contract}\n{site}\ntry:  diloco simulate {contract} --peers 2")

@@ -6,24 +6,24 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from diloco.base.errors import StateError
 from diloco.cli.options import AsJson, PeerFolders, progress_in, raise_when_stopped
 
-commands = typer.Typer()
+commands = Typer()
 
 DataRoot = Annotated[
     Path | None,
-    typer.Option(help="Folder that the contract's paths are relative to; the one that the peer trained with."),
+    Option(help="Folder that the contract's paths are relative to; the one that the peer trained with."),
 ]
 
 
 @commands.command(epilog="Examples:  diloco report runs/demo  ·  diloco report runs/async --table async.json")
 def report(
-    directory: Annotated[Path, typer.Argument(help="A simulate folder, or one peer's.")],
+    directory: Annotated[Path, Argument(help="A simulate folder, or one peer's.")],
     tables: Annotated[
-        list[Path] | None, typer.Option("--table", help="What a bench wrote with --json, to stand beside the run.")
+        list[Path] | None, Option("--table", help="What a bench wrote with --json, to stand beside the run.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -31,9 +31,8 @@ def report(
     from diloco.observe.report import Table, write_plot, write_report
 
     if not (directory / "events.jsonl").is_file() and not any(directory.glob("*/events.jsonl")):
-        raise StateError(
-            f"no events in {directory.absolute()}", "give the --out folder of a simulation, or the --dir of a peer"
-        )
+        fix = "give the --out folder of a simulation, or the --dir of a peer"
+        raise StateError(f"no events in {directory.absolute()}", fix)
     page = write_report(directory, [Table.read(path) for path in tables or ()])
     plot = write_plot(directory)
     print(json.dumps({"report": str(page), "plot": str(plot)}) if as_json else f"{page}\n{plot}")
@@ -50,15 +49,11 @@ def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
 
     result = audit_folders(directories)
     print(json.dumps(result.tree(), indent=2) if as_json else audit_text(result))
-    raise typer.Exit(0 if result.clean else 1)
+    raise Exit(0 if result.clean else 1)
 
 
 @commands.command(epilog="Example:  diloco simulate quick --set storage.record=true && diloco replay runs/quick")
-def replay(
-    directories: PeerFolders,
-    data_root: DataRoot = None,
-    as_json: AsJson = False,
-) -> None:
+def replay(directories: PeerFolders, data_root: DataRoot = None, as_json: AsJson = False) -> None:
     """Make every version once more from the contributions that the peers recorded, and compare the digests.
 
     Exits with 1 when one comes out otherwise.
@@ -68,13 +63,13 @@ def replay(
 
     result = replay_folders(directories, _root(data_root, *directories), progress_in("commits"))
     print(json.dumps(result.tree(), indent=2) if as_json else replay_text(result))
-    raise typer.Exit(0 if result.exact else 1)
+    raise Exit(0 if result.exact else 1)
 
 
 @commands.command(epilog="Example:  diloco export runs/demo/p0 exported && ls exported")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or the folder of a peer.")],
-    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    checkpoint: Annotated[Path, Argument(help="A checkpoint, or the folder of a peer.")],
+    output: Annotated[Path, Argument(help="Folder to write.")],
     data_root: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,10 +83,10 @@ def export(
 
 @commands.command("eval", epilog="Example:  diloco eval runs/demo/p0 --json")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, the folder of a peer, or an exported model.")],
+    checkpoint: Annotated[Path, Argument(help="A checkpoint, the folder of a peer, or an exported model.")],
     data_root: DataRoot = None,
-    sequences: Annotated[int | None, typer.Option(min=1, help="Held-out sequences; the contract's by default.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+    sequences: Annotated[int | None, Option(min=1, help="Held-out sequences; the contract's by default.")] = None,
+    threads: Annotated[int | None, Option(min=1, help="CPU threads.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Held-out loss of a checkpoint's anchor."""

@@ -8,12 +8,12 @@ import os
 import sys
 from typing import Annotated, NoReturn
 
-import typer
+from typer import Exit, Option, Typer
 
 from diloco import __version__
 from diloco.base.errors import DilocoError, ResourceError, UsageError
 from diloco.base.readable import printable
-from diloco.cli import bench, config, inspect, peer, plan, simulate, virtual
+from diloco.cli import bench, config, inspect, peer, plan, simulate
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 ELSEWHERE = {
@@ -22,14 +22,14 @@ ELSEWHERE = {
 }
 """By `sys.platform`: what works there."""
 
-app = typer.Typer(
+app = Typer(
     help="Train one model over several datacenters, over ordinary networks, with peers that come and go.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (config, peer, simulate, virtual, plan, inspect):
+for group in (config, peer, simulate, plan, inspect):
     app.add_typer(group.commands)
 app.add_typer(config.config_app, name="config")
 app.add_typer(config.data_app, name="data")
@@ -39,13 +39,13 @@ app.add_typer(bench.bench_app, name="bench")
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"diloco {__version__}")
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

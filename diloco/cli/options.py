@@ -1,7 +1,11 @@
-"""Options that several commands share, and how they show progress."""
+"""Options that several commands share, their progress and JSON files, and the signals that stop them.
+
+Until a command calls `stop_asked` or `raise_when_stopped`, Ctrl-C ends the process at once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -11,28 +15,37 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-ContractArgument = Annotated[Path, typer.Argument(help="The run contract, a file or a shipped name: what is trained.")]
+from diloco.base.errors import UsageError
+
+ContractArgument = Annotated[Path, Argument(help="The run contract, a file or a shipped name: what is trained.")]
 JOIN_HELP = "Join the run of the member at HOST:PORT[/DIGEST]; of several, with commas, the first that answers."
-SitePath = Annotated[
-    Path | None, typer.Option("--site", help="Local settings (peers/*.toml): device, network, folders.")
-]
+SitePath = Annotated[Path | None, Option("--site", help="Local settings (peers/*.toml): device, network, folders.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="section.key=value: beats the contract or site file. Repeatable.")
+    list[str] | None, Option("--set", help="section.key=value: beats the contract or site file. Repeatable.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON for programs.")]
 Insecure = Annotated[
     bool,
-    typer.Option("--insecure", help="Listen beyond loopback without DILOCO_SECRET: whoever reaches the port may join."),
+    Option("--insecure", help="Listen beyond loopback without DILOCO_SECRET: whoever reaches the port may join."),
 ]
 PeerFolders = Annotated[
-    list[Path], typer.Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")
+    list[Path], Argument(help="Folders of peers, or a folder that has them inside, such as a simulation's.")
 ]
+
+
+def write_json(path: Path | None, tree: object) -> None:
+    """Write a command's numbers to the file of its option `--json FILE`, if it was given. Raises UsageError."""
+    if path is not None:
+        try:
+            path.write_text(json.dumps(tree, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}", "name a file in a folder that exists") from error
 
 
 def progress_in(unit: str) -> Callable[[int, int], None]:
-    """A way to show how many of all are done; on a terminal only."""
+    """A command's progress on a terminal, one line that is written again and again: so many of all are done."""
 
     def show(done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -42,9 +55,8 @@ def progress_in(unit: str) -> Callable[[int, int], None]:
 
 
 def stop_asked() -> Callable[[], bool]:
-    """Install handlers: the first SIGINT, SIGTERM or SIGHUP asks to stop, the second ends the process at once.
-
-    Returns whether to stop.
+    """Install signal handlers: the first SIGINT, SIGTERM or SIGHUP asks the command to stop, the second ends the
+    process at once. Returns a function: whether the command shall stop.
     """
     asked: list[int] = []
 

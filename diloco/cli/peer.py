@@ -1,4 +1,4 @@
-"""`diloco peer` and `diloco witness`: take part in a run."""
+"""`diloco peer` and `diloco witness`, which take part in a run; `diloco status` and `diloco evict` for its operator."""
 
 from __future__ import annotations
 
@@ -6,44 +6,37 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
 from diloco.base.readable import printable
 from diloco.cli.lines import PeerLines, saying
 from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath, stop_asked
+from diloco.observe.events import Stamped, to_json
 
-if TYPE_CHECKING:
-    from diloco.observe.events import Stamped
-
-
-commands = typer.Typer()
+commands = Typer()
 
 
 @commands.command(
     epilog="Found a run:  diloco peer demo   |   join it:  diloco peer --join 127.0.0.1:4000/5f2c9a7e11aa"
 )
 def peer(
-    contract: Annotated[
-        Path | None, typer.Argument(help="Found a run with this contract, a file or a shipped name.")
-    ] = None,
-    join: Annotated[str | None, typer.Option(help=JOIN_HELP)] = None,
+    contract: Annotated[Path | None, Argument(help="Found a run with this contract, a file or a shipped name.")] = None,
+    join: Annotated[str | None, Option(help=JOIN_HELP)] = None,
     site: SitePath = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
+        Path | None, Option(help="Go on from a checkpoint: its folder, or the peer's (runs/RUN/PEER).")
     ] = None,
     overrides: Overrides = None,
     insecure: Insecure = False,
-    name: Annotated[
-        str | None, typer.Option(help="This peer's name; the host's and a random suffix by default.")
-    ] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Where events and checkpoints go.")] = None,
+    name: Annotated[str | None, Option(help="This peer's name; the host's and a random suffix by default.")] = None,
+    directory: Annotated[Path | None, Option("--dir", help="Where events and checkpoints go.")] = None,
     profile: Annotated[
         int | None,
-        typer.Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
+        Option(min=1, metavar="STEPS", help="Trace so many inner steps, after the first 10, on each rank."),
     ] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+    json_lines: Annotated[bool, Option("--json", help="Print events as JSON lines.")] = False,
 ) -> None:
     """Take part in a run: found it with a CONTRACT, join it with --join, or go on with --resume.
 
@@ -62,7 +55,7 @@ def peer(
 
     code = start_ranks(options, sys.argv[1:])
     if code is not None:
-        raise typer.Exit(code)
+        raise Exit(code)
     with saying() as say:
         ending = run_peer(options, stop_asked(), _listener(say, json_lines))
         if ending is not None and not json_lines:
@@ -76,13 +69,13 @@ def peer(
 
 @commands.command(epilog="Example:  diloco witness --join 10.0.0.5:4000/5f2c9a7e11aa --name arbiter")
 def witness(
-    join: Annotated[str, typer.Option(help=JOIN_HELP)],
+    join: Annotated[str, Option(help=JOIN_HELP)],
     site: SitePath = None,
     overrides: Overrides = None,
     insecure: Insecure = False,
-    name: Annotated[str | None, typer.Option(help="This witness's name in the run.")] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Where events go.")] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+    name: Annotated[str | None, Option(help="This witness's name in the run.")] = None,
+    directory: Annotated[Path | None, Option("--dir", help="Where events go.")] = None,
+    json_lines: Annotated[bool, Option("--json", help="Print events as JSON lines.")] = False,
 ) -> None:
     """Vote in a run without training: with a witness, one of two peers goes on when the other is gone.
 
@@ -102,14 +95,13 @@ def witness(
 
 
 def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped], None]:
-    from diloco.observe.events import to_json
-
+    """A listener to a peer's events that prints them, as JSON lines or for people."""
     return (lambda stamped: say(json.dumps(to_json(stamped)))) if json_lines else PeerLines(say)
 
 
 @commands.command(epilog="Example:  diloco status 127.0.0.1:4000")
 def status(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of any live member, or a peer's folder.")],
+    address: Annotated[str, Argument(help="HOST:PORT of any live member, or a peer's folder.")],
     as_json: AsJson = False,
 ) -> None:
     """Ask a member how the run is: version, digest, who is there and how far."""
@@ -126,8 +118,8 @@ def status(
 
 @commands.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")
 def evict(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of any live member.")],
-    peer_name: Annotated[str, typer.Argument(metavar="PEER", help="The peer that is dead for good.")],
+    address: Annotated[str, Argument(help="HOST:PORT of any live member.")],
+    peer_name: Annotated[str, Argument(metavar="PEER", help="The peer that is dead for good.")],
 ) -> None:
     """Tell all live members that a peer is dead for good, so that its vote is not waited for.
 

@@ -1,17 +1,17 @@
-"""`diloco plan` at the command line: its options, and what it prints."""
+"""`diloco plan`: memory, time and traffic of a model by arithmetic, printed or written as JSON."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from diloco.base.errors import UsageError
+from diloco.cli.options import write_json
 
-commands = typer.Typer()
+commands = Typer()
 
 EPILOG = (
     "Examples:  diloco plan scaling-10b   |   diloco plan --params 70B --nodes 16 --peers 4 --wan 10Gbit/s   |   "
@@ -24,47 +24,50 @@ TABLE_HELP = "Print the published table of bandwidth for a compute utilisation b
 
 @commands.command(epilog=EPILOG)
 def plan(
-    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
-    params: Annotated[str | None, typer.Option(help=PARAMS_HELP)] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value of the contract.")] = None,
-    experts: Annotated[int, typer.Option(min=0, help="Experts in each layer; 0: a dense model.")] = 0,
-    active: Annotated[int, typer.Option(min=1, help="Experts that a token goes through.")] = 1,
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of one sequence; 2048.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of an inner step of one island.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Of the whole run; 20 per parameter.")] = None,
-    precision: Annotated[str | None, typer.Option(help="mixed, autocast (a contract's bf16) or fp32.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="Activations: none, selective or full; what is best.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch; what is best.")] = None,
-    virtual_stages: Annotated[int, typer.Option(min=1, help="Pieces of the model on a rank of a pipeline.")] = 1,
-    layout: Annotated[str | None, typer.Option(help="Only this one: dp_shard=4,tp=2.")] = None,
-    gpu: Annotated[str, typer.Option(help="a100-40, a100, h100, h200, b200, l40s, rtx4090, rtx5090.")] = "h100",
-    memory: Annotated[float | None, typer.Option(help="GB of one GPU, if it is another one.")] = None,
-    tflops: Annotated[float | None, typer.Option(help="Its peak, dense bf16.")] = None,
-    nvlink: Annotated[str | None, typer.Option(help="Its link inside the node, one way: 450GB/s.")] = None,
-    infiniband: Annotated[str, typer.Option(help="Between nodes, for each GPU, one way.")] = "400Gbit/s",
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of one island.")] = 1,
-    mfu: Annotated[float, typer.Option(help="Share of the peak while nothing is waited for.")] = 0.5,
-    step_time: Annotated[str | None, typer.Option(help="An inner step as measured: 0.8s.")] = None,
-    wan: Annotated[str, typer.Option(help="What one island can send to the others.")] = "1Gbit/s",
-    latency: Annotated[str, typer.Option(help="Of the WAN, one way: 50ms.")] = "0",
-    peers: Annotated[int | None, typer.Option(min=1, help="Islands; 2, or the contract's start_peers.")] = None,
-    inner_steps: Annotated[int | None, typer.Option(min=1, help="H, without a contract; 100.")] = None,
-    bandwidth_table: Annotated[bool, typer.Option("--bandwidth-table", help=TABLE_HELP)] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers to this file.")] = None,
+    model: Annotated[str | None, Argument(help=MODEL_HELP)] = None,
+    params: Annotated[str | None, Option(help=PARAMS_HELP)] = None,
+    overrides: Annotated[list[str] | None, Option("--set", help="section.key=value of the contract.")] = None,
+    experts: Annotated[int, Option(min=0, help="Experts in each layer; 0: a dense model.")] = 0,
+    active: Annotated[int, Option(min=1, help="Experts that a token goes through.")] = 1,
+    sequence: Annotated[int | None, Option(min=1, help="Tokens of one sequence; 2048.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="Sequences of an inner step of one island.")] = None,
+    tokens: Annotated[str | None, Option(help="Of the whole run; 20 per parameter.")] = None,
+    precision: Annotated[str | None, Option(help="mixed, autocast (a contract's bf16) or fp32.")] = None,
+    recompute: Annotated[str | None, Option(help="Activations: none, selective or full; what is best.")] = None,
+    micro_batch: Annotated[int | None, Option(min=1, help="Sequences of a micro-batch; what is best.")] = None,
+    virtual_stages: Annotated[int, Option(min=1, help="Pieces of the model on a rank of a pipeline.")] = 1,
+    layout: Annotated[str | None, Option(help="Only this one: dp_shard=4,tp=2.")] = None,
+    gpu: Annotated[str, Option(help="a100-40, a100, h100, h200, b200, l40s, rtx4090, rtx5090.")] = "h100",
+    memory: Annotated[float | None, Option(help="GB of one GPU, if it is another one.")] = None,
+    tflops: Annotated[float | None, Option(help="Its peak, dense bf16.")] = None,
+    nvlink: Annotated[str | None, Option(help="Its link inside the node, one way: 450GB/s.")] = None,
+    infiniband: Annotated[str, Option(help="Between nodes, for each GPU, one way.")] = "400Gbit/s",
+    gpus_per_node: Annotated[int, Option(min=1, help="GPUs of a node.")] = 8,
+    nodes: Annotated[int, Option(min=1, help="Nodes of one island.")] = 1,
+    mfu: Annotated[float, Option(help="Share of the peak while nothing is waited for.")] = 0.5,
+    step_time: Annotated[str | None, Option(help="An inner step as measured: 0.8s.")] = None,
+    wan: Annotated[str, Option(help="What one island can send to the others.")] = "1Gbit/s",
+    latency: Annotated[str, Option(help="Of the WAN, one way: 50ms.")] = "0",
+    peers: Annotated[int | None, Option(min=1, help="Islands; 2, or the contract's start_peers.")] = None,
+    inner_steps: Annotated[int | None, Option(min=1, help="H, without a contract; 100.")] = None,
+    bandwidth_table: Annotated[bool, Option("--bandwidth-table", help=TABLE_HELP)] = False,
+    json_file: Annotated[Path | None, Option("--json", help="Also write all numbers to this file.")] = None,
 ) -> None:  # fmt: skip
     """Tell what a model needs on given hardware, inside an island and between islands: memory, time and traffic.
 
     By arithmetic, from data sheets and published formulas. Ranks the layouts that fit, and says what decides.
     """
+    from diloco.plan import published
     from diloco.plan import question as ask
     from diloco.plan.answer import make_plan
-    from diloco.plan.text import plan_json, plan_text
+    from diloco.plan.text import bandwidth_table_text, plan_json, plan_text
 
     if bandwidth_table:
         if model or params:
             raise UsageError("--bandwidth-table is of the published models", "leave the model out")
-        _bandwidth_table(json_file)
+        cells = list(published.bandwidth_table())
+        print(bandwidth_table_text(cells))
+        write_json(json_file, [asdict(cell) for cell in cells])
         return
     made = make_plan(
         ask.question(
@@ -74,26 +77,5 @@ def plan(
             ask.WanOptions(wan, latency, peers, inner_steps),
         )
     )
-    _show(plan_text(made), plan_json(made), json_file)
-
-
-def _bandwidth_table(json_file: Path | None) -> None:
-    from diloco.plan.text import bandwidth_table_text
-    from diloco.plan.timeline import bandwidth_table
-
-    cells = list(bandwidth_table())
-    _show(bandwidth_table_text(cells), [asdict(cell) for cell in cells], json_file)
-
-
-def _show(text: str, tree: object, json_file: Path | None) -> None:
-    print(text)
-    if json_file is not None:
-        write_json(json_file, tree)
-
-
-def write_json(path: Path, tree: object) -> None:
-    """Raises UsageError."""
-    try:
-        path.write_text(json.dumps(tree, indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", "name a file in a folder that exists") from error
+    print(plan_text(made))
+    write_json(json_file, plan_json(made))

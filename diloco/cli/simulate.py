@@ -1,17 +1,23 @@
-"""`diloco simulate`: real peers on this machine."""
+"""`diloco simulate` and `diloco virtual`: many peers on one machine, as processes or in virtual time."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option, Typer
 
-from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, stop_asked
+from diloco.base.errors import UsageError
+from diloco.cli.options import AsJson, ContractArgument, Overrides, SitePath, raise_when_stopped, stop_asked, write_json
 
-commands = typer.Typer()
+commands = Typer()
+
+PLANTED_SEEDS = 1000
+"""Seeds that a planted bug may stay hidden in."""
 
 
 @commands.command(
@@ -20,21 +26,21 @@ commands = typer.Typer()
 )
 def simulate(
     contract: ContractArgument,
-    peers: Annotated[int | None, typer.Option(min=1, max=64, help="Real peer processes on loopback; 4.")] = None,
+    peers: Annotated[int | None, Option(min=1, max=64, help="Real peer processes on loopback; 4.")] = None,
     speeds: Annotated[
-        str, typer.Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
+        str, Option(help="One peer for each of these, so many times as fast as it could be: 1,1,0.5,0.25.")
     ] = "",
     asynchronous: Annotated[
-        bool, typer.Option("--async", help="Each at its own pace: the same as --set membership.policy=async.")
+        bool, Option("--async", help="Each at its own pace: the same as --set membership.policy=async.")
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Also train: ddp (torch DistributedDataParallel), average (outer SGD at rate 1), alone, sync "
             "(everybody waits for the slowest). Repeatable."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for results; runs/<run> by default.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for results; runs/<run> by default.")] = None,
     site: SitePath = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -52,4 +58,62 @@ def simulate(
     live = sys.stdout.isatty() and not as_json
     result = run_simulation(options, stop_asked(), sys.stderr if as_json else sys.stdout, live)
     print(json.dumps(result.summary, indent=2) if as_json else result.text)
-    raise typer.Exit(result.exit_code)
+    raise Exit(result.exit_code)
+
+
+@commands.command(
+    epilog="Examples:  diloco virtual --seed 7   |   diloco virtual --seeds 0:100000 --json virtual.json   |   "
+    "diloco virtual --policy async --speeds 0.1:1 --seeds 0:3000"
+)
+def virtual(
+    file: Annotated[Path | None, Argument(help="With --json: write it to this file.")] = None,
+    seed: Annotated[int | None, Option(help="Run one seed and tell what happened.")] = None,
+    seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded) on all cores.")] = None,
+    plan: Annotated[Path | None, Option(help="Run what this text says (tests/transcripts).")] = None,
+    policy: Annotated[str, Option(help="Only sync, only quorum or only async.")] = "",
+    without_majority: Annotated[str, Option(help="Only wait or only continue.")] = "",
+    speeds: Annotated[str, Option(help="Of the peers, drawn from LOW:HIGH; 0.1:1 for async, else all the same.")] = "",
+    planted: Annotated[bool, Option("--planted", help="How many seeds it takes to notice each bug.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the protocol itself through thousands of seeds of faults, in virtual time and without processes.
+
+    Exits with 1 when an invariant breaks. The failure is shrunk to a short plan and told as a transcript.
+    """
+    from diloco.simulate.virtual import search
+
+    raise_when_stopped()  # what was found until then is told
+    choice = search.PlanChoice(policy, without_majority, speeds=speeds)
+    choice.check()
+    if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
+        raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")
+    if planted:
+        table = list(search.catch_planted(PLANTED_SEEDS))
+        lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
+        _print_or_write(lines, [asdict(caught) for caught in table], as_json, file)
+        raise Exit(0 if all(caught.seeds for caught in table) else 1)
+    if seeds is not None:
+        first, last = search.seed_range(seeds)
+        report = search.search(first, last, choice, _print_tally)
+        _print_or_write(search.report_lines(report), report, as_json, file)
+        raise Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
+    outcome = search.narrate(search.read_plan(plan) if plan else choice.draw(seed or 0))
+    if outcome.violation:
+        print(f"{outcome.violation}\nshrinking ...", file=sys.stderr)
+        outcome = search.explain(outcome.plan)
+    _print_or_write(search.outcome_lines(outcome), search.outcome_json(outcome), as_json, file)
+    raise Exit(1 if outcome.violation else 0)
+
+
+def _print_tally(done: int, total: int, violations: int) -> None:
+    text = f"{done:,} of {total:,} seeds, {violations} violations"
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{text} " + ("\n" if done >= total else ""))
+    elif done >= total or done % 1000 == 0:
+        sys.stderr.write(f"{text}\n")
+
+
+def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
+    """Text for people, JSON for programs, or both: JSON in the file. Raises UsageError, when the text is told."""
+    print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
+    write_json(file, tree)

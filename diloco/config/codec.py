@@ -6,11 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from diloco.config.section import (
-    Glob,
-    PositiveInt,
-    Section,
-)
+from diloco.config.section import Glob, PositiveInt, Section
 
 SPARSE_CODECS = ("topk", "dct")
 READ_BY = {

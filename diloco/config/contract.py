@@ -1,4 +1,4 @@
-"""Contracts and sites: strict TOML schemas, a digest for the contract, and where every value came from.
+"""Schema of the contract: every section and key, with bounds, the rules between keys, and the digest.
 
 A *contract* (`configs/*.toml`) says what is trained; it is the same for all peers, hashed, and fetched at join.
 A *site* (`peers/*.toml`) says who shows up; it is local and never hashed. A key lives in one schema or the
@@ -39,9 +39,6 @@ FLOAT_CODECS = ("fp32", "fp16", "bf16")
 
 LEASE_ROUNDS = 3
 """Rounds of data that every member holds: one to train on, and two more for rounds that are skipped."""
-
-
-# ---------------------------------------------------------------- contract: what is trained
 
 
 class RunSection(Section):
@@ -342,48 +339,43 @@ class Contract(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        inner, outer, sync = self.inner, self.outer, self.sync
         gathered = [codec.name for codec in self.codec.by_group if codec.name in GATHERED_CODECS]
-        if self.outer.averaging == "radial" and gathered:
+        if outer.averaging == "radial" and gathered:
             raise ValueError(f"outer.averaging 'radial' needs a codec whose mean is made once, not {gathered[0]!r}")
-        if self.inner.steps % self.sync.fragments:
+        if inner.steps % sync.fragments:
+            raise ValueError(f"inner.steps ({inner.steps}) must be a multiple of sync.fragments ({sync.fragments})")
+        if self.model.kind == "transformer" and sync.fragments > self.model.layers:
             raise ValueError(
-                f"inner.steps ({self.inner.steps}) must be a multiple of sync.fragments ({self.sync.fragments})"
-            )
-        if self.model.kind == "transformer" and self.sync.fragments > self.model.layers:
-            raise ValueError(
-                f"sync.fragments ({self.sync.fragments}) must be at most model.layers ({self.model.layers}): "
+                f"sync.fragments ({sync.fragments}) must be at most model.layers ({self.model.layers}): "
                 f"a fragment holds at least one layer"
             )
-        if self.inner.most_steps is not None and self.inner.most_steps < self.inner.steps:
-            raise ValueError(f"inner.most_steps ({self.inner.most_steps}) is less than inner.steps")
-        if self.sync.overlap > self.steps_per_round:
+        if inner.most_steps is not None and inner.most_steps < inner.steps:
+            raise ValueError(f"inner.most_steps ({inner.most_steps}) is less than inner.steps")
+        if sync.overlap > self.steps_per_round:
             raise ValueError(
-                f"sync.overlap ({self.sync.overlap}) must be at most inner.steps / sync.fragments "
+                f"sync.overlap ({sync.overlap}) must be at most inner.steps / sync.fragments "
                 f"({self.steps_per_round}): a version is agreed on before the next one begins"
             )
-        if self.sync.merge == "eager" and self.outer.optimizer == "adam":
+        if sync.merge == "eager" and outer.optimizer == "adam":
             raise ValueError("sync.merge 'eager' needs an outer step that is linear: outer.optimizer sgd or a nesterov")
-        if self.sync.merge != "carry" and not self.sync.overlap:
-            raise ValueError(f"sync.merge {self.sync.merge!r} does nothing without sync.overlap")
-        self._partial_consistent()
-        if self.membership.policy == "gossip":
-            self._check_gossip()
-        return self
-
-    def _partial_consistent(self) -> None:
-        outer = self.outer
+        if sync.merge != "carry" and not sync.overlap:
+            raise ValueError(f"sync.merge {sync.merge!r} does nothing without sync.overlap")
         if outer.partial == "share" and outer.optimizer not in SHARED_OPTIMIZERS:
             raise ValueError(
                 f"outer.partial 'share' is for outer.optimizer {' and '.join(SHARED_OPTIMIZERS)}, not for "
                 f"{outer.optimizer}: that one takes whole steps"
             )
-        if self.partial == "share" and self.sync.merge == "eager":
+        if self.partial == "share" and sync.merge == "eager":
             raise ValueError(
                 "sync.merge 'eager' takes outer steps ahead as if all contributed: with membership.policy 'async' set "
                 "sync.merge to 'carry', or outer.partial to 'whole'"
             )
         if outer.alignment == "momentum" and not outer.optimizer.endswith("nesterov"):
             raise ValueError(f"outer.alignment 'momentum' needs a momentum, which {outer.optimizer} has not")
+        if self.membership.policy == "gossip":
+            self._check_gossip()
+        return self
 
     @property
     def partial(self) -> str:
@@ -462,9 +454,3 @@ class Contract(Section):
     def digest(self) -> str:
         """SHA-256 of `to_json()`, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-
-# ---------------------------------------------------------------- site: who shows up
-
-
-# ---------------------------------------------------------------- loading

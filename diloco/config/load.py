@@ -1,11 +1,14 @@
-"""Reading contract and site: files, presets, the command line; each value's origin; errors that name the likely key."""
+"""Reading contract and site: files, presets, the command line; each value's origin; errors that name the likely key.
+
+Also the contracts that come with diloco, and the data root that a peer's folder remembers.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,13 +19,14 @@ from pydantic import ValidationError
 from diloco.base.errors import ConfigError, IncompatibleError, StateError
 from diloco.config.contract import CONTRACT_VERSION, Contract
 from diloco.config.presets import PRESETS
-from diloco.config.section import Section, shown
+from diloco.config.section import Section, sections_of, shown
 from diloco.config.site import Site
 
 
 @cache
 def shipped_contracts() -> dict[str, Path]:
-    """Path of each shipped contract by its name, sorted."""
+    """Path of each shipped contract by its name, sorted: `configs/` of the repository, which the wheel holds as
+    `config/contracts`."""
     installed = Path(__file__).with_name("contracts")
     folder = installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.toml"), key=lambda path: path.stem)}
@@ -96,25 +100,35 @@ def contract_from_json(text: str | bytes, where: str = "the contract received") 
 
 def contract_of(settings: Mapping[str, Any]) -> Contract:
     """The contract of these sections, by name, each a mapping. Raises ConfigError."""
-    where = "the contract given"
     tree = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in settings.items()}
-    origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
-    return _validated(Contract, tree, origin, where).value
+    return _validated(Contract, tree, "the contract given").value
 
 
 def _load(schema: type[S], path: str | Path | None, overrides: Sequence[str]) -> Loaded[S]:
     where = str(path) if path is not None else COMMAND_LINE
     tree = _read_toml(Path(path), schema) if path is not None else {}
-    origin = {f"{section}.{key}": where for section, keys in tree.items() for key in _keys(keys)}
+    overridden = set()
     for text in overrides:
-        section, key, value = _parse_override(text)
+        name, equals, written = text.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and dot and section and key):
+            fix = "write --set section.key=value, for instance --set inner.lr=0.001"
+            raise ConfigError(f"cannot read override {text!r}", fix)
+        try:
+            value = tomllib.loads(f"value = {written}")["value"]
+        except (ValueError, RecursionError):  # a text without quotes
+            value = written
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section][key] = value
-            origin[f"{section}.{key}"] = "--set"
-    return _validated(schema, tree, origin, where)
+            overridden.add(f"{section}.{key}")
+    return _validated(schema, tree, where, overridden)
 
 
-def _validated(schema: type[S], tree: dict[str, Any], origin: dict[str, str], where: str) -> Loaded[S]:
+def _validated(schema: type[S], tree: dict[str, Any], where: str, overridden: Collection[str] = ()) -> Loaded[S]:
+    """The contract or site of these sections, which `where` has and the command line overrides in part."""
+    sections = {section: keys for section, keys in tree.items() if isinstance(keys, dict)}
+    origin = {f"{section}.{key}": where for section, keys in sections.items() for key in keys}
+    origin |= dict.fromkeys(overridden, "--set")
     if schema is Contract:
         _check_contract_version(tree, where)
     _check_keys(tree, schema, origin, where)
@@ -124,23 +138,11 @@ def _validated(schema: type[S], tree: dict[str, Any], origin: dict[str, str], wh
         return Loaded(schema.model_validate_json(json.dumps(tree, default=str)), origin)  # str: TOML has dates, we none
     except ValidationError as error:
         name, cause = _first_problem(error)
-        place = origin.get(name) or _all_places(where, origin)
-        raise ConfigError(f"{place}: {cause}", _advice(name, place)) from error
-
-
-def _all_places(where: str, origin: Mapping[str, str]) -> str:
-    """The file or option that set each of several keys, for an error that concerns all of them."""
-    return f"{where} with --set" if "--set" in origin.values() and where != COMMAND_LINE else where
-
-
-def _advice(name: str, place: str) -> str:
-    """For `name`, a key, a section, or empty. A contract that is wrong cannot be shown, so one that is not is named."""
-    shown = "`diloco config show quick` shows every key"
-    return f"correct {name} in {place}; {shown}" if "." in name else shown
-
-
-def _keys(section: Any) -> Iterator[str]:
-    yield from section if isinstance(section, dict) else ()
+        # A problem of several keys has no place of its own: the file and the command line may both have a part in it.
+        all_places = f"{where} with --set" if overridden and where != COMMAND_LINE else where
+        place = origin.get(name, all_places)
+        fix = "`diloco config show quick` shows every key"  # this contract is wrong and cannot be shown
+        raise ConfigError(f"{place}: {cause}", f"correct {name} in {place}; {fix}" if "." in name else fix) from error
 
 
 def _read_toml(path: Path, schema: type[Contract] | type[Site]) -> dict[str, Any]:
@@ -172,21 +174,8 @@ def _near(path: Path, schema: type[Contract] | type[Site]) -> str:
     return " ".join(filter(None, (hint, listed)))
 
 
-def _parse_override(text: str) -> tuple[str, str, Any]:
-    name, equals, value = text.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and section and key):
-        raise ConfigError(
-            f"cannot read override {text!r}", "write --set section.key=value, for instance --set inner.lr=0.001"
-        )
-    try:
-        return section, key, tomllib.loads(f"value = {value}")["value"]
-    except (ValueError, RecursionError):
-        return section, key, value
-
-
 def _check_contract_version(tree: Mapping[str, Any], where: str) -> None:
-    """Before anything else is judged: another version may have other keys."""
+    """Refuse a contract of another version before its keys are judged: it may have others. Raises IncompatibleError."""
     run = tree.get("run")
     version = run.get("contract_version", CONTRACT_VERSION) if isinstance(run, dict) else CONTRACT_VERSION
     if version != CONTRACT_VERSION:
@@ -215,7 +204,7 @@ def _apply_preset(tree: dict[str, Any], origin: dict[str, str], where: str) -> N
 def _check_keys(
     tree: Mapping[str, Any], schema: type[Contract] | type[Site], origin: Mapping[str, str], where: str
 ) -> None:
-    """Name the first unknown or misplaced key, with a suggestion."""
+    """Refuse the first unknown or misplaced key of a contract or site, with a suggestion. Raises ConfigError."""
     for section, keys in tree.items():
         if not isinstance(keys, dict):
             is_section = section in schema.model_fields
@@ -224,20 +213,22 @@ def _check_keys(
         names = [f"{section}.{key}" for key in keys]
         if section not in schema.model_fields:
             place = origin[names[0]] if names else where
-            raise ConfigError(f"{place}: unknown section [{section}]", _suggest_section(section, schema))
+            other, other_file = _other(schema)
+            if section in other.model_fields:
+                fix = f"[{section}] belongs in {other_file}"
+            elif near := difflib.get_close_matches(section, schema.model_fields, n=1):
+                fix = f"did you mean [{near[0]}]?"
+            else:
+                fix = f"known: {', '.join(schema.model_fields)}"
+            raise ConfigError(f"{place}: unknown section [{section}]", fix)
         for key, name in zip(keys, names, strict=True):
             if name not in _dotted(schema):
                 raise ConfigError(f"{origin[name]}: unknown key {name}", _suggest(section, key, schema))
 
 
 def _dotted(schema: type[Section]) -> list[str]:
-    names = []
-    for section, field in schema.model_fields.items():
-        kind = field.annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, Section)
-        names += [f"{section}.{key}" for key in kind.model_fields]
-    return names
+    """All keys of a contract or site, as `section.key`."""
+    return [f"{name}.{key}" for name, section in sections_of(schema).items() for key in section.model_fields]
 
 
 def _other(schema: type[Section]) -> tuple[type[Section], str]:
@@ -245,36 +236,24 @@ def _other(schema: type[Section]) -> tuple[type[Section], str]:
     return (Site, "the site file (peers/*.toml)") if schema is Contract else (Contract, "the contract (configs/*.toml)")
 
 
-def _suggest_section(section: str, schema: type[Section]) -> str:
-    other, other_file = _other(schema)
-    if section in other.model_fields:
-        return f"[{section}] belongs in {other_file}"
-    near = difflib.get_close_matches(section, schema.model_fields, n=1)
-    return f"did you mean [{near[0]}]?" if near else f"known: {', '.join(schema.model_fields)}"
-
-
 def _suggest(section: str, key: str, schema: type[Section]) -> str:
-    """The likeliest meaning of a key: the same name elsewhere, else a similar one, else what the section has."""
+    """Advice on an unknown key of a contract or site: the same name elsewhere, else a similar one, else the section's
+    keys."""
     known, (other, other_file) = _dotted(schema), _other(schema)
     name = f"{section}.{key}" if section else key
     if name in _dotted(other):
         return f"move it to {other_file}"
-    if same := [full for full in known if full.split(".")[1] == key]:
-        return f"did you mean {_closest(name, same)}?"
-    if same := [full for full in _dotted(other) if full.split(".")[1] == key]:
-        return f"did you mean {_closest(name, same)} in {other_file}?"
+    for names, file in ((known, ""), (_dotted(other), f" in {other_file}")):
+        if same := [full for full in names if full.split(".")[1] == key]:
+            return f"did you mean {difflib.get_close_matches(name, same, n=1, cutoff=0)[0]}{file}?"
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {near[0]}?"
     keys = [full.removeprefix(f"{section}.") for full in known if full.startswith(f"{section}.")]
     return f"keys of [{section}]: {', '.join(keys)}" if keys else "write keys below a [section]"
 
 
-def _closest(name: str, names: Sequence[str]) -> str:
-    return difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
-
-
 def _first_problem(error: ValidationError) -> tuple[str, str]:
-    """The key of the first problem as `section.key`, and the problem in one line."""
+    """The first key that a contract or site has wrong, as `section.key`, and the problem in one line."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     safe = name if name.isprintable() and len(name) <= 80 else shown(name)
@@ -286,11 +265,14 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     return key, f"{safe}: {message}{got}" if name else message
 
 
+# ---------------------------------------------------------------- what a peer's folder remembers of its site
+
 NAME = "site.json"
 
 
 def remember(directory: Path, site: Site) -> None:
-    """Write `site.json` into the folder of a peer. Raises OSError."""
+    """Write the site's data root to `site.json` in a peer's folder: what is resumed or evaluated later finds the same
+    data. Raises OSError."""
     path = directory / NAME
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
@@ -310,7 +292,6 @@ def remembered_root(path: Path) -> str | None:
     try:
         root = json.loads(found.read_text())["data"]["root"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(
-            f"{found} is damaged", "delete it, and name the data's folder: data.root, --data-root"
-        ) from error
+        fix = "delete it, and name the data's folder: data.root, --data-root"
+        raise StateError(f"{found} is damaged", fix) from error
     return str(root)

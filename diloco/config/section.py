@@ -63,7 +63,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+def sections_of(schema: type[Section]) -> dict[str, type[Section]]:
+    """The sections of a contract or site, by name."""
+    kinds = {name: field.annotation for name, field in schema.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
 def shown(value: Any) -> str:
-    """A value from outside in one short line, control characters escaped."""
+    """A value from a contract or site in one short line of an error, control characters escaped."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

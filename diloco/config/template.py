@@ -6,11 +6,11 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from diloco.config.contract import Contract
-from diloco.config.section import Section
+from diloco.config.section import Section, sections_of
 from diloco.config.site import Site
 
 WIDTH = 118
@@ -72,26 +72,19 @@ def docs_of(body: ast.ClassDef) -> dict[str, str]:
 
 def _template(schema: type[Section], head: str, values: Mapping[str, Any]) -> str:
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
-    for name, field in schema.model_fields.items():
-        section = field.annotation
-        assert isinstance(section, type)
-        assert issubclass(section, Section)
-        lines += ["", f"[{name}]", *_keys(name, section, values)]
+    for name, section in sections_of(schema).items():
+        lines += ["", f"[{name}]"]
+        docs = key_docs(section)
+        for key, field in section.model_fields.items():
+            text = " ".join(docs.get(key, "").split())
+            lines += ["", *(f"# {line}" for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False))]
+            value = values.get(f"{name}.{key}")
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            if value is not None:
+                lines.append(f"{key} = {_toml(value)}")
+            else:
+                lines.append(f"# {key} = {_toml(default)}" if default is not None else f"# {key}: not set")
     return "\n".join(lines) + "\n"
-
-
-def _keys(name: str, section: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
-    docs = key_docs(section)
-    for key, field in section.model_fields.items():
-        yield ""
-        text = " ".join(docs.get(key, "").split())
-        yield from (f"# {line}" for line in textwrap.wrap(text, WIDTH - 2, break_on_hyphens=False))
-        value = values.get(f"{name}.{key}")
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if value is not None:
-            yield f"{key} = {_toml(value)}"
-        else:
-            yield f"# {key} = {_toml(default)}" if default is not None else f"# {key}: not set"
 
 
 def _toml(value: Any) -> str:

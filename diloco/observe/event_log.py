@@ -19,7 +19,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ TAIL_BYTES = 2**16
 
 
 class Events:
-    """One peer's event log: a file (or none) and listeners in this process."""
+    """One peer's event log: a file (or none), and listeners in this process."""
 
     def __init__(self, path: Path | None, peer: str, listeners: Sequence[Callable[[Stamped], None]] = ()) -> None:
         """Continues an existing file. Raises ResourceError where it cannot be opened.
@@ -49,28 +52,26 @@ class Events:
         self._descriptor = None if path is None else _open_to_append(path)
 
     def emit(self, event: Event) -> None:
-        """Write one event, and give it to the listeners. From any thread."""
+        """Write one event, and give it to the listeners. From any thread. A file that cannot be written is closed."""
         with self._lock:
             stamped = Stamped(round(time.monotonic() - self._began, 6), round(time.time(), 6), self._peer, event)
-            self._write(json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n")
+            line = json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n"
+            if self._descriptor is not None:
+                try:
+                    # One call per line: no buffer to lose, no line torn by a crash.
+                    written = os.write(self._descriptor, line)
+                    cause = "" if written == len(line) else "the disk took half a line"
+                except OSError as error:
+                    cause = str(error)
+                if cause:
+                    log.warning("no more events to %s: %s; training goes on", self._path, cause)
+                    self._close()
             for listener in self._listeners:
                 listener(stamped)
 
     def close(self) -> None:
         """Close the file. Later events reach the listeners only."""
         with self._lock:
-            self._close()
-
-    def _write(self, line: bytes) -> None:
-        if self._descriptor is None:
-            return
-        try:
-            written = os.write(self._descriptor, line)  # one call per line: no buffer to lose, no line torn by a crash
-            cause = "" if written == len(line) else "the disk took half a line"
-        except OSError as error:
-            cause = str(error)
-        if cause:
-            log.warning("no more events to %s: %s; training goes on", self._path, cause)
             self._close()
 
     def _close(self) -> None:
@@ -88,7 +89,7 @@ def read_events(path: Path, thinned: type[Event] | None = None) -> Iterator[Stam
 
 
 def read_lines(path: Path, thinned: str = "") -> Iterator[EventLine]:
-    """The same as plain JSON, of any kind."""
+    """All whole events of a file as plain JSON, of any kind; `thinned` as for `read_events`."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -108,62 +109,45 @@ def read_on(path: Path, offset: int) -> tuple[list[EventLine], int]:
 
 
 def _thinned(lines: Iterable[bytes], mark: bytes) -> Iterator[bytes]:
-    """Without those that have the mark, and stand between two others that have it."""
-    last, many = b"", False
-    for line in lines:
-        if mark in line:
-            if not many:
-                yield line
-            last, many = (line, True) if many else (b"", True)
-            continue
-        if last:
-            yield last
-        last, many = b"", False
-        yield line
-    if last:
-        yield last
+    """The lines of an event log, without those that have the mark and are between two others that have it."""
+    for marked, group in groupby(lines, lambda line: mark in line):
+        neighbours = iter(group)
+        if marked:
+            yield next(neighbours)
+        yield from deque(neighbours, maxlen=1) if marked else neighbours
 
 
 def _open_to_append(path: Path) -> int:
-    """Raises ResourceError, also where somebody else has it open: a peer's folder has one writer."""
+    """Open an event log and lock it: a peer's folder has one writer. Raises ResourceError, also where it is locked.
+
+    The lock lasts until the descriptor is closed, or the process has ended, however that happens.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with ExitStack() as on_error:
+            on_error.callback(os.close, descriptor)
+            try:
+                # `lockf` would end where this process reads the file elsewhere and closes it. Linux keeps `flock` on
+                # NFS, too, among all machines: there it is a lock of all bytes, for which the file must be open for
+                # writing.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # any other error: the file system has no locks, and the log is written without
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    cause = f"another process, or another run in this one, writes to {path.parent}"
+                    fix = "wait until that peer has ended, or choose another folder (--dir)"
+                    raise ResourceError(cause, fix) from error
+            if path.is_file():  # after a kill -9: a line begun would swallow the next one
+                os.ftruncate(descriptor, _whole_bytes(descriptor))
+            on_error.pop_all()
     except OSError as error:
-        raise _unwritable(path, error) from error
-    try:
-        _claim(descriptor)
-        if path.is_file():  # after a kill -9: a line begun would swallow the next one
-            os.ftruncate(descriptor, _whole_bytes(descriptor))
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            cause = f"another process, or another run in this one, writes to {path.parent}"
-            raise ResourceError(cause, "wait until that peer has ended, or choose another folder (--dir)") from error
-        raise _unwritable(path, error) from error
+        fix = "free the disk or choose another storage.directory"
+        raise ResourceError(f"cannot write events to {path}: {error.strerror}", fix) from error
     return descriptor
 
 
-def _unwritable(path: Path, error: OSError) -> ResourceError:
-    fix = "free the disk or choose another storage.directory"
-    return ResourceError(f"cannot write events to {path}: {error.strerror}", fix)
-
-
-def _claim(descriptor: int) -> None:
-    """Until the descriptor is closed, or the process has ended, however that happens. Raises OSError where another one
-    has it. Not where the file system has no locks.
-
-    `lockf` would end where this process reads the file elsewhere and closes it. Linux keeps `flock` on NFS, too, among
-    all machines: there it is a lock of all bytes, for which the file must be open for writing."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise
-
-
 def _whole_bytes(descriptor: int) -> int:
-    """Where the last whole line ends."""
+    """The end of the last whole line of an event log, in bytes."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     while end > 0:
         start = max(end - TAIL_BYTES, 0)

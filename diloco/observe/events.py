@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 SCHEMA = 1
 """Number of this schema. It changes when a kind or a field gets another meaning, not when one is added."""
@@ -35,10 +35,20 @@ MAX_NUMBER = 1e30
 MAX_COUNT = 2**53
 
 
-class Event:
-    """Something that happened to one peer. `kind` is the name of its class in files."""
+KINDS: dict[str, type[Event]] = {}
+"""Every kind of event by its name in files."""
 
-    kind: ClassVar[str] = ""
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class Event:
+    """Something that happened to one peer. `kind` is the name of its class in files. Every subclass is a frozen
+    dataclass."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        KINDS[kind] = dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         """Raises TypeError for a field of another type."""
@@ -66,11 +76,9 @@ class Stamped:
 # ---------------------------------------------------------------- a peer's life
 
 
-@dataclass(frozen=True)
-class Started(Event):
-    """The process is set up: what it trains, on which hardware."""
+class Started(Event, kind="start"):
+    """A peer's process is set up: its run, its model, its hardware."""
 
-    kind = "start"
     run: str = ""
     contract_digest: str = ""
     parameters: int | None = None
@@ -88,81 +96,65 @@ class Started(Event):
     schema: int = SCHEMA
 
 
-@dataclass(frozen=True)
-class Listening(Event):
+class Listening(Event, kind="listening"):
     """The peer can be reached at an address."""
 
-    kind = "listening"
     address: str
     ticket: str
     """What others join with."""
 
 
-@dataclass(frozen=True)
-class StateCopying(Event):
+class StateCopying(Event, kind="copying"):
     """Anchor and outer state are being copied from members."""
 
-    kind = "copying"
     done_bytes: int
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class StateCopied(Event):
+class StateCopied(Event, kind="state"):
     """Anchor and outer state of a version are here."""
 
-    kind = "state"
     version: int
     state_digest: str = ""
     wire_bytes_received: int | None = None
 
 
-@dataclass(frozen=True)
-class Remark(Event):
+class Remark(Event, kind="reason"):
     """A sentence on what the peer does or waits for."""
 
-    kind = "reason"
     text: str
     routine: bool = False
-    """Whether it is said in every round."""
+    """Whether the peer makes this remark in every round."""
 
 
-@dataclass(frozen=True)
-class Warned(Event):
-    """Something a person should know of, that does not end the training."""
+class Warned(Event, kind="warning"):
+    """A fault that a person should know of, and that does not end the training."""
 
-    kind = "warning"
     text: str
     version: int | None = None
 
 
-@dataclass(frozen=True)
-class ProfileWritten(Event):
+class ProfileWritten(Event, kind="profile"):
     """A trace of some inner steps is on disk."""
 
-    kind = "profile"
     path: str
     ranks: int = 1
 
 
-@dataclass(frozen=True)
-class CheckpointWritten(Event):
+class CheckpointWritten(Event, kind="checkpoint"):
     """A checkpoint is on disk."""
 
-    kind = "checkpoint"
     version: int
     total_s: float = field(metadata={"json": "seconds"})
-    """From its begin to its end."""
+    """From the begin of the checkpoint to its end."""
     held_s: float
     """How long training was held up."""
     size_bytes: int = field(metadata={"json": "bytes"})
 
 
-@dataclass(frozen=True)
-class Ended(Event):
+class Ended(Event, kind="end"):
     """The peer's life is over in good order."""
 
-    kind = "end"
     reason: str = ""
     """`done`: the run has its tokens; `left`: asked to leave."""
     version: int | None = None
@@ -179,11 +171,9 @@ class Ended(Event):
 # ---------------------------------------------------------------- training
 
 
-@dataclass(frozen=True)
-class TrainingProgress(Event):
+class TrainingProgress(Event, kind="progress"):
     """A sign of life between two versions."""
 
-    kind = "progress"
     inner_step: int | None = None
     tokens: int | None = None
     """Trained on here in this life, counted or not."""
@@ -202,11 +192,9 @@ class RankMemory:
     """What torch holds of the GPU now."""
 
 
-@dataclass(frozen=True)
-class HardwareUsed(Event):
-    """What the inner steps since the last such event made of the hardware."""
+class HardwareUsed(Event, kind="usage"):
+    """Use of the hardware by the inner steps since the last such event."""
 
-    kind = "usage"
     inner_s: float
     wall_s: float
     inner_tokens: int
@@ -225,21 +213,17 @@ class HardwareUsed(Event):
     mfu_wall: float | None = None
 
 
-@dataclass(frozen=True)
-class Evaluated(Event):
+class Evaluated(Event, kind="eval"):
     """Held-out loss (nats per token) at a version's anchor."""
 
-    kind = "eval"
     tokens: int
     version: int | None = None
     val_loss: float | None = None
 
 
-@dataclass(frozen=True)
-class BaselineStep(Event):
+class BaselineStep(Event, kind="step"):
     """One step of a baseline that has no versions (DDP)."""
 
-    kind = "step"
     tokens: int
     step: int | None = None
     loss: float | None = None
@@ -251,11 +235,9 @@ class BaselineStep(Event):
 # ---------------------------------------------------------------- versions
 
 
-@dataclass(frozen=True)
-class VersionClosed(Event):
+class VersionClosed(Event, kind="version"):
     """The peer has applied a version that all members agree on."""
 
-    kind = "version"
     version: int
     tokens: int
     """Committed in the whole run."""
@@ -265,7 +247,7 @@ class VersionClosed(Event):
     counted: tuple[str, ...] = ()
     """Peers with a contribution in this version."""
     own: bool = True
-    """Whether this peer's is one of them."""
+    """Whether this peer's contribution is one of them."""
     attempts: int = 0
     """Of the exchange."""
     loss: float | None = None
@@ -291,11 +273,9 @@ class VersionClosed(Event):
     """Blocks that were read again because the lease had no others."""
 
 
-@dataclass(frozen=True)
-class RoundSkipped(Event):
+class RoundSkipped(Event, kind="skip"):
     """A round ended without a version."""
 
-    kind = "skip"
     version: int | None = None
     """The one that would have closed."""
     reason: str = ""
@@ -309,47 +289,39 @@ class Departure:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class ViewChanged(Event):
+class ViewChanged(Event, kind="view"):
     """Members came or went."""
 
-    kind = "view"
     version: int | None = None
     joined: tuple[str, ...] = ()
     left: tuple[Departure, ...] = ()
 
 
-@dataclass(frozen=True)
-class LineageReplaced(Event):
+class LineageReplaced(Event, kind="lineage"):
     """Another lineage of the run goes on; what this peer had committed since they parted is void."""
 
-    kind = "lineage"
     lineage: str
     void_tokens: int
 
 
-@dataclass(frozen=True)
-class VersionWitnessed(Event):
+class VersionWitnessed(Event, kind="witnessed"):
     """A witness has seen a version close."""
 
-    kind = "witnessed"
     version: int
     tokens: int
     counted: tuple[str, ...] = ()
     commit_digest: str = ""
 
 
-@dataclass(frozen=True)
-class SwapApplied(Event):
+class SwapApplied(Event, kind="swap"):
     """Gossip: the peer has averaged with a partner. Its version counts its own swaps."""
 
-    kind = "swap"
     version: int
     tokens: int
     partner: str = ""
     leads: bool = False
     final: bool = False
-    """Whether it belongs to the final average."""
+    """Whether the swap belongs to the final average."""
     spread: float | None = None
     """Distance of the two before, relative; None where the peer averaged alone."""
     inner_tokens: int = 0
@@ -360,23 +332,17 @@ class SwapApplied(Event):
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-KINDS: Mapping[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
-"""Every kind of event by its name in files."""
-
-
 # ---------------------------------------------------------------- JSON
-
-_SCHEMAS: dict[Any, Mapping[str, tuple[str, Any]]] = {}
 
 
 def to_json(stamped: Stamped) -> dict[str, Any]:
-    """The event as it stands on a line of `events.jsonl`."""
+    """The event as plain JSON: a line of `events.jsonl`."""
     stamp = {"t": stamped.t_s, "time": stamped.time_s, "peer": stamped.peer, "kind": stamped.event.kind}
-    return {**stamp, **_fields(stamped.event)}
+    return {**stamp, **_plain(stamped.event)}
 
 
 def from_json(line: Mapping[str, Any]) -> Stamped | None:
-    """The event of such a line; None where its kind is unknown or a field is not what the kind says."""
+    """The event of a line of `events.jsonl`; None where the kind is unknown or a field is not of the kind's type."""
     kind = KINDS.get(line["kind"]) if isinstance(line.get("kind"), str) else None
     if kind is None:
         return None
@@ -390,32 +356,30 @@ def from_json(line: Mapping[str, Any]) -> Stamped | None:
         return None
 
 
+_SCHEMAS: dict[Any, Mapping[str, tuple[str, Any]]] = {}
+
+
 def _schema(kind: Any) -> Mapping[str, tuple[str, Any]]:
-    """By field of a dataclass: its key in JSON and its type."""
+    """The schema of an event, or of a record within one: key in JSON and type, by field."""
     if kind not in _SCHEMAS:
         hints = get_type_hints(kind)
         _SCHEMAS[kind] = {one.name: (one.metadata.get("json", one.name), hints[one.name]) for one in fields(kind)}
     return _SCHEMAS[kind]
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Fields of a dataclass as plain JSON."""
-    return {key: _plain(getattr(value, name)) for name, (key, _) in _schema(type(value)).items()}
-
-
 def _plain(value: Any) -> Any:
-    """As plain JSON."""
+    """A field of an event, or a record within one, as plain JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
         return [_plain(entry) for entry in value]
     if is_dataclass(value):
-        return _fields(value)
+        return {key: _plain(getattr(value, name)) for name, (key, _) in _schema(type(value)).items()}
     return value
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a value is of an annotated type; an int may stand for a float."""
+    """Whether a value has the annotated type of an event's field; an int may stand for a float."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is tuple:
         if not isinstance(value, tuple):
@@ -433,7 +397,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def _read(hint: Any, value: Any) -> Any:
-    """A value of that type from plain JSON. Raises ValueError, TypeError or KeyError."""
+    """An event's field of the annotated type, from plain JSON. Raises ValueError, TypeError or KeyError."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is tuple and isinstance(value, list):
         each = (inside[0],) * len(value) if inside[-1] is Ellipsis else inside
@@ -453,7 +417,8 @@ def _read(hint: Any, value: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _one_of_equals(entries: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Lists of names stay the same for long, and parsing makes each anew."""
+    """The same tuple for equal ones: the events of a run name the same members again and again, and parsing makes a new
+    tuple each time."""
     return entries
 
 

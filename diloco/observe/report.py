@@ -13,7 +13,6 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,7 +41,7 @@ from diloco.base.readable import (
 )
 from diloco.observe.events import STEPS
 from diloco.observe.run_folder import PHASES, Curve, Point, RunFolder, outcomes, read_run
-from diloco.observe.run_state import Version, mean
+from diloco.observe.run_state import Version, in_groups, mean
 
 COLORS = {
     # name: (on light paper, on dark paper). Series are Okabe and Ito's, which stay apart for colour-blind readers.
@@ -87,7 +86,7 @@ PLACES = 300
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What the loss is drawn against."""
+    """Horizontal axis of a loss figure: what the loss is drawn against."""
 
     label: str
     of: Callable[[Point], float]
@@ -105,7 +104,7 @@ AXES = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a bench measured, to stand in a report beside the run."""
+    """A bench's table, for the report of a run."""
 
     title: str
     header: tuple[str, ...]
@@ -113,7 +112,7 @@ class Table:
 
     @staticmethod
     def read(path: Path) -> Table:
-        """From the `--json` file of a bench that writes one. Raises UsageError."""
+        """Read the table from the `--json` file of a bench. Raises UsageError."""
         fix = "give what `scripts/bench-async --json FILE` or `scripts/bench-quality --json FILE` wrote"
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))["table"]
@@ -133,11 +132,7 @@ def _texts(cells: Sequence[object]) -> tuple[str, ...]:
 
 def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
     """Write `report.html` into the directory of a simulation or of one peer; its path. Raises ResourceError."""
-    path = directory / "report.html"
-    page = _page(read_run(directory), tables)
-    with _writing(path):
-        path.write_text(page, encoding="utf-8")
-    return path
+    return _write(directory / "report.html", _page(read_run(directory), tables).encode())
 
 
 def write_plot(directory: Path) -> Path:
@@ -149,19 +144,18 @@ def write_plot(directory: Path) -> Path:
     figure.axes[0].set_ylabel("loss, nats per token", color=LIGHT["muted"])
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.axes[0].legend(handles[::-1], labels[::-1], frameon=False, labelcolor=LIGHT["ink"])
-    path = directory / "plot.png"
-    with _writing(path):
-        figure.savefig(path)
-    return path
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return _write(directory / "plot.png", picture.getvalue())
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _write(path: Path, content: bytes) -> Path:
     try:
-        yield
+        path.write_bytes(content)
     except OSError as error:
         fix = "free the disk, or copy the folder to where you may write"
         raise ResourceError(f"cannot write {path}: {error.strerror}", fix) from error
+    return path
 
 
 # ---------------------------------------------------------------- drawing
@@ -182,7 +176,10 @@ def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> Non
         size, edge = (5.5, 1.0) if len(curve.held_out) <= FEW else (3.5, 0.0)
         (dots,) = axes.plot(*_at(axis, curve.held_out), "o", ms=size, mew=edge, color=color, mec=ink["paper"], zorder=3)
         dots.set_label(curve.name)
-    _cut_the_beginning(axes, [point.loss for curve in curves for point in (*curve.train, *curve.held_out)])
+    losses = [point.loss for curve in curves for point in (*curve.train, *curve.held_out)]
+    if len(losses) >= FEW:  # the steep fall at the beginning would flatten all the rest: leave the highest few out
+        low, top = min(losses), sorted(losses)[int(SHOWN * len(losses))]
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
     if axis.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(numticks=5))
@@ -193,24 +190,15 @@ def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> Non
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(axis.text(value))))
 
 
-def _cut_the_beginning(axes: Axes, losses: Sequence[float]) -> None:
-    """Where the loss still falls steeply it would flatten all the rest, so the axis leaves the highest few out."""
-    low, top = min(losses), sorted(losses)[int(SHOWN * len(losses))]
-    if len(losses) >= FEW:
-        axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
-
-
 def _draw_view(axes: Axes, run: RunFolder, ink: Ink) -> None:
     """A row per peer, in order of arrival: a bar while it was in the view, markers for what happened to it."""
     _calm(axes, ink, grid="x")
     peers = list(dict.fromkeys(stay.peer for stay in run.stays))
-    for stay in run.stays:
-        width_s = max(stay.stop_s - stay.start_s, 0.1)
-        axes.barh(peers.index(stay.peer), width_s, left=stay.start_s, height=0.5, color=ink["stay"], lw=0)
-    for wait in run.waits:
-        if wait.peer in peers:
-            left_s, color = wait.start_s, ink["step-exchange"]
-            axes.barh(peers.index(wait.peer), wait.stop_s - left_s, left=left_s, height=0.5, color=color, lw=0)
+    for color, shortest_s, bars in ((ink["stay"], 0.1, run.stays), (ink["step-exchange"], 0.0, run.waits)):
+        for bar in bars:
+            if bar.peer in peers:
+                width_s = max(bar.stop_s - bar.start_s, shortest_s)
+                axes.barh(peers.index(bar.peer), width_s, left=bar.start_s, height=0.5, color=color, lw=0)
     for flight in run.flights:
         if flight.peer in peers:
             row, color = peers.index(flight.peer) + 0.36, ink["average"]
@@ -279,14 +267,6 @@ def _tick(text: str) -> str:
     return re.sub(r"\.?0+(?=\D*$)", "", text) if "." in text else text
 
 
-def _binned(versions: Sequence[Version], most: int) -> list[tuple[int, dict[str, float]]]:
-    """(first version, mean seconds per step) of at most `most` equal groups of versions that have timings."""
-    timed = [row for row in versions if row.seconds]
-    size = -(-len(timed) // most) or 1
-    groups = [timed[start : start + size] for start in range(0, len(timed), size)]
-    return [(rows[0].version, {step: fmean(row.seconds[step] for row in rows) for step in STEPS}) for rows in groups]
-
-
 # ---------------------------------------------------------------- figures of the page
 
 _STAND_IN = {name: f"#fe01{index:02x}" for index, name in enumerate(COLORS)}
@@ -295,13 +275,10 @@ _SVG_SETTINGS = threading.Lock()
 """How text is written to SVG is a process-wide setting of matplotlib."""
 
 
-def _loss_figures(run: RunFolder) -> list[Markup]:
-    figures = []
-    for axis in AXES:
-        figure = _figure(PANEL_PT, 290)
-        _draw_loss(figure.subplots(), run.curves, axis, _STAND_IN)
-        figures.append(_svg(figure, "loss" + axis.label[0], f"loss against {axis.label}"))
-    return figures
+def _loss_figure(run: RunFolder, axis: Axis) -> Markup:
+    figure = _figure(PANEL_PT, 290)
+    _draw_loss(figure.subplots(), run.curves, axis, _STAND_IN)
+    return _svg(figure, "loss" + axis.label[0], f"loss against {axis.label}")
 
 
 def _view_figure(run: RunFolder, width_pt: int) -> Markup:
@@ -313,11 +290,14 @@ def _view_figure(run: RunFolder, width_pt: int) -> Markup:
 def _steps_figure(run: RunFolder, width_pt: int) -> Markup:
     """The whole round above, and below it all but the inner steps, which dwarf the rest."""
     figure = _figure(width_pt, 380)
-    bars = _binned(run.versions, most=width_pt // 12)
+    groups = in_groups([row for row in run.versions if row.seconds], width_pt // 12)
+    bars = [(rows[0].version, {step: fmean(row.seconds[step] for row in rows) for step in STEPS}) for rows in groups]
     whole, sync = figure.subplots(2, 1, sharex=True)
-    _draw_steps(whole, bars, STEPS, _STAND_IN)
-    _draw_steps(sync, bars, STEPS[1:], _STAND_IN)
-    for axes, title in ((whole, "Whole round, seconds"), (sync, "Without the inner steps, seconds")):
+    for axes, title, steps in (
+        (whole, "Whole round, seconds", STEPS),
+        (sync, "Without the inner steps, seconds", STEPS[1:]),
+    ):
+        _draw_steps(axes, bars, steps, _STAND_IN)
         axes.set_title(title, loc="left", fontsize=TEXT_PT, color=_STAND_IN["ink"])
     sync.set_xlabel("version", color=_STAND_IN["muted"], fontsize=TEXT_PT)
     return _svg(figure, f"steps{width_pt}", "seconds per step of the line for each version")
@@ -365,7 +345,8 @@ def _page(run: RunFolder, tables: Sequence[Table]) -> str:
         "times": readable_times,
         "color": _color_name,
     }
-    steps = _step_totals(run.versions)
+    timed = [row.seconds for row in run.versions if row.seconds]
+    steps = {step: sum(seconds[step] for seconds in timed) for step in STEPS} if timed else {}
     return jinja.get_template("report.html").render(
         run=run,
         cards=list(_cards(run)),
@@ -373,13 +354,14 @@ def _page(run: RunFolder, tables: Sequence[Table]) -> str:
         tables=tables,
         rows=_rows(run.versions),
         steps=steps,
+        rounds=len(timed),
         phases=[name for name in PHASES if any(one.phases.get(name) for one in run.hardware)],
         attempts=any(row.attempts for row in run.versions),
         fragments=any(row.fragment for row in run.versions),
         spreads=any(row.spread is not None for row in run.versions),
         colors=COLORS,
         signs={kind: sign for kind, (_, sign) in MARKERS.items() if any(notice.kind == kind for notice in run.notices)},
-        loss_figures=_loss_figures(run),
+        loss_figures=[_loss_figure(run, axis) for axis in AXES],
         view_figures=[_view_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if run.stays else [],
         step_figures=[_steps_figure(run, width_pt) for width_pt in (WIDE_PT, NARROW_PT)] if steps else [],
         nothing=NOTHING,
@@ -388,7 +370,7 @@ def _page(run: RunFolder, tables: Sequence[Table]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """Of the table of versions: one of them, or the versions from `first` on as one."""
+    """A row of the report's table of versions: one version, or the versions from `first` on as one."""
 
     first: int
     of: int
@@ -400,15 +382,13 @@ def _rows(versions: Sequence[Version]) -> list[TableRow]:
         return [TableRow(row.version, 1, row) for row in versions]
     older, newest = versions[: -MAX_ROWS // 4], versions[-MAX_ROWS // 4 :]
     full = [row for row in older if row.notes or len(row.digests) > 1][-MAX_ROWS // 4 :]
-    size = -(-len(older) // (MAX_ROWS // 2))
-    groups = [older[start : start + size] for start in range(0, len(older), size)]
-    folded = [TableRow(group[0].version, len(group), _as_one(group)) for group in groups]
+    folded = [TableRow(group[0].version, len(group), _as_one(group)) for group in in_groups(older, MAX_ROWS // 2)]
     rows = [*folded, *(TableRow(row.version, 1, row) for row in (*full, *newest))]
     return sorted(rows, key=lambda row: (row.first, -row.of))
 
 
 def _as_one(group: Sequence[Version]) -> Version:
-    """The last of them, with what the others say beside it."""
+    """The last of several versions, with the notes and digests of the others, and means over all of them."""
     fewest = min(group, key=lambda row: row.counted)
     notes = sum(len(row.notes) for row in group)
     return replace(
@@ -425,75 +405,39 @@ def _as_one(group: Sequence[Version]) -> Version:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A headline: what, the number, and a line to read it by."""
-
-    title: str
-    value: str
-    note: str
-
-
-def _cards(run: RunFolder) -> Iterator[Card]:
+def _cards(run: RunFolder) -> Iterator[tuple[str, str, str]]:
+    """Headlines of the report: title, number, and a line to read it by."""
     facts = run.summary
     ours, *others = outcomes(facts)
     base = others[0] if facts.get("baseline") else None
     if base and ours.worse is not None:
         note = f"{readable_loss(ours.val_loss)} beside {readable_loss(base.val_loss)}"
-        yield Card(f"Held-out loss vs {base.name}", readable_percent(ours.worse), note)
+        yield f"Held-out loss vs {base.name}", readable_percent(ours.worse), note
     else:
         note = "no baseline to compare with" if ours.val_loss is not None else "no data yet"
-        yield Card("Held-out loss", readable_loss(ours.val_loss), note)
+        yield "Held-out loss", readable_loss(ours.val_loss), note
     sent = readable_bytes(ours.wire_bytes_sent)
     if base and ours.fewer is not None:
         note = f"{sent} per peer beside {readable_bytes(base.wire_bytes_sent)}"
-        yield Card(f"Fewer bytes than {base.name}", readable_times(ours.fewer), note)
+        yield f"Fewer bytes than {base.name}", readable_times(ours.fewer), note
     else:
-        yield Card("Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet")
+        yield "Sent per peer", sent, "no baseline to compare with" if ours.wire_bytes_sent else "no data yet"
     steps = f"every {facts['h']} inner steps" if facts.get("h") else "agreed anchors"
     gossips = any(row.spread is not None for row in run.versions)
-    yield Card("Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps)
-    apart = Card("Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last")
-    yield apart if gossips else _digest_card(run)
+    yield "Swaps per peer" if gossips else "Versions", str(facts["versions"]), steps
+    agree, digest = facts.get("digests_agree"), str(facts.get("digest", ""))[:12]
+    if gossips:
+        yield "Spread between peers", readable_share(facts.get("spread")), "of the weights, when they met last"
+    elif agree is None:
+        yield "Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet"
+    elif agree:
+        yield "Digests", "agree", f"{digest}, the same on all peers"
+    else:
+        yield "Digests", "differ", "a defect: the peers' states are not the same"
+    pace = None  # committed tokens per second, since the run began or since the first version that is known
+    if run.versions:
+        first, last = run.versions[0], run.versions[-1]
+        tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
+        pace = (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
     note = f"{ours.tokens:,} tokens in all" if ours.tokens else "no data yet"
-    yield Card("Tokens per second", readable_count(_tokens_per_s(run.versions)), note)
-
-
-def _tokens_per_s(versions: Sequence[Version]) -> float | None:
-    """Committed tokens per second, since the run began or since what is known of it begins."""
-    if not versions:
-        return None
-    first, last = versions[0], versions[-1]
-    tokens, at_s = (0, 0.0) if first.version == 1 else (first.tokens, first.at_s)
-    return (last.tokens - tokens) / (last.at_s - at_s) if last.at_s > at_s else None
-
-
-def _digest_card(run: RunFolder) -> Card:
-    agree, digest = run.summary.get("digests_agree"), str(run.summary.get("digest", ""))[:12]
-    if agree is None:
-        return Card("Digest", digest[:8] or NOTHING, "told by one peer only" if digest else "no data yet")
-    if not agree:
-        return Card("Digests", "differ", "a defect: the peers' states are not the same")
-    return Card("Digests", "agree", f"{digest}, the same on all peers")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTotal:
-    """One step of the line over the whole run, mean over peers."""
-
-    name: str
-    key: str
-    total_s: float
-    mean_s: float
-    share: float
-
-
-def _step_totals(versions: Sequence[Version]) -> list[StepTotal]:
-    timed = [row.seconds for row in versions if row.seconds]
-    totals = {step: sum(seconds[step] for seconds in timed) for step in STEPS}
-    whole = sum(totals.values()) or 1.0
-    return [
-        StepTotal(step.replace("_", "-"), step, total, total / max(1, len(timed)), total / whole)
-        for step, total in totals.items()
-        if timed
-    ]
+    yield "Tokens per second", readable_count(pace), note

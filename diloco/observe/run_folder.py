@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import merge, nsmallest
@@ -21,21 +21,13 @@ from typing import Any
 from diloco.base.errors import DilocoError
 from diloco.base.readable import readable_text
 from diloco.config.load import load_contract
+from diloco.observe import events
 from diloco.observe.event_log import read_events
-from diloco.observe.events import (
-    MAX_COUNT,
-    MAX_NUMBER,
-    STEPS,
-    BaselineStep,
-    HardwareUsed,
-    Started,
-    TrainingProgress,
-    VersionClosed,
-)
-from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, mean
+from diloco.observe.events import MAX_COUNT, MAX_NUMBER, STEPS
+from diloco.observe.run_state import Notice, RunClock, RunState, Stay, Version, VersionReport, in_groups, mean
 
 NAMES = {"ddp": "DDP", "average": "Plain averaging", "alone": "One peer alone", "sync": "All wait for the slowest"}
-"""How the baselines are called, by their folder."""
+"""Names of the baselines for people, by folder."""
 MAX_WAITS = 400
 """Drawn; of more, the longest."""
 MAX_FLIGHTS = 400
@@ -48,7 +40,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a curve is: loss (nats per token) and what it had cost until then."""
+    """A point of a loss curve: loss (nats per token) and the cost until then."""
 
     loss: float
     tokens: float
@@ -59,6 +51,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
+    """The loss curves of one method: training and held-out."""
+
     key: str
     """`diloco`, or the folder of the baseline."""
     name: str
@@ -130,21 +124,28 @@ class RunFolder:
 
 
 def read_run(directory: Path) -> RunFolder:
-    """Everything the report needs of a directory, with nothing where there is nothing."""
+    """Read everything that the report of a run shows; what the folder does not hold stays empty."""
     folders = {path.parent.name: path for path in sorted(directory.glob("*/events.jsonl"))}
     baselines = _baselines(directory, folders)
     peers = [path for name, path in folders.items() if name not in baselines]
     state = read_state(peers or [directory / "events.jsonl"])
     clock = RunClock(state)
-    notices = [_at_the_end(state, notice, clock) for notice in state.notices]
+    notices = []
+    for notice in state.notices:
+        kind = notice.kind
+        if kind == "gone":  # it died if its own events are here without an end; else nobody knows but that it left
+            kind = "died" if state.peers[notice.peer].life is not None else "left"
+        notices.append(replace(notice, at_s=clock(notice.at_s), kind=kind))
     versions = _versions(state, clock, notices)
     curves = [_curve(state, versions), *(_baseline(directory / name, len(versions)) for name in baselines)]
     contract = _contract(directory)
     stays = [Stay(stay.peer, clock(stay.start_s), clock(stay.stop_s)) for stay in state.stays()]
     reports = timed_reports(state)
+    known = [(name, peer.started, peer.used) for name, peer in sorted(state.peers.items())]
+    hardware = [_hardware(name, started, used) for name, started, used in known if started and used]
     return RunFolder(
         state.name or directory.resolve().name, versions, curves, stays, _waits(reports, clock),
-        _flights(reports, clock), peer_times(reports), _hardware(state), notices, clock.resumed_s, contract,
+        _flights(reports, clock), peer_times(reports), hardware, notices, clock.resumed_s, contract,
         _summary(directory, versions, curves, contract),
     )  # fmt: skip
 
@@ -152,7 +153,9 @@ def read_run(directory: Path) -> RunFolder:
 def read_state(paths: Sequence[Path]) -> RunState:
     """The state of a run from the event files of its peers. Of signs of life in a row only the ends are read."""
     state = RunState()
-    for stamped in merge(*(read_events(path, TrainingProgress) for path in paths), key=lambda stamped: stamped.time_s):
+    for stamped in merge(
+        *(read_events(path, events.TrainingProgress) for path in paths), key=lambda stamped: stamped.time_s
+    ):
         state.fold(stamped)
     return state
 
@@ -161,45 +164,22 @@ def _baselines(directory: Path, folders: Mapping[str, Path]) -> list[str]:
     """The folders that hold another way to train: one with steps instead of versions, or a simulation of its own."""
     simulations = {path.parent.parent.name for path in directory.glob("*/*/events.jsonl")}
     firsts = {name: next(read_events(path), None) for name, path in folders.items()}
-    found = {name for name, first in firsts.items() if first and isinstance(first.event, BaselineStep)}
+    found = {name for name, first in firsts.items() if first and isinstance(first.event, events.BaselineStep)}
     return [name for name in dict.fromkeys([*NAMES, *folders]) if name in (found | simulations) & folders.keys()]
 
 
-def _at_the_end(state: RunState, notice: Notice, clock: RunClock) -> Notice:
-    """A peer that is "gone" died if its own events are here without an end; else nobody knows but that it left."""
-    heard = state.peers[notice.peer].life is not None
-    kind = notice.kind if notice.kind != "gone" else "died" if heard else "left"
-    return replace(notice, at_s=clock(notice.at_s), kind=kind)
-
-
 def _versions(state: RunState, clock: RunClock, notices: Sequence[Notice]) -> list[Version]:
+    """The versions in order, in seconds of the run. `sent_bytes`: sent so far by a peer that was counted all along."""
     losses: dict[int | None, float | None] = {}
     for event in state.held_out():
         losses.setdefault(event.version, event.val_loss)
     notes: dict[int, list[str]] = defaultdict(list)
     for notice in notices:
         notes[notice.version].append(str(notice))
-    rows = map(Version.of, (state.versions[version].values() for version in sorted(state.versions)))
-    return [
-        replace(
-            row,
-            at_s=clock(row.at_s),
-            sent_bytes=sent_bytes,
-            val_loss=losses.get(row.version),
-            notes=notes.get(row.version, ()),
-        )
-        for row, sent_bytes in zip(rows, _sent_bytes(state), strict=True)
-    ]
-
-
-def _sent_bytes(state: RunState) -> Iterator[float]:
-    """Per version, the bytes sent so far by a peer that was counted all along.
-
-    The mean increment of the peers that were counted, summed up: a late joiner does not pull the curve down, and a
-    counter that starts again with its process does not either.
-    """
-    total, before = 0.0, dict[str, int]()
-    for _, reports in sorted(state.versions.items()):
+    rows, total, before = [], 0.0, dict[str, int]()
+    for version, reports in sorted(state.versions.items()):
+        # The mean increment of the peers that were counted, summed up: a late joiner does not pull the curve down, and
+        # a counter that starts again with its process does not either.
         steps = []
         for peer, report in reports.items():
             now, last = report.event.wire_bytes_sent or 0, before.get(peer, 0)
@@ -207,39 +187,31 @@ def _sent_bytes(state: RunState) -> Iterator[float]:
             if report.own:
                 steps.append(now - last if now >= last else now)
         total += fmean(steps) if steps else 0.0
-        yield total
+        row, val_loss, said = Version.of(reports.values()), losses.get(version), notes.get(version, ())
+        rows.append(replace(row, at_s=clock(row.at_s), sent_bytes=total, val_loss=val_loss, notes=said))
+    return rows
 
 
 def timed_reports(state: RunState) -> list[VersionReport]:
-    """Of versions, with the seconds of their steps."""
+    """The peers' reports of versions that have the seconds of their steps."""
     return [report for reports in state.versions.values() for report in reports.values() if report.event.seconds]
 
 
 def peer_times(reports: Iterable[VersionReport]) -> list[PeerTime]:
-    """By peer."""
+    """Time of each peer over the versions that it reported, by name."""
     by_peer: dict[str, list[VersionReport]] = defaultdict(list)
     for report in reports:
         by_peer[report.peer].append(report)
-    return [_peer_time(peer, mine) for peer, mine in sorted(by_peer.items())]
+    times = []
+    for peer, mine in sorted(by_peer.items()):
+        own = [report.event for report in mine if report.own]
+        spent = {step: sum(report.event.seconds.get(step, 0.0) for report in mine) for step in STEPS}
+        inner_s, waited_s, tokens = spent.pop("inner"), spent.pop("exchange"), sum(event.inner_tokens for event in own)
+        times.append(PeerTime(peer, len(own), tokens, inner_s, waited_s, sum(spent.values())))
+    return times
 
 
-def _peer_time(peer: str, reports: Sequence[VersionReport]) -> PeerTime:
-    own = [report.event for report in reports if report.own]
-    spent = {step: sum(report.event.seconds.get(step, 0.0) for report in reports) for step in STEPS}
-    inner_s, waited_s = spent.pop("inner"), spent.pop("exchange")
-    return PeerTime(peer, len(own), sum(event.inner_tokens for event in own), inner_s, waited_s, sum(spent.values()))
-
-
-def _hardware(state: RunState) -> list[PeerHardware]:
-    """By peer, of those that reported it."""
-    return [
-        _hardware_of(name, peer.started, peer.used)
-        for name, peer in sorted(state.peers.items())
-        if peer.started and peer.used
-    ]
-
-
-def _hardware_of(peer: str, started: Started, used: HardwareUsed) -> PeerHardware:
+def _hardware(peer: str, started: events.Started, used: events.HardwareUsed) -> PeerHardware:
     def rate(amount: float | None, over: float | None) -> float | None:
         return amount / over if amount is not None and over else None
 
@@ -262,51 +234,41 @@ def _hardware_of(peer: str, started: Started, used: HardwareUsed) -> PeerHardwar
 def _waits(reports: Iterable[VersionReport], clock: RunClock) -> list[Stay]:
     """A peer reports a version when it has it: it waited until average, outer step and merge began."""
 
-    def wait(report: VersionReport) -> Stay:
+    waits = []
+    for report in reports:
         seconds = report.event.seconds
         stop_s = clock(report.at_s) - sum(seconds.get(step, 0.0) for step in ("average", "outer", "merge"))
-        return Stay(report.peer, max(stop_s - seconds.get("exchange", 0.0), 0.0), max(stop_s, 0.0))
-
-    longest = nsmallest(MAX_WAITS, map(wait, reports), key=lambda wait: wait.start_s - wait.stop_s)
+        waits.append(Stay(report.peer, max(stop_s - seconds.get("exchange", 0.0), 0.0), max(stop_s, 0.0)))
+    longest = nsmallest(MAX_WAITS, waits, key=lambda wait: wait.start_s - wait.stop_s)
     return sorted(longest, key=lambda wait: wait.start_s)
 
 
 def _flights(reports: Iterable[VersionReport], clock: RunClock) -> list[Stay]:
-    flown = [
-        (report.peer, clock(report.at_s), report.event.flight_s)
-        for report in reports
-        if isinstance(report.event, VersionClosed) and report.event.flight_s
-    ]
-    many = len(flown) > MAX_FLIGHTS
-    return [] if many else [Stay(peer, max(stop_s - flight_s, 0.0), stop_s) for peer, stop_s, flight_s in flown]
+    flights = []
+    for report in reports:
+        if isinstance(report.event, events.VersionClosed) and report.event.flight_s:
+            stop_s = clock(report.at_s)
+            flights.append(Stay(report.peer, max(stop_s - report.event.flight_s, 0.0), stop_s))
+    return flights if len(flights) <= MAX_FLIGHTS else []
 
 
 def _curve(state: RunState, versions: Sequence[Version]) -> Curve:
-    def points(loss: Callable[[Version], float | None]) -> list[Point]:
-        known = ((loss(row), row) for row in versions)
-        return [Point(value, row.tokens, row.at_s, row.sent_bytes or 0.0) for value, row in known if value is not None]
-
     start = [evaluation.val_loss for evaluation in state.evaluations if evaluation.version == 0][:1]
-    before = [Point(loss, 0.0, 0.0, 0.0) for loss in start if loss is not None]
-    train, held_out = points(lambda row: row.loss), before + points(lambda row: row.val_loss)
-    some = held_out[:: -_group(held_out)][::-1]  # the last of them in any case
-    return Curve("diloco", "DiLoCo", _averaged(train), some)
-
-
-def _averaged(points: Sequence[Point]) -> list[Point]:
-    """Of many, the mean loss of each group, where its last one stood."""
-    size = _group(points)
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [replace(group[-1], loss=fmean(point.loss for point in group)) for group in groups]
-
-
-def _group(points: Sequence[Point]) -> int:
-    """How many of them are one of MAX_POINTS."""
-    return -(-len(points) // MAX_POINTS) or 1
+    held_out = [Point(loss, 0.0, 0.0, 0.0) for loss in start if loss is not None]
+    points: list[Point] = []
+    for row in versions:
+        for known, loss in ((points, row.loss), (held_out, row.val_loss)):
+            if loss is not None:
+                known.append(Point(loss, row.tokens, row.at_s, row.sent_bytes or 0.0))
+    groups = in_groups(points, MAX_POINTS)
+    train = [replace(group[-1], loss=fmean(point.loss for point in group)) for group in groups]
+    last_first = in_groups(held_out[::-1], MAX_POINTS)  # counted from the end: the last point stays in any case
+    return Curve("diloco", "DiLoCo", train, [group[0] for group in last_first][::-1])
 
 
 def _baseline(folder: Path, points: int) -> Curve:
-    """A baseline's curve; its steps are averaged to about as many points as the run has versions, to be comparable."""
+    """The loss curve of a baseline. Its steps are averaged to about as many points as the run has versions, to be
+    comparable."""
     name = NAMES.get(folder.name, readable_text(folder.name))
     state = read_state([folder / "events.jsonl"])
     steps = state.baseline_steps
@@ -321,7 +283,7 @@ def _baseline(folder: Path, points: int) -> Curve:
     return Curve(folder.name, name, train, held_out)
 
 
-def _step_point(step: BaselineStep, loss: float | None) -> Point:
+def _step_point(step: events.BaselineStep, loss: float | None) -> Point:
     return Point(loss or 0.0, step.tokens, step.wall_s or 0.0, step.wire_bytes_sent or 0)
 
 
@@ -347,20 +309,12 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def _number(value: object) -> bool:
-    """Also one that can be drawn: not infinite, and not beyond all that was ever counted."""
+    """Whether a field of `summary.json` is a number to draw: not infinite, and not beyond all that was ever counted."""
     return isinstance(value, int | float) and -MAX_NUMBER < value < MAX_NUMBER
 
 
-def _count(value: object) -> bool:
-    return isinstance(value, int) and -MAX_COUNT < value < MAX_COUNT
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 COST = ("val_loss", "tokens", "wall_s", "wire_bytes_sent_per_peer")
-"""What is told of every method in a summary."""
+"""Fields of every method in a summary."""
 
 
 def _costs(value: object) -> bool:
@@ -369,19 +323,22 @@ def _costs(value: object) -> bool:
 
 WRITTEN: Mapping[str, Callable[[object], bool]] = {
     **dict.fromkeys((*COST, "spread"), _number),
-    **dict.fromkeys(("versions", "peers", "parameters", "h"), _count),
-    **dict.fromkeys(("digest", "codec"), _text),
+    **dict.fromkeys(
+        ("versions", "peers", "parameters", "h"),
+        lambda value: isinstance(value, int) and -MAX_COUNT < value < MAX_COUNT,
+    ),
+    **dict.fromkeys(("digest", "codec"), lambda value: isinstance(value, str)),
     "digests_agree": lambda value: isinstance(value, bool),
     "comparisons": lambda value: isinstance(value, dict) and all(map(_costs, value.values())),
     "baseline": _costs,
 }
-"""What a field of `summary.json` must be, where it is there; what fits not is as if it were not there."""
+"""Checks of the fields of `summary.json`. A field that fails its check is read as missing."""
 
 
 def _summary(
     directory: Path, versions: Sequence[Version], curves: Sequence[Curve], contract: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    """`summary.json`, with what the events themselves say for all that is not in it."""
+    """The run's `summary.json`; fields that it lacks are taken from the events."""
     tree = _tree(directory / "summary.json")
     written = {name: tree[name] for name, fits in WRITTEN.items() if name in tree and fits(tree[name])}
     settings = dict(contract)
@@ -403,7 +360,7 @@ def _summary(
 
 
 def _cost(curve: Curve) -> dict[str, float | None]:
-    """What a curve ended with."""
+    """The last point of a method's curve, as fields of a summary."""
     ends = [*curve.train[-1:], *curve.held_out[-1:]]
     last = max(ends, key=lambda point: point.tokens, default=Point(0.0, 0.0, 0.0, 0.0))
     cost = {"tokens": last.tokens, "wall_s": last.wall_s, "wire_bytes_sent_per_peer": last.sent_bytes}
@@ -415,7 +372,7 @@ def _cost(curve: Curve) -> dict[str, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """How one method ended, beside the baseline. None: not known."""
+    """The end of one method (DiLoCo, a baseline) in a run's summary, compared with the baseline. None: not known."""
 
     name: str
     val_loss: float | None
@@ -430,28 +387,21 @@ class MethodResult:
 
 
 def outcomes(summary: Mapping[str, Any]) -> list[MethodResult]:
-    """The methods of a `summary.json`: DiLoCo first, then its baseline, then the other comparisons."""
+    """The methods of a run's `summary.json`: DiLoCo first, then its baseline, then the other comparisons."""
     baseline = summary.get("baseline") or {}
     base_name = str(baseline.get("name", "ddp"))
     others: dict[str, Mapping[str, Any]] = dict(summary.get("comparisons") or {})
     if baseline:
         others = {base_name: {**others.pop(base_name, {}), **baseline}, **others}
-    rows = [_result("DiLoCo", summary, baseline)]
+    methods = [("DiLoCo", summary, baseline)]
     for name, entry in others.items():
         same_tokens = {"tokens": summary.get("tokens"), **entry}
-        rows.append(_result(NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+        methods.append((NAMES.get(name, name), same_tokens, {} if name == base_name else baseline))
+    rows = []
+    for name, entry, base in methods:
+        loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")
+        base_loss, base_sent = base.get("val_loss"), base.get("wire_bytes_sent_per_peer")
+        worse = None if loss is None or not base_loss else (loss - base_loss) / base_loss
+        fewer = base_sent / sent if sent and base_sent else None
+        rows.append(MethodResult(name, loss, worse, entry.get("wall_s"), sent, fewer, entry.get("tokens")))
     return rows
-
-
-def _result(name: str, entry: Mapping[str, Any], baseline: Mapping[str, Any]) -> MethodResult:
-    loss, sent = entry.get("val_loss"), entry.get("wire_bytes_sent_per_peer")
-    base_loss, base_sent = baseline.get("val_loss"), baseline.get("wire_bytes_sent_per_peer")
-    return MethodResult(
-        name=name,
-        val_loss=loss,
-        worse=None if loss is None or not base_loss else (loss - base_loss) / base_loss,
-        wall_s=entry.get("wall_s"),
-        wire_bytes_sent=sent,
-        fewer=base_sent / sent if sent and base_sent else None,
-        tokens=entry.get("tokens"),
-    )

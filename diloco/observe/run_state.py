@@ -12,10 +12,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
+from typing import TypeVar
 
 from diloco.base.readable import readable_text
 from diloco.observe import events
 from diloco.observe.events import GOODBYES, STEPS, Event, Stamped
+
+T = TypeVar("T")
 
 RUNNING = (events.ViewChanged, events.TrainingProgress, events.VersionClosed, events.SwapApplied)
 """Events that only a peer in the view writes."""
@@ -26,7 +29,7 @@ REMARKABLE = (events.VersionClosed, events.SwapApplied, events.RoundSkipped, eve
 
 @dataclass(frozen=True, slots=True)
 class VersionReport:
-    """A peer has a version: one that all agree on, or under gossip one of its own."""
+    """A peer's report that it has a version: one that all agree on, or under gossip one of its own."""
 
     peer: str
     at_s: float
@@ -34,13 +37,13 @@ class VersionReport:
 
     @property
     def own(self) -> bool:
-        """Whether a contribution of the peer is in it."""
+        """Whether a contribution of the peer is in the version."""
         return isinstance(self.event, events.SwapApplied) or self.event.own
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A peer in the view, from and to."""
+    """A time that a peer was in the view, from its start to its end."""
 
     peer: str
     start_s: float
@@ -65,7 +68,7 @@ class Notice:
 
 @dataclass(slots=True)
 class ProcessLife:
-    """From the first to the last event of one process."""
+    """The time from the first to the last event of one peer's process."""
 
     start_s: float
     stop_s: float
@@ -103,7 +106,7 @@ class PeerState:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version over all peers that reported it."""
+    """One version as all peers report it together: sums and means over them."""
 
     version: int
     fragment: int
@@ -131,7 +134,7 @@ class Version:
 
     @staticmethod
     def of(reports: Collection[VersionReport]) -> Version:
-        """From the reports of its peers, at least one."""
+        """The version that these peers report, at least one."""
         every = [report.event for report in reports]
         closed = [event for event in every if isinstance(event, events.VersionClosed)]
         timings = [event.seconds for event in every if event.seconds]
@@ -154,9 +157,15 @@ class Version:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known; None where none is."""
+    """The mean of the values that peers reported; None where nobody reported one."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
+
+
+def in_groups(rows: Sequence[T], most: int) -> list[Sequence[T]]:
+    """At most `most` groups of neighbouring versions or points of a run, all of one size but the last."""
+    size = -(-len(rows) // most) or 1
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 @dataclass(slots=True)
@@ -191,7 +200,7 @@ class RunState:
     latest_s: float = 0.0
 
     def fold(self, stamped: Stamped) -> Sequence[Notice]:
-        """Take one event in. Returns what it says that no event before it said.
+        """Take one event of a peer in. Returns the notices that no event before it gave.
 
         Events of one peer come in its own order. Those of different peers may come somewhat late.
         """
@@ -241,7 +250,7 @@ class RunState:
         return [event for event in both if event.val_loss is not None]
 
     def stays(self) -> list[Stay]:
-        """All that is known, in order; those who never left are there until the latest event."""
+        """The stays of all peers in the view, in order. A peer that never left stays until the latest event."""
         there = [Stay(peer, since_s, self.latest_s) for peer, since_s in self.view.items()]
         return sorted([*self.past_stays, *there], key=lambda stay: (stay.start_s, stay.peer))
 
@@ -257,7 +266,7 @@ class RunState:
         return peer
 
     def _version_of(self, event: events.ViewChanged | events.RoundSkipped | events.Warned | events.Ended) -> int:
-        """The version that it is about, or else the one that the run is at."""
+        """The version that the event is about, or else the one that the run is at."""
         return event.version or max(self.view_version, 0)
 
     def _advance(self, peer: PeerState, version: int, tokens: int) -> None:

@@ -1,8 +1,4 @@
-"""The live screen of `diloco simulate`, and the table at its end.
-
-On a terminal one live table, a row per peer; elsewhere plain lines, one per version and notable event. Both show a
-`RunState`, which one thread feeds with the peers' events. The screen remembers only what it has already said.
-"""
+"""A run on the terminal: the live screen of `diloco simulate`, the table at its end, the answer of `diloco status`."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -21,6 +16,7 @@ from rich.text import Text
 
 from diloco.base.readable import (
     NOTHING,
+    aligned,
     readable_bytes,
     readable_count,
     readable_duration,
@@ -42,12 +38,17 @@ STRAGGLER_S = 3.0
 RATE_VERSIONS = 8
 """The time left is estimated from this many versions back: long enough to be calm, short enough to see a change."""
 STYLES = {"training": "green", "lost": "red"}
-PARTINGS = {"left": "left", "died": "was lost", "gone": "is gone"}
-"""Kinds of notices on a peer that is out of the view, as they read in a sentence."""
+VERBS = {"skipped": "skipped", "left": "left at", "died": "was lost at", "gone": "is gone at"}
+"""Kinds of notices on a peer as they read in a sentence, before the version."""
 
 
 class Screen:
-    """Use as a context manager; `feed` it events, and `tick` it a few times a second."""
+    """The live screen of a run: on a terminal one table, a row per peer; elsewhere plain lines, one per version and
+    notable event.
+
+    Use it as a context manager; `feed` it events and `tick` it a few times a second, on one thread. Both ways show a
+    `RunState`; the screen itself remembers only what it has shown already.
+    """
 
     def __init__(
         self,
@@ -61,14 +62,14 @@ class Screen:
         self._title, self._total_tokens, self._out, self._clock = title, total_tokens, out, clock
         self.state = RunState(peers={peer: PeerState() for peer in peers})
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_VERSIONS)
-        """When the run had so many tokens, by our clock."""
+        """Times, by `clock`, at which the run had so many tokens."""
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._held_notes: list[str] = []
         self._open: dict[int, float] = {}
-        """Versions without a line yet, and when they were reported first."""
+        """Versions without a line yet, and when the first peer reported each."""
         self._said_version = 0
         self._said_share = -1
-        """Of a gossip run, in fiftieths of its tokens."""
+        """Tokens of a gossip run at its last line, in fiftieths of all."""
         self._drawn_s = 0.0
         self._live: Live | None = None
         if live:
@@ -82,30 +83,40 @@ class Screen:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._say_versions()
         if self._live is not None:
             self._live.update(self.render(), refresh=True)
             self._live.stop()
 
     def feed(self, stamped: Stamped) -> None:
-        """Take one event of one peer in."""
+        """Show one event of one peer."""
         for note in _sentences(self.state.fold(stamped)):
             self._say(note)
         match stamped.event:
             case VersionClosed() as event if event.version > self._said_version:
-                self._take_version(event)
+                self._say_versions(before=event.version)
+                if event.version not in self._open:
+                    self._open[event.version] = self._clock()
+                    self._pace.append((self._open[event.version], event.tokens))
+                if set(event.counted) <= self.state.versions[event.version].keys():
+                    self._say_versions(before=event.version + 1)
             case SwapApplied() as event if (share := int(50 * event.tokens / self._total_tokens)) > self._said_share:
                 self._said_share = share  # a line whenever the run has come on by 2 %, whoever reports it
                 self._pace.append((self._clock(), event.tokens))
-                self._write(_swap_line(stamped.peer, event, self._total_tokens))
+                self._write_line(
+                    f"{min(event.tokens / self._total_tokens, 1):>4.0%}",
+                    event.tokens,
+                    event.loss,
+                    f"{readable_text(stamped.peer)} with {readable_text(event.partner)}",
+                    f"spread {readable_share(event.spread)}",
+                    f"{readable_bytes(event.wire_bytes_sent)} sent",
+                )
             case Evaluated(val_loss=float(val_loss), version=version):
                 self._say(f"v{version or 0} held-out loss {readable_loss(val_loss)}")
 
     def tick(self) -> None:
-        """Redraw what changed, if it is time to."""
+        """Redraw the live table when it is due; without one, print the lines of versions that stragglers hold up."""
         now = self._clock()
         if self._live is None:
             if self._open and now - max(self._open.values()) > STRAGGLER_S:
@@ -115,26 +126,42 @@ class Screen:
             self._live.update(self.render(), refresh=True)
 
     def render(self) -> RenderableType:
-        """The live picture: a header, a row per peer, the latest notable lines."""
+        """The live screen as it is now: a header, a row per peer, the latest notable lines."""
+        share = min(self.state.tokens / self._total_tokens, 1.0)
+        header = Text(no_wrap=True, overflow="ellipsis")
+        header.append(self._title, style="bold")
+        header.append(f"   {self.state.tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
+        if share < 1 and len(self._pace) > 1:  # minutes and seconds to the end at the pace of the latest versions
+            (first_s, first_tokens), (last_s, last_tokens) = self._pace[0], self._pace[-1]
+            pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
+            at_last_s = (self._total_tokens - last_tokens) * pace
+            minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
+            header.append(f"   {minutes}:{seconds:02d} left")
+        if self.state.evaluations:
+            latest = self.state.evaluations[-1]
+            header.append(f"   held-out {readable_loss(latest.val_loss)} at v{latest.version or 0}")
         notes = [Text(note, style="dim", no_wrap=True, overflow="ellipsis") for note in self._notes]
-        return Group(self._header(), Text(), self._table(), *([Text(), *notes] if notes else []))
+        return Group(header, Text(), self._table(), *([Text(), *notes] if notes else []))
 
     # ------------------------------------------------------------ plain lines
 
-    def _take_version(self, event: VersionClosed) -> None:
-        self._say_versions(before=event.version)
-        if event.version not in self._open:
-            self._open[event.version] = self._clock()
-            self._pace.append((self._open[event.version], event.tokens))
-        if set(event.counted) <= self.state.versions[event.version].keys():
-            self._say_versions(before=event.version + 1)
-
     def _say_versions(self, before: float = math.inf) -> None:
-        """A line for each open version: all that it counts have reported it, or nobody more is worth waiting for."""
+        """Print a line for each open version below `before`: all peers that it counts have reported it, or the others
+        are not waited for."""
         for version in sorted(version for version in self._open if version < before):
             del self._open[version]
             self._said_version = version
-            self._write(_version_line(Version.of(self.state.versions[version].values()), self._total_tokens))
+            row = Version.of(self.state.versions[version].values())
+            sync_s = sum(row.seconds.values()) - row.seconds["inner"] if row.seconds else None
+            self._write_line(
+                f"v{row.version:<4}{row.tokens / self._total_tokens:>4.0%}",
+                row.tokens,
+                row.loss,
+                _peers(row.members) if row.counted >= row.members else f"{row.counted} of {_peers(row.members)}",
+                f"{readable_count(row.tokens_per_s)} tok/s",
+                f"{readable_bytes(row.sent_bytes)} sent/peer",
+                f"{readable_duration(sync_s)} sync",
+            )
         self._write_held_notes()
 
     def _say(self, note: str) -> None:
@@ -149,32 +176,17 @@ class Screen:
                 self._write(note)
             self._held_notes.clear()
 
+    def _write_line(self, progress: str, tokens: int, loss: float | None, *rest: str) -> None:
+        """A plain line of a version or a swap."""
+        width = len(f"{self._total_tokens:,}")
+        self._write("  ".join((f"{progress} {tokens:>{width},} tok", f"loss {readable_loss(loss)}", *rest)))
+
     def _write(self, line: str) -> None:
         if self._live is None:
             self._out.write(line + "\n")
             self._out.flush()
 
     # ------------------------------------------------------------ the live picture
-
-    def _header(self) -> Text:
-        share = min(self.state.tokens / self._total_tokens, 1.0)
-        header = Text(no_wrap=True, overflow="ellipsis")
-        header.append(self._title, style="bold")
-        header.append(f"   {self.state.tokens:,} of {self._total_tokens:,} tokens   {share:.0%}")
-        if share < 1 and len(self._pace) > 1:
-            header.append(f"   {self._left()} left")
-        if self.state.evaluations:
-            latest = self.state.evaluations[-1]
-            header.append(f"   held-out {readable_loss(latest.val_loss)} at v{latest.version or 0}")
-        return header
-
-    def _left(self) -> str:
-        """Minutes and seconds to the end at the pace of the latest versions."""
-        (first_s, first_tokens), (last_s, last_tokens) = self._pace[0], self._pace[-1]
-        pace = (last_s - first_s) / max(1, last_tokens - first_tokens)
-        at_last_s = (self._total_tokens - last_tokens) * pace
-        minutes, seconds = divmod(max(0, round(at_last_s - (self._clock() - last_s))), 60)
-        return f"{minutes}:{seconds:02d}"
 
     def _table(self) -> Table:
         used = [peer.used for peer in self.state.peers.values() if peer.used]
@@ -188,26 +200,26 @@ class Screen:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
         for name, peer in self.state.peers.items():
-            table.add_row(*self._cells(name, peer, known), style="dim" if peer.over else None)
+            mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
+            memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
+            hardware = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
+            table.add_row(
+                Text(readable_text(name)),
+                Text(peer.phase, style=STYLES.get(peer.phase, "")),
+                ProgressBar(total=self._total_tokens, completed=peer.tokens, width=14, complete_style="blue"),
+                f"v{peer.version}",
+                readable_loss(peer.loss),
+                readable_count(peer.tokens_per_s),
+                *(hardware[name] for name in known),
+                readable_bytes(peer.wire_bytes_sent),
+                Text(_last(peer.latest), style="dim"),
+                style="dim" if peer.over else None,
+            )
         return table
-
-    def _cells(self, name: str, peer: PeerState, known: Sequence[str]) -> Iterator[RenderableType]:
-        yield Text(readable_text(name))
-        yield Text(peer.phase, style=STYLES.get(peer.phase, ""))
-        yield ProgressBar(total=self._total_tokens, completed=peer.tokens, width=14, complete_style="blue")
-        yield f"v{peer.version}"
-        yield readable_loss(peer.loss)
-        yield readable_count(peer.tokens_per_s)
-        mfu, ranks = (peer.used.mfu, peer.used.memory) if peer.used else (None, ())
-        memory = [rank.device_peak_bytes or rank.host_peak_bytes for rank in ranks]
-        reported = {"MFU": readable_share(mfu), "memory": readable_bytes(max(memory, default=None))}
-        yield from (reported[name] for name in known)
-        yield readable_bytes(peer.wire_bytes_sent)
-        yield Text(_last(peer.latest), style="dim")
 
 
 def _last(event: Event | None) -> str:
-    """The remark at the end of a peer's row."""
+    """The remark at the end of a peer's row, on its latest event."""
     match event:
         case VersionClosed(own=False):
             return f"not counted in v{event.version}"
@@ -221,7 +233,7 @@ def _last(event: Event | None) -> str:
 
 
 def _sentences(news: Sequence[Notice]) -> Iterator[str]:
-    """A line for each notice; those who join together share one."""
+    """A plain line for each notice on a peer; peers that join together share one."""
     joined = [notice for notice in news if notice.kind == "joined"]
     if joined:
         yield f"{', '.join(readable_text(notice.peer) for notice in joined)} joined at v{joined[0].version}"
@@ -230,42 +242,16 @@ def _sentences(news: Sequence[Notice]) -> Iterator[str]:
         because = f": {reason}" if reason else ""
         if notice.kind == "warned":
             yield f"{peer}{because}"
-        elif notice.kind == "skipped":
-            yield f"{peer} skipped v{notice.version}{because}"
-        elif notice.kind in PARTINGS:
-            yield f"{peer} {PARTINGS[notice.kind]} at v{notice.version}{because}"
-
-
-def _version_line(row: Version, total_tokens: int) -> str:
-    """One version over all the peers that reported it."""
-    sync_s = sum(row.seconds.values()) - row.seconds["inner"] if row.seconds else None
-    fields = (
-        f"v{row.version:<4}{row.tokens / total_tokens:>4.0%} {row.tokens:>{len(f'{total_tokens:,}')},} tok",
-        f"loss {readable_loss(row.loss)}",
-        _peers(row.members) if row.counted >= row.members else f"{row.counted} of {_peers(row.members)}",
-        f"{readable_count(row.tokens_per_s)} tok/s",
-        f"{readable_bytes(row.sent_bytes)} sent/peer",
-        f"{readable_duration(sync_s)} sync",
-    )
-    return "  ".join(fields)
-
-
-def _swap_line(peer: str, event: SwapApplied, total_tokens: int) -> str:
-    fields = (
-        f"{min(event.tokens / total_tokens, 1):>4.0%} {event.tokens:>{len(f'{total_tokens:,}')},} tok",
-        f"loss {readable_loss(event.loss)}",
-        f"{readable_text(peer)} with {readable_text(event.partner)}",
-        f"spread {readable_share(event.spread)}",
-        f"{readable_bytes(event.wire_bytes_sent)} sent",
-    )
-    return "  ".join(fields)
+        elif notice.kind in VERBS:
+            yield f"{peer} {VERBS[notice.kind]} v{notice.version}{because}"
 
 
 # ---------------------------------------------------------------- the table at the end
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """The end of a run for people: a row per method, then the conclusion in sentences. Lines end in a newline."""
+    """The summary of a simulation for people: a row per method (DiLoCo, baselines), then the conclusion in sentences.
+    Lines end in a newline."""
     methods = outcomes(summary)
     columns = [
         ["", *(method.name for method in methods)],
@@ -277,20 +263,12 @@ def summary_table(summary: Mapping[str, Any]) -> str:
     if summary.get("baseline"):
         columns.insert(2, [f"against {methods[1].name}", *(readable_percent(method.worse) for method in methods)])
         columns.insert(5, ["fewer bytes", *(readable_times(method.fewer) for method in methods)])
-    return "\n".join([*_aligned(columns), "", *_conclusion(summary, methods)]) + "\n"
+    lines = aligned([*zip(*columns, strict=True)], indent="", gap="   ")
+    return "\n".join([*lines, "", *_conclusion(summary, methods)]) + "\n"
 
 
 def _peers(count: int) -> str:
     return "1 peer" if count == 1 else f"{count} peers"
-
-
-def _aligned(columns: Sequence[Sequence[str]], words: int = 1) -> list[str]:
-    """Lines of columns as wide as their widest cell: the first `words` of them to the left, the others to the right."""
-    padded = []
-    for index, column in enumerate(columns):
-        width = max(map(len, column))
-        padded.append([cell.ljust(width) if index < words else cell.rjust(width) for cell in column])
-    return ["   ".join(row) for row in zip(*padded, strict=True)]
 
 
 def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> Iterator[str]:
@@ -320,49 +298,40 @@ def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> 
 
 
 def status_text(status: Mapping[str, Any]) -> str:
-    """What a member answered about the run: where it stands, and a row per peer."""
-    total, tokens = status["total_tokens"], status["tokens"]
+    """A member's answer to `diloco status` for people: the run's progress, and a row per peer."""
+    total, tokens, peers = status["total_tokens"], status["tokens"], status["peers"]
+    answering = next(peer for peer in peers if peer["peer"] == status["answering"])
     lines = [
         f"{readable_text(status['run'])}: version {status['version']}, {tokens:,} of {total:,} tokens "
         f"({tokens / max(total, 1):.0%}), says {readable_text(status['answering'])}",
         f"state {readable_text(status['state_digest'][:16]) or NOTHING}  "
         f"contract {readable_text(status['contract_digest'][:16])}",
-        f"join with: diloco peer --join {_ticket(status)}",
+        f"join with: diloco peer --join {readable_text(answering['address'], 80)}/"
+        f"{readable_text(status['contract_digest'][:12])}",
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))
-    peers = status["peers"]
+    if "spread" in status:  # gossip: between each peer and the other of its latest swap
+        agreement = ["spread", *(readable_share(peer["spread"]) for peer in peers)]
+    else:
+        first = [peer["first_counted_version"] for peer in peers]
+        agreement = ["counted since", *(f"v{version}" if version >= 0 else "not yet" for version in first)]
     columns = [
         ["peer", *(readable_text(peer["peer"]) for peer in peers)],
         ["", *(_standing(peer) for peer in peers)],
         ["version", *(str(max(peer["version"], 0)) for peer in peers)],
-        _gossip_column(peers) if "spread" in status else ["counted since", *(_first_counted(peer) for peer in peers)],
+        agreement,
         ["loss", *(readable_loss(peer["loss"] or None) for peer in peers)],
         ["tok/s", *(readable_count(peer["tokens_per_s"] or None) for peer in peers)],
         ["sent", *(readable_bytes(peer["wire_bytes_sent"]) for peer in peers)],
         ["heard", *(f"{peer['heard_s_ago']:.0f} s ago" for peer in peers)],
         ["address", *(readable_text(peer["address"]) for peer in peers)],
     ]
-    return "\n".join([*lines, "", *_aligned(columns, words=2)])
-
-
-def _ticket(status: Mapping[str, Any]) -> str:
-    """The join line's address: that of the member who answered."""
-    mine = next(peer for peer in status["peers"] if peer["peer"] == status["answering"])
-    return f"{readable_text(mine['address'], 80)}/{readable_text(status['contract_digest'][:12])}"
-
-
-def _first_counted(peer: Mapping[str, Any]) -> str:
-    version = peer["first_counted_version"]
-    return f"v{version}" if version >= 0 else "not yet"
-
-
-def _gossip_column(peers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Between each peer and the other of its latest swap."""
-    return ["spread", *(readable_share(peer["spread"]) for peer in peers)]
+    return "\n".join([*lines, "", *aligned([*zip(*columns, strict=True)], left=2, indent="", gap="   ")])
 
 
 def _standing(peer: Mapping[str, Any]) -> str:
+    """A peer as the member that answered sees it: its phase, or why it has none."""
     if not peer["alive"]:
         return "silent"
     return readable_text(peer["phase"]) if peer["in_view"] else "at the door"
