@@ -1,4 +1,4 @@
-"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts.
+"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts; its weights.
 
 It depends on names and shapes only, so islands with different meshes, devices and dtypes agree on it. A
 *fragment* is synchronised on its own; a *part* of one has one owner in the reduction. (Streaming DiLoCo, arXiv
@@ -59,7 +59,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A piece of a parameter in a flat buffer."""
+    """A piece of a parameter in a fragment's flat buffer."""
 
     name: str
     start: int
@@ -74,7 +74,7 @@ class Spot:
 
     @property
     def end(self) -> int:
-        """The place behind its last one in the buffer."""
+        """The place behind its last element in the buffer."""
         return self.offset + self.elements
 
 
@@ -94,7 +94,7 @@ class Fragment:
 
     @cached_property
     def elements(self) -> int:
-        """Of the parts that are held here: the length of flat buffers."""
+        """Elements of the parts that are held here: the length of flat buffers."""
         return sum(stop - start for start, stop in self.cuts.values())
 
     @cached_property
@@ -104,7 +104,7 @@ class Fragment:
 
     @cached_property
     def parts(self) -> int:
-        """How many parts in all; only the last one of a group may be shorter than `part_elements`."""
+        """Number of parts in all; only the last one of a group may be shorter than `part_elements`."""
         return len(self._places)
 
     @cached_property
@@ -117,11 +117,11 @@ class Fragment:
         return cuts
 
     def part_bounds(self, part: int) -> tuple[int, int]:
-        """In a flat buffer, the first element of a part that is held here and the one behind its last."""
+        """Bounds in a flat buffer of a part that is held here: its first element and the one behind its last."""
         return self.cuts[part]
 
     def place_of(self, part: int) -> tuple[int, int]:
-        """The same among all elements of the fragment, of any part."""
+        """Bounds of any part among all elements of the fragment."""
         start, stop, _ = self._places[part]
         return start, stop
 
@@ -135,7 +135,7 @@ class Fragment:
         return self._places[part][2]
 
     def on_lane(self, lane: int, lanes: int) -> Fragment:
-        """What one of several ranks holds of it: nothing from `lanes` on."""
+        """The fragment as one of several ranks holds it: nothing from `lanes` on."""
         return replace(self, lane=lane if lane < lanes else self.parts, lanes=lanes)
 
     @cached_property
@@ -145,7 +145,7 @@ class Fragment:
 
     @cached_property
     def spots_of(self) -> Mapping[int, Sequence[Spot]]:
-        """The same by part."""
+        """The pieces of parameters by part."""
         ends = [entry.offset + entry.elements for entry in self.entries]
         found: dict[int, list[Spot]] = {}
         for part, (begin, _) in self.cuts.items():
@@ -162,7 +162,7 @@ class Fragment:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int, int], ...]:
-        """Bounds and group of each part."""
+        """Bounds and group of each part, among all elements of the fragment."""
         places, begin = [], 0
         for group, elements in self.groups:
             end = begin + elements
@@ -196,7 +196,12 @@ class Layout:
         parameters as globs; who fits several groups is in the first.
         Raises ConfigError when there are more fragments than layers, nothing to cut, or nothing in a group.
         """
-        _check(named_shapes, order, part_elements)
+        if not any(math.prod(shape) for _, shape in named_shapes):
+            raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
+        if order not in ("strided", "sequential"):
+            raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
+        if part_elements is not None and part_elements < 1:
+            raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
         homes = _homes(named_shapes, fragments, order)
         numbers = _numbers([name for name, _ in named_shapes], groups)
         by_group = sorted(named_shapes, key=lambda pair: numbers[pair[0]])  # stable: the model's order inside a group
@@ -210,7 +215,7 @@ class Layout:
         return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
 
     def on_lane(self, lane: int, lanes: int) -> Layout:
-        """What one of several ranks holds of each fragment."""
+        """The layout as one of several ranks holds it."""
         return Layout(tuple(fragment.on_lane(lane, lanes) for fragment in self.fragments))
 
     @cached_property
@@ -248,7 +253,7 @@ class Weights:
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
-        """What is held here of a fragment, as `read_fragment` has it."""
+        """The parts of a fragment that are held here, as `read_fragment` has it."""
         return read_fragment(self.parameters, fragment, into)
 
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
@@ -257,14 +262,14 @@ class Weights:
 
         Any thread may ask for them, each once, while nobody writes to the parameters.
         """
-        for part, spots in fragment.spots_of.items():
-            yield part, partial(self._part, spots)
 
-    def _part(self, spots: Sequence[Spot]) -> Tensor:
-        """May be a view of a parameter."""
-        pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
-        held = [piece.to("cpu", torch.float32) for piece in pieces]
-        return held[0] if len(held) == 1 else torch.cat(held)
+        def values(spots: Sequence[Spot]) -> Tensor:
+            pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
+            held = [piece.to("cpu", torch.float32) for piece in pieces]
+            return held[0] if len(held) == 1 else torch.cat(held)  # the first may be a view of a parameter
+
+        for part, spots in fragment.spots_of.items():
+            yield part, partial(values, spots)
 
     def within(self, fragment: Fragment, limit: float) -> bool:
         """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""
@@ -272,7 +277,7 @@ class Weights:
         return all(magnitude(self._held(self.parameters[name])) <= limit for name in names)
 
     def _held(self, parameter: Tensor) -> Tensor:
-        """What this process holds of it."""
+        """The share of a parameter that this process holds."""
         return parameter.detach()
 
     def write(self, fragment: Fragment, flat: Tensor) -> None:
@@ -280,7 +285,7 @@ class Weights:
         write_fragment(self.parameters, fragment, flat)
 
     def rounded(self, fragment: Fragment, flat: Tensor) -> Tensor:
-        """What `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
+        """Values that `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
 
         `flat`: fp32 on the host. A rank without a parameter, at another stage of a pipeline, takes it for fp32.
         """
@@ -307,13 +312,19 @@ class Weights:
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
-    return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            found[name] = parameter
+    return found
 
 
 def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
     """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
     flat = floats(fragment.elements) if into is None else into
-    for parameter, piece in pieces(parameters, fragment, flat):
+    for parameter, piece in _pieces(parameters, fragment, flat):
         piece.copy_(parameter.detach())
     return flat
 
@@ -321,12 +332,12 @@ def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Te
 def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
     """Copy a flat host tensor into a fragment's parameters, in place, rounding to their dtype."""
     with torch.no_grad():
-        for parameter, piece in pieces(parameters, fragment, flat):
+        for parameter, piece in _pieces(parameters, fragment, flat):
             parameter.copy_(piece)
 
 
-def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter beside its piece of `flat`, in the parameter's shape."""
+def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter of a fragment beside its piece of `flat`, in the parameter's shape."""
     assert fragment.lanes == 1
     assert flat.shape == (fragment.elements,)
     for entry in fragment.entries:
@@ -335,31 +346,8 @@ def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -
         yield parameter, flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
 
 
-def _check(named_shapes: NamedShapes, order: str, part_elements: int | None) -> None:
-    if not any(math.prod(shape) for _, shape in named_shapes):
-        raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
-    if order not in ("strided", "sequential"):
-        raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
-    if part_elements is not None and part_elements < 1:
-        raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
-
-
 def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
     """The index of each parameter's fragment."""
-    layers = _layer_homes(named_shapes, fragments, order)
-    homes: dict[str, int] = {}
-    filled = [0] * fragments
-    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
-        layer = _layer(name)
-        home = filled.index(min(filled)) if layer is None else layers[layer]
-        filled[home] += math.prod(shape)
-        homes[name] = home
-    assert len(homes) == len(named_shapes), "two parameters have one name"
-    return homes
-
-
-def _layer_homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
-    """The index of each layer's fragment."""
     layers = list(dict.fromkeys(layer for name, _ in named_shapes if (layer := _layer(name)) is not None))
     if not 1 <= fragments <= max(len(layers), 1):
         raise ConfigError(
@@ -367,8 +355,18 @@ def _layer_homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[
             "a fragment holds at least one layer: use fewer fragments",
         )
     if order == "strided":
-        return {layer: i % fragments for i, layer in enumerate(layers)}
-    return {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
+        layer_homes = {layer: i % fragments for i, layer in enumerate(layers)}
+    else:
+        layer_homes = {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
+    homes: dict[str, int] = {}
+    filled = [0] * fragments
+    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
+        layer = _layer(name)
+        home = filled.index(min(filled)) if layer is None else layer_homes[layer]
+        filled[home] += math.prod(shape)
+        homes[name] = home
+    assert len(homes) == len(named_shapes), "two parameters have one name"
+    return homes
 
 
 def _layer(name: str) -> str | None:
@@ -377,7 +375,7 @@ def _layer(name: str) -> str | None:
 
 
 def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The number of each parameter's group: from 1; 0 for none. Raises ConfigError where a group has nothing in it."""
+    """The number of each parameter's codec group: from 1; 0 for none. Raises ConfigError for an empty group."""
     numbers = dict.fromkeys(names, 0)
     for number, patterns in enumerate(groups, 1):
         free = [name for name in names if numbers[name] == 0]
@@ -385,14 +383,11 @@ def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str,
         if not fitting:
             left = " that groups before it leave" if number > 1 else ""
             cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter{left} has such a name"
-            near = _some(_nearest(free, patterns[0])) or "none"
+            alike = partial(SequenceMatcher, None, patterns[0])
+            near = _some(sorted(free, key=lambda name: -alike(name).ratio())[:6]) or "none"
             raise ConfigError(cause, f"correct its `match`, or take it out; nearest names{left}: {near}")
         numbers |= dict.fromkeys(fitting, number)
     return numbers
-
-
-def _nearest(names: Sequence[str], pattern: str) -> list[str]:
-    return sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())[:6]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -410,15 +405,6 @@ def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int],
         elements += entries[-1].elements
         sizes[numbers[name]] += entries[-1].elements
     groups = tuple((number, size) for number, size in sizes.items() if size)
-    return Fragment(index, tuple(entries), groups, part_elements or _fitting_part(elements))
-
-
-def _fitting_part(elements: int) -> int:
     least = math.ceil(elements / PARTS_PER_FRAGMENT)
-    return min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
-
-
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    fitting = min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+    return Fragment(index, tuple(entries), groups, part_elements or fitting)

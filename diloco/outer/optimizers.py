@@ -1,4 +1,4 @@
-"""The outer state and the outer optimizers.
+"""The outer optimizers: from a fragment's outer state and the mean pseudo-gradient to its next state.
 
 Every peer computes the outer step for itself and must get the same bits on any CPU: fp32 on the host, each
 operation rounded on its own, element by element. So no `add_(alpha=...)`, `addcmul` or `lerp` (fused multiply-add
@@ -8,7 +8,7 @@ be off, as it is by default.
 
 A step makes new buffers, and a snapshot for a joiner or a checkpoint is a reference: that costs one fragment's anchor
 and slots twice, while the step runs and for as long as somebody reads the old ones. Or it overwrites the old ones, when
-nobody does (`diloco.outer.line.Line.spare`).
+nobody does (`Apply.in_place`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import repeat
 from operator import mul
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,13 +25,7 @@ from torch import Tensor
 
 from diloco.compress import kernels
 from diloco.config.contract import OuterSection
-from diloco.outer.state import OuterOptimizer, tiles
-
-if TYPE_CHECKING:
-    from diloco.outer.state import FragmentState
-
-
-# ---------------------------------------------------------------- optimizers
+from diloco.outer.state import FragmentState, OuterOptimizer, tiles
 
 
 @dataclass(frozen=True)
@@ -42,12 +35,8 @@ class Sgd(OuterOptimizer):
     lr: float
     slot_names = ()
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         torch.sub(state.anchor, mean * (self.lr * share), out=after.anchor)
-        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -62,10 +51,7 @@ class Nesterov(OuterOptimizer):
     momentum: float
     slot_names = ("momentum",)
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         kept = self.momentum + (1 - share) * (1 - self.momentum)  # the momentum itself, to the bit, of a whole step
         old, new = ((one.slots["momentum"], one.anchor) for one in (state, after))
         if not kernels.nesterov(mean, old, new, kept, share, self.momentum, self.lr * share):
@@ -74,7 +60,6 @@ class Nesterov(OuterOptimizer):
                 momentum = torch.mul(old[0][tile], kept, out=new[0][tile]).add_(fresh)
                 update = (momentum * self.momentum).add_(mean[tile]).mul_(self.lr * share)
                 torch.sub(old[1][tile], update, out=new[1][tile])
-        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -93,24 +78,19 @@ class DelayedNesterov(OuterOptimizer):
     at_once: bool
     slot_names = ("accumulated", "momentum")
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
-        steps = state.steps + 1
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         for tile in tiles(mean.numel()):
             accumulated, momentum = after.slots["accumulated"][tile], after.slots["momentum"][tile]
             fresh = mean[tile] * (1.0 / self.buffer)
             torch.add(state.slots["accumulated"][tile], fresh, out=accumulated)
             update = fresh if self.at_once else torch.zeros_like(fresh)
-            if steps % self.buffer:
+            if (state.steps + 1) % self.buffer:
                 momentum.copy_(state.slots["momentum"][tile])
             else:
                 torch.mul(state.slots["momentum"][tile], self.momentum, out=momentum).add_(accumulated)
                 update = (momentum * self.momentum).add_(fresh if self.at_once else accumulated)
                 accumulated.zero_()
             torch.sub(state.anchor[tile], update.mul_(self.lr), out=after.anchor[tile])
-        return replace(after, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -125,19 +105,16 @@ class Adam(OuterOptimizer):
     eps: float
     slot_names = ("first_moment", "second_moment")
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after, steps = into or state.unfilled(), state.steps + 1
-        beta1, beta2 = self.betas
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
+        (beta1, beta2), steps = self.betas, state.steps + 1
         first = torch.mul(state.slots["first_moment"], beta1, out=after.slots["first_moment"])
         first.add_(mean * (1 - beta1))
         second = torch.mul(state.slots["second_moment"], beta2, out=after.slots["second_moment"])
         second.add_((mean * mean).mul_(1 - beta2))
-        scale = _sqrt(second).div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
+        root = torch.from_numpy(np.sqrt(second.numpy()))  # correctly rounded: numpy takes the CPU's instruction
+        scale = root.div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
         update = (first / scale).mul_(self.lr / (1 - _power(beta1, steps)))
         torch.sub(state.anchor, update, out=after.anchor)
-        return replace(after, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -155,41 +132,29 @@ class WarmUp(OuterOptimizer):
     def slot_names(self) -> tuple[str, ...]:
         return self.after.slot_names
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         if state.steps < self.steps:
-            after = into or state.unfilled()
             torch.sub(state.anchor, mean if share == 1 else mean * share, out=after.anchor)
             for name, slot in state.slots.items():
                 after.slots[name].copy_(slot)
         else:
-            after = self.after.step(replace(state, steps=state.steps - self.steps), mean, into, share)
-        return replace(after, steps=state.steps + 1)
+            self.after.fill(after, replace(state, steps=state.steps - self.steps), mean, share)
 
 
 def open_outer(section: OuterSection) -> OuterOptimizer:
     """The outer optimizer that a contract asks for."""
-    optimizer = _open(section)
-    return WarmUp(optimizer, section.warmup_steps) if section.warmup_steps else optimizer
-
-
-def _open(section: OuterSection) -> OuterOptimizer:
+    optimizer: OuterOptimizer
     match section.optimizer:
         case "sgd":
-            return Sgd(section.lr)
+            optimizer = Sgd(section.lr)
         case "nesterov":
-            return Nesterov(section.lr, section.momentum)
+            optimizer = Nesterov(section.lr, section.momentum)
         case "delayed_nesterov" | "buffered_nesterov":
             at_once = section.optimizer == "delayed_nesterov"
-            return DelayedNesterov(section.lr, section.momentum, section.buffer, at_once)
+            optimizer = DelayedNesterov(section.lr, section.momentum, section.buffer, at_once)
         case "adam":
-            return Adam(section.lr, section.betas, section.eps)
-
-
-def _sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded square roots: numpy takes the CPU's instruction."""
-    return torch.from_numpy(np.sqrt(values.numpy()))
+            optimizer = Adam(section.lr, section.betas, section.eps)
+    return WarmUp(optimizer, section.warmup_steps) if section.warmup_steps else optimizer
 
 
 def _power(base: float, exponent: int) -> float:
