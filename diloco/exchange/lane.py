@@ -24,8 +24,8 @@ from diloco.compress.encoding import Encoded
 from diloco.exchange.background import Background
 from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.work import BadContribution, LaneEvents, LaneTerms, SteppedVersion, Work, hashed
+from diloco.outer.optimizers import Stepping
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
-from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow

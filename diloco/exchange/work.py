@@ -18,8 +18,8 @@ from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes, max_part_bytes
 from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.line import Weighing
+from diloco.outer.optimizers import Stepping
 from diloco.outer.state import FragmentState, OuterOptimizer
-from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
 from diloco.protocol.streams import Kind, StreamHeader

@@ -12,7 +12,7 @@ from diloco.peer.terms import serve_bps_of, timing_of
 
 
 class SwapRecord(Protocol):
-    """Whoever records what happens to a peer (`diloco.run.chronicle`)."""
+    """Whoever records what happens to a peer (`diloco.run.run.Chronicle`)."""
 
     @property
     def tokens_per_s(self) -> float:

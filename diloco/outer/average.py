@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from diloco.base.types import Commit
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.fragments import Fragment, Layout
 
+T = TypeVar("T")
 Terms = Sequence[tuple[int, bytes]]
 """Contributions to a part: (weight >= 0, encoded values)."""
 
@@ -58,8 +59,22 @@ def fold(
     Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
     size of the others (`outlier`; 0: never). `trained`: tokens behind each payload.
     """
-    reduce = _gather if codec.gathered else _sum_radially if radial else _sum
-    squares, mean = reduce(payloads, elements, codec)
+    weights = [weight for weight, _ in payloads]
+    if codec.gathered:
+        squares = _each(payloads, lambda _, payload: codec.squares(payload, elements))
+        most = bundle.MAX_CONTRIBUTIONS
+        if len(payloads) > most:
+            raise BadTerm(most, f"more contributions than the {most} of a bundle")
+        mean = bundle.join(payloads)
+    elif radial:
+        decoded = _each(payloads, lambda _, payload: codec.decode(payload, elements))
+        squares = [float(torch.dot(values, values)) for values in decoded]
+        mean = codec.encode(radial_mean(decoded, weights))
+    else:
+        unit = math.gcd(*weights) or 1
+        total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+        squares = _each(payloads, lambda weight, payload: codec.fold(payload, float(weight // unit), total))
+        mean = codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
     sizes = [math.sqrt(square / elements) for square in squares]
     if trained:
         # A peer that was alone for long has gone far, and honestly: at most as many times as far as it trained more
@@ -73,46 +88,16 @@ def fold(
     return mean
 
 
-def _sum(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """Sum of squares of each contribution to a part, and the encoded mean."""
-    weights = [weight for weight, _ in payloads]
-    unit = math.gcd(*weights) or 1
-    squares = []
-    total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+def _each(payloads: Terms, read: Callable[[int, bytes], T]) -> list[T]:
+    """The result of `read`, of weight and encoded values, for each contribution to a part. Raises BadTerm for a
+    PayloadError."""
+    found = []
     for index, (weight, payload) in enumerate(payloads):
-        with _blaming(index):
-            squares.append(codec.fold(payload, float(weight // unit), total))
-    return squares, codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
-
-
-def _sum_radially(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """Sum of squares of each contribution to a part, and the encoded radial-directional mean."""
-    decoded = []
-    for index, (_, payload) in enumerate(payloads):
-        with _blaming(index):
-            decoded.append(codec.decode(payload, elements))
-    squares = [float(torch.dot(values, values)) for values in decoded]
-    return squares, codec.encode(radial_mean(decoded, [weight for weight, _ in payloads]))
-
-
-def _gather(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """Sum of squares of each contribution to a part, and the bundle of them."""
-    squares = []
-    for index, (_, payload) in enumerate(payloads):
-        with _blaming(index):
-            squares.append(codec.squares(payload, elements))
-    if len(payloads) > bundle.MAX_CONTRIBUTIONS:
-        raise BadTerm(bundle.MAX_CONTRIBUTIONS, f"more contributions than the {bundle.MAX_CONTRIBUTIONS} of a bundle")
-    return squares, bundle.join(payloads)
-
-
-@contextmanager
-def _blaming(index: int) -> Iterator[None]:
-    """Turn a PayloadError into the BadTerm of one contribution to a part."""
-    try:
-        yield
-    except PayloadError as error:
-        raise BadTerm(index, str(error)) from error
+        try:
+            found.append(read(weight, payload))
+        except PayloadError as error:
+            raise BadTerm(index, str(error)) from error
+    return found
 
 
 def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ MAX_PART_ELEMENTS = 2**20
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 """A name up to its first number, which is an index of a module list: `blocks.3` of `blocks.3.attention.q.weight`."""
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""Parts that `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
 _HOLD_FP32 = (torch.float32, torch.float64)
 """Dtypes of parameters to which fp32 is not rounded."""
 
@@ -50,7 +51,7 @@ class ParameterEntry:
     name: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first element, in elements."""
+    """Place of its first element in the buffer, in elements."""
 
     @property
     def elements(self) -> int:
@@ -90,7 +91,7 @@ class Fragment:
     part_elements: int
     lane: int = 0
     lanes: int = 1
-    """Of an island that divides the fragment over its ranks: this rank holds every `lanes`-th part, from `lane` on."""
+    """Where an island divides the fragment over its ranks, this one holds every `lanes`-th part, from `lane` on."""
 
     @cached_property
     def elements(self) -> int:
@@ -122,8 +123,7 @@ class Fragment:
 
     def place_of(self, part: int) -> tuple[int, int]:
         """Bounds of any part among all elements of the fragment."""
-        start, stop, _ = self._places[part]
-        return start, stop
+        return self._places[part][:2]
 
     def size_of(self, part: int) -> int:
         """Elements of any part."""
@@ -205,8 +205,19 @@ class Layout:
         homes = _homes(named_shapes, fragments, order)
         numbers = _numbers([name for name, _ in named_shapes], groups)
         by_group = sorted(named_shapes, key=lambda pair: numbers[pair[0]])  # stable: the model's order inside a group
-        pieces = [[pair for pair in by_group if homes[pair[0]] == index] for index in range(fragments)]
-        return Layout(tuple(_fragment(index, piece, numbers, part_elements) for index, piece in enumerate(pieces)))
+        made = []
+        for index in range(fragments):
+            piece = [(name, tuple(shape)) for name, shape in by_group if homes[name] == index]
+            offsets = [0, *accumulate(math.prod(shape) for _, shape in piece)]
+            sizes = Counter[int]()
+            for name, shape in piece:
+                sizes[numbers[name]] += math.prod(shape)
+            least = math.ceil(offsets[-1] / PARTS_PER_FRAGMENT)
+            fitting = min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+            entries = tuple(ParameterEntry(*pair, offset) for pair, offset in zip(piece, offsets, strict=False))
+            present = tuple((number, size) for number, size in sizes.items() if size)
+            made.append(Fragment(index, entries, present, part_elements or fitting))
+        return Layout(tuple(made))
 
     @staticmethod
     def agreed(named_shapes: NamedShapes, contract: Contract) -> Layout:
@@ -249,7 +260,7 @@ class Weights:
 
     @property
     def shapes(self) -> NamedShapes:
-        """Of all parameters, whole, in model order."""
+        """Names and whole shapes of all parameters, in model order."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
@@ -312,13 +323,8 @@ class Weights:
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            found[name] = parameter
-    return found
+    trainable = (named for named in model.named_parameters() if named[1].requires_grad)
+    return {_WRAPPERS.sub("", name): parameter for name, parameter in trainable}
 
 
 def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
@@ -347,31 +353,24 @@ def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) 
 
 
 def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
-    """The index of each parameter's fragment."""
-    layers = list(dict.fromkeys(layer for name, _ in named_shapes if (layer := _layer(name)) is not None))
+    """Index of each parameter's fragment. Raises ConfigError for more fragments than layers."""
+    layer_of = {name: match.group() for name, _ in named_shapes if (match := _LAYER.match(name))}
+    layers = list(dict.fromkeys(layer_of.values()))
     if not 1 <= fragments <= max(len(layers), 1):
-        raise ConfigError(
-            f"sync.fragments is {fragments}, but the model has {len(layers)} layers",
-            "a fragment holds at least one layer: use fewer fragments",
-        )
+        cause = f"sync.fragments is {fragments}, but the model has {len(layers)} layers"
+        raise ConfigError(cause, "a fragment holds at least one layer: use fewer fragments")
     if order == "strided":
         layer_homes = {layer: i % fragments for i, layer in enumerate(layers)}
     else:
         layer_homes = {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
     homes: dict[str, int] = {}
     filled = [0] * fragments
-    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
-        layer = _layer(name)
-        home = filled.index(min(filled)) if layer is None else layer_homes[layer]
+    for name, shape in sorted(named_shapes, key=lambda pair: (pair[0] not in layer_of, -math.prod(pair[1]))):
+        home = layer_homes[layer_of[name]] if name in layer_of else filled.index(min(filled))
         filled[home] += math.prod(shape)
         homes[name] = home
     assert len(homes) == len(named_shapes), "two parameters have one name"
     return homes
-
-
-def _layer(name: str) -> str | None:
-    match = _LAYER.match(name)
-    return match.group() if match else None
 
 
 def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
@@ -394,17 +393,3 @@ def _some(names: Sequence[str]) -> str:
     """The first and the last few, in one line; they may be a stranger's."""
     few = names if len(names) <= 6 else (*names[:3], *names[-3:])
     return ", ".join(ascii(name[:30]) for name in few)
-
-
-def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int], part_elements: int | None) -> Fragment:
-    entries = []
-    elements = 0
-    sizes: Counter[int] = Counter()
-    for name, shape in named_shapes:
-        entries.append(ParameterEntry(name, tuple(shape), elements))
-        elements += entries[-1].elements
-        sizes[numbers[name]] += entries[-1].elements
-    groups = tuple((number, size) for number, size in sizes.items() if size)
-    least = math.ceil(elements / PARTS_PER_FRAGMENT)
-    fitting = min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
-    return Fragment(index, tuple(entries), groups, part_elements or fitting)

@@ -98,9 +98,9 @@ class PendingContribution:
     base_if_skipped: Tensor
     """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
     target: Tensor | None = None
-    """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
+    """Values that were encoded, when the codec's error is fed back. They become the residual (`left_over`)."""
     own_share: FragmentState | None = None
-    """What `eager` took ahead of the outer step."""
+    """Outer step of the contribution alone, which `eager` made ahead."""
     passed: Commit | None = None
     """The first version that we could not apply and that counts it, for all we know: it is no progress any more,
     whatever comes of the rounds until a state is copied."""
@@ -180,11 +180,11 @@ class Line:
         return (self.state.version - self.since) / self.trainers
 
     def measuring(self, overlaps: bool) -> Measure:
-        """How a contribution is to be measured now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
+        """Decision to measure a contribution now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
         return Measure(self.staleness, self.trainers, overlaps)
 
     def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
-        """How a version is to be applied now. Rank 0. `state_unused`: nobody else reads the state before it."""
+        """Decision to apply a version now. Rank 0. `state_unused`: nobody else reads the state before it."""
         omitted = any(entry.peer == self.peer for entry in commit.omitted)
         in_place = state_unused and counted and not (omitted or self.merge.needs_gradient)
         return Apply(commit.to_bytes().decode(), counted, in_place)

@@ -48,8 +48,7 @@ class Carry:
         base_if_skipped = line.weights.rounded(fragment, old) if sent is None else sent.base_if_skipped
         base = sent.local if counted and sent is not None else base_if_skipped
         omitted = left_out(line.peer, commit, fragment) if counted else []
-        mixes = counted and self.alpha is not None
-        if not (omitted or mixes):
+        if not omitted and not (counted and self.alpha is not None):
             carry_fragment(line.weights, fragment, base, new)
             return
         onto = line.weights.rounded(fragment, new)
@@ -92,8 +91,8 @@ def left_out(peer: str, commit: Commit, fragment: Fragment) -> list[tuple[int, i
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     """Move progress that is not committed yet onto a new anchor: anchor + (local - base).
 
-    `local` is what the peer holds now and `anchor` the new one, both flat fp32; `base` says what of `local` is
-    already accounted for:
+    `local` is what the peer holds now and `anchor` the new one, both flat fp32; `base` is the part of `local`
+    that is already accounted for:
 
     - the commit counted us: `base` is `local` as it was when the contribution was measured. Without overlap
       nothing was done since, and the result is the anchor.

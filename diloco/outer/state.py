@@ -33,7 +33,7 @@ class FragmentState:
     steps: int
     """Outer steps taken."""
     fragment: Fragment | None = None
-    """Whose parts are hashed, and sent to a joiner, one by one; None: all is one part."""
+    """The fragment, whose parts are hashed and sent to a joiner one by one; None: all is one part."""
 
     def buffers(self) -> dict[str, Tensor]:
         """The anchor, then the optimizer's slots by name."""
@@ -81,9 +81,8 @@ class FragmentState:
 
     def part(self, start: int, stop: int) -> FragmentState:
         """A view of this outer state's elements from `start` to `stop`."""
-        return FragmentState(
-            self.anchor[start:stop], {name: slot[start:stop] for name, slot in self.slots.items()}, self.steps
-        )
+        slots = {name: slot[start:stop] for name, slot in self.slots.items()}
+        return FragmentState(self.anchor[start:stop], slots, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,8 @@ class OuterState:
     ) -> OuterState:
         """The state whose `buffers()` have these bytes. A bytearray is taken over, not copied.
 
-        `steps`: outer steps of each fragment. Raises StateError unless names and sizes are what layout and
-        optimizer call for; whether the content is right, `digest` tells.
+        `steps`: outer steps of each fragment. Raises StateError unless names and sizes are those of layout and
+        optimizer. The content is checked by comparing `digest`.
         """
         expected = buffer_bytes(layout, optimizer)
         got = {name: len(data) for name, data in buffers.items()}
@@ -172,21 +171,18 @@ def tiles(elements: int) -> Iterator[slice]:
 
 def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
     """Name and size in bytes of every buffer of an outer state, in canonical order."""
-    return {
-        f"{fragment.index}/{name}": fragment.elements * ELEMENT_BYTES
-        for fragment in layout.fragments
-        for name in ("anchor", *sorted(optimizer.slot_names))
-    }
+    return {name: fragment.elements * ELEMENT_BYTES for name, fragment in _buffers(layout, optimizer)}
 
 
 def places(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, int]]:
     """Buffer and part of every `StateChunk` of an outer state, in order."""
-    return [
-        (f"{fragment.index}/{name}", part)
-        for fragment in layout.fragments
-        for name in ("anchor", *sorted(optimizer.slot_names))
-        for part in range(fragment.parts)
-    ]
+    return [(name, part) for name, fragment in _buffers(layout, optimizer) for part in range(fragment.parts)]
+
+
+def _buffers(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, Fragment]]:
+    """Name and fragment of every buffer of an outer state, in canonical order."""
+    names = ("anchor", *sorted(optimizer.slot_names))
+    return [(f"{fragment.index}/{name}", fragment) for fragment in layout.fragments for name in names]
 
 
 def part_bytes(layout: Layout, buffer: str, part: int) -> int:

@@ -64,7 +64,7 @@ SETTLE_POLL_S = 0.05
 
 
 class PeerRecord(Protocol):
-    """Whoever records what happens to a peer (`diloco.run.chronicle`)."""
+    """Whoever records what happens to a peer (`diloco.run.run.Chronicle`)."""
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
         """A version was applied, after `before`; it counts `mine`. Returns what is to be told of it, if anything."""
