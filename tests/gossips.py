@@ -22,8 +22,8 @@ from diloco.observe.event_log import EventLine, Events
 from diloco.observe.events import to_json
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
-from diloco.run.chronicle import Chronicle
 from diloco.run.door import OwnLoop
+from diloco.run.run import Chronicle
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.dht import Presence, Present

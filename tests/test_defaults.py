@@ -20,10 +20,9 @@ from diloco.island.slices import Pieces, Slice
 from diloco.kernels import build
 from diloco.outer.average import Terms, fold, mean_into, unpack
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import Nesterov
+from diloco.outer.optimizers import Nesterov, Stepping
 from diloco.outer.pseudograd import aligned
 from diloco.outer.state import FragmentState, OuterState
-from diloco.outer.stepping import Stepping
 from tests.local import LocalWorld
 
 DTYPES = [torch.float64, torch.bfloat16]

@@ -112,8 +112,8 @@ def test_who_ends_without_a_goodbye_leaves_no_thread_and_no_open_loop(monkeypatc
     run = diloco.found(contract(), nn.Linear(4, 4))
     (presence,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "presence"]
     assert looks.wait(DEADLINE_S)
-    monkeypatch.setattr(type(run._leading.peer.exchange), "alone", True)  # whom it finds it is to tell of
-    loop = run._leading.peer.endpoint.runtime.loop
+    monkeypatch.setattr(type(run._leading.life.peer.exchange), "alone", True)  # whom it finds it is to tell of
+    loop = run._leading.life.peer.endpoint.runtime.loop
     run.close()
     ended.set()
     presence.join(10.0)

@@ -47,9 +47,8 @@ from diloco.island.connections import RankListener, call_rank_0
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout, read_fragment, write_fragment
 from diloco.outer.line import Line, complete
-from diloco.outer.optimizers import open_outer
+from diloco.outer.optimizers import Stepping, open_outer
 from diloco.outer.state import OuterState, StateChunk
-from diloco.outer.stepping import Stepping
 from diloco.peer.rank import PeerRank
 from diloco.peer.terms import lane_terms
 from diloco.protocol.streams import StateOffer

@@ -17,8 +17,8 @@ from diloco.accounts.recording import RECORDED, Recorder, recordings
 from diloco.accounts.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
 from diloco.base.errors import StateError, UsageError
 from diloco.base.types import Contribution, Omitted
+from diloco.outer.line import FINE
 from diloco.outer.state import OuterState
-from diloco.outer.weighing import FINE
 from diloco.storage.checkpoint import load
 from tests.local import LocalWorld
 from tests.paper import PaperRun

@@ -19,12 +19,11 @@ from diloco.config.contract import Contract, OuterSection
 from diloco.models import build_model
 from diloco.outer.average import fold, mean_digest
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Diverged, Line, PendingContribution, keep_local, weights_to_keep
+from diloco.outer.line import Diverged, Line, PendingContribution, Weighing, keep_local, weights_to_keep
 from diloco.outer.merge import mix, open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import left_over, with_residual
 from diloco.outer.state import OuterState
-from diloco.outer.weighing import Weighing
 from diloco.peer.schedule import MIN_SHARE, Cadence, RunEnd, Stopwatch
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn

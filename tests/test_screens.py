@@ -18,8 +18,7 @@ import tests.local
 from diloco.base.types import Skip
 from diloco.compress import open_codec
 from diloco.config.codec import CodecSection
-from diloco.outer.average import BadTerm, fold
-from diloco.outer.weighing import MIN_RMS, outlier
+from diloco.outer.average import MIN_RMS, BadTerm, fold, outlier
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Kind, Part
 from diloco.transport.grpc_link import GrpcLink

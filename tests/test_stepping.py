@@ -11,9 +11,8 @@ from diloco.compress import PayloadError, open_codec
 from diloco.config.codec import CodecChoice
 from diloco.outer.average import unpack
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import Adam, DelayedNesterov, Nesterov, Sgd, WarmUp
+from diloco.outer.optimizers import Adam, DelayedNesterov, Nesterov, Sgd, Stepping, WarmUp
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
-from diloco.outer.stepping import Stepping
 
 OPTIMIZERS = [
     Sgd(0.7),

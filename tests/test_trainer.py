@@ -46,7 +46,7 @@ class LocalTrainer(LocalPeer):
         drive(self.trainer.open())
         run = self.run = self.trainer.run
         assert run._leading is not None
-        self.life, self.peer = run._leading.life, run._leading.peer  # type: ignore[assignment]
+        self.life, self.peer = run._leading.life, run._leading.life.peer  # type: ignore[assignment]
         self.model = self.trainer.model  # type: ignore[assignment]
         self.positions: list[int] = []
         """By inner step, where in the run it is."""
@@ -73,7 +73,7 @@ class LocalTrainer(LocalPeer):
     def reader(self) -> BlockReader:
         leased = self.trainer._reader
         assert leased is not None
-        return leased._reader
+        return leased.blocks
 
     def inner_step(self) -> None:
         """One, as `Trainer.live` and `Run.step` do it."""

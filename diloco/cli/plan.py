@@ -57,15 +57,15 @@ def plan(
 
     By arithmetic, from data sheets and published formulas. Ranks the layouts that fit, and says what decides.
     """
-    from diloco.plan import published
     from diloco.plan import question as ask
     from diloco.plan.answer import make_plan
     from diloco.plan.text import bandwidth_table_text, plan_json, plan_text
+    from diloco.plan.timeline import bandwidth_table as published_table
 
     if bandwidth_table:
         if model or params:
             raise UsageError("--bandwidth-table is of the published models", "leave the model out")
-        cells = list(published.bandwidth_table())
+        cells = list(published_table())
         print(bandwidth_table_text(cells))
         write_json(json_file, [asdict(cell) for cell in cells])
         return

@@ -25,8 +25,8 @@ from diloco.exchange.background import Background
 from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, SteppedVersion, Work
+from diloco.outer.optimizers import Stepping
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
-from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow

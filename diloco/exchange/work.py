@@ -17,8 +17,8 @@ from diloco.base.types import Closed, Contribution, Member
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.average import BadTerm, check_mean, fold, max_mean_bytes
 from diloco.outer.fragments import Fragment
+from diloco.outer.optimizers import Stepping
 from diloco.outer.state import FragmentState
-from diloco.outer.stepping import Stepping
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
 from diloco.protocol.streams import Kind, StreamHeader

@@ -65,7 +65,7 @@ GREET_S = 0.3
 
 
 class SwapRecord(Protocol):
-    """The record of this peer's training (`diloco.run.chronicle`)."""
+    """The record of this peer's training (`diloco.run.run.Chronicle`)."""
 
     @property
     def tokens_per_s(self) -> float:

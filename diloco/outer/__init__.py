@@ -1,1 +1,1 @@
-"""Tensor maths of the line: fragments, pseudo-gradient, feedback, mean, outer step and state, merge, resync."""
+"""Tensor maths of a round: fragments, pseudo-gradient, mean, outer state and optimizers, merge; the line of a peer."""

@@ -1,4 +1,4 @@
-"""The weighted mean of contributions, part by part, and the digest of what came out.
+"""The weighted mean of contributions, part by part: plain or radial, without outliers; and the mean's digest.
 
 A part's owner folds and encodes; everybody, the owner too, goes on with the encoded bytes, so that what a lossy
 codec drops is dropped for all alike. Where the codec's sums do not stay small, these bytes are a bundle of the
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +20,19 @@ from diloco.base.memory import floats
 from diloco.base.types import Commit
 from diloco.compress import Codec, PayloadError, bundle
 from diloco.outer.fragments import Fragment, Layout
-from diloco.outer.weighing import outlier
 
+T = TypeVar("T")
 Terms = Sequence[tuple[int, bytes]]
 """Contributions to a part: (weight >= 0, encoded values)."""
 
 
+MIN_RMS = 1e-3
+"""The others' contributions to a part count as at least that large. Where they hardly moved (rows of an embedding that
+few saw, the first steps of a warm-up) any honest step would be a hundred times theirs; weights begin at about 0.02."""
+
+
 class BadTerm(PayloadError):
-    """One of the contributions to a part is refused."""
+    """Refusal of one of the contributions to a part."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -52,66 +57,64 @@ def fold(
     `radial`: by `radial_mean`, which a bundle cannot be; all contributions are in memory, then.
 
     Raises BadTerm when a payload does not decode (`Codec.decode`), or when it is beyond `max_norm_ratio` times the
-    size of the others (`diloco.outer.weighing`; 0: never). `trained`: tokens behind each payload. A peer that was
-    alone for long has gone far, and honestly: at most as many times as far as it trained more.
+    size of the others (`outlier`; 0: never). `trained`: tokens behind each payload.
     """
-    reduce = _gather if codec.gathered else _sum_radially if radial else _sum
-    squares, mean = reduce(payloads, elements, codec)
-    shares = _shares(trained) if trained else [1.0] * len(payloads)
-    sizes = [math.sqrt(square / elements) / share for square, share in zip(squares, shares, strict=True)]
+    weights = [weight for weight, _ in payloads]
+    if codec.gathered:
+        squares = _each(payloads, lambda _, payload: codec.squares(payload, elements))
+        most = bundle.MAX_CONTRIBUTIONS
+        if len(payloads) > most:
+            raise BadTerm(most, f"more contributions than the {most} of a bundle")
+        mean = bundle.join(payloads)
+    elif radial:
+        decoded = _each(payloads, lambda _, payload: codec.decode(payload, elements))
+        squares = [float(torch.dot(values, values)) for values in decoded]
+        mean = codec.encode(radial_mean(decoded, weights))
+    else:
+        unit = math.gcd(*weights) or 1
+        total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+        squares = _each(payloads, lambda weight, payload: codec.fold(payload, float(weight // unit), total))
+        mean = codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
+    sizes = [math.sqrt(square / elements) for square in squares]
+    if trained:
+        # A peer that was alone for long has gone far, and honestly: at most as many times as far as it trained more
+        # than usual, which is the lower median.
+        some = sorted(tokens for tokens in trained if tokens > 0)
+        usual = some[(len(some) - 1) // 2] if some else 1
+        sizes = [size / max(tokens / usual, 1.0) for size, tokens in zip(sizes, trained, strict=True)]
     absurd = outlier(sizes, max_norm_ratio)
     if absurd is not None:
         raise BadTerm(absurd, f"a part is absurdly large: root mean square {sizes[absurd]:.3g}")
     return mean
 
 
-def _sum(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """Each contribution's sum of squares, and the encoded mean."""
-    weights = [weight for weight, _ in payloads]
-    unit = math.gcd(*weights) or 1
-    squares = []
-    total = floats(elements).fill_(-0.0)  # the one number that changes nothing: 0.0 + -0.0 is 0.0
+def _each(payloads: Terms, read: Callable[[int, bytes], T]) -> list[T]:
+    """The result of `read`, of weight and encoded values, for each contribution to a part. Raises BadTerm for a
+    PayloadError."""
+    found = []
     for index, (weight, payload) in enumerate(payloads):
-        with _blaming(index):
-            squares.append(codec.fold(payload, float(weight // unit), total))
-    return squares, codec.encode(total.div_(float(sum(weights) // unit)).nan_to_num_())
+        try:
+            found.append(read(weight, payload))
+        except PayloadError as error:
+            raise BadTerm(index, str(error)) from error
+    return found
 
 
-def _sum_radially(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """The same, of the radial-directional mean."""
-    decoded = []
-    for index, (_, payload) in enumerate(payloads):
-        with _blaming(index):
-            decoded.append(codec.decode(payload, elements))
-    squares = [float(torch.dot(values, values)) for values in decoded]
-    return squares, codec.encode(radial_mean(decoded, [weight for weight, _ in payloads]))
+def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:
+    """Index of the contribution to a part that is so large beside the others that no training explains it, if one is.
 
-
-def _gather(payloads: Terms, elements: int, codec: Codec) -> tuple[list[float], bytes]:
-    """Each contribution's sum of squares, and the bundle."""
-    squares = []
-    for index, (_, payload) in enumerate(payloads):
-        with _blaming(index):
-            squares.append(codec.squares(payload, elements))
-    if len(payloads) > bundle.MAX_CONTRIBUTIONS:
-        raise BadTerm(bundle.MAX_CONTRIBUTIONS, f"more contributions than the {bundle.MAX_CONTRIBUTIONS} of a bundle")
-    return squares, bundle.join(payloads)
-
-
-@contextmanager
-def _blaming(index: int) -> Iterator[None]:
-    """What does not decode here is that contribution's fault."""
-    try:
-        yield
-    except PayloadError as error:
-        raise BadTerm(index, str(error)) from error
-
-
-def _shares(trained: Sequence[int]) -> list[float]:
-    """How many times more than usual (the lower median) each has trained; at least 1."""
-    some = sorted(tokens for tokens in trained if tokens > 0)
-    usual = some[(len(some) - 1) // 2] if some else 1
-    return [max(tokens / usual, 1.0) for tokens in trained]
+    A mean has no defence of its own: one peer whose loss exploded, or that lies, moves it as far as it likes. The
+    largest is refused when it is beyond `max_norm_ratio` times the lower median; a ratio of 0 lets everything pass.
+    `sizes`: the root mean square of each contribution. One is never judged; of two, the larger by the smaller, for
+    nobody could say which one lies. Zeros are peers that did not train: they set no measure. Sums over elements round
+    differently from CPU to CPU, so the part's owner alone decides.
+    """
+    moved = sorted(size for size in sizes if size > 0)
+    if not max_norm_ratio or len(moved) < 2:
+        return None
+    lower_median = moved[(len(moved) - 1) // 2]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    return largest if sizes[largest] > max_norm_ratio * max(lower_median, MIN_RMS) else None
 
 
 def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
@@ -126,7 +129,7 @@ def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
 
 
 def check_mean(payload: bytes, codec: Codec, elements: int) -> None:
-    """Raises PayloadError where `mean_into` would, for less."""
+    """Raise PayloadError where `mean_into` would, without making the mean of a bundle."""
     if codec.gathered:
         bundle.check(payload, codec, elements)
     else:
@@ -149,7 +152,7 @@ def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
 
 
 def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
-    """What is held here of a fragment's mean, flat fp32; `parts`: encoded, by number; `codecs` by group of parameters.
+    """The mean of a fragment's parts that are held here, flat fp32. `parts`: encoded, by number; `codecs`: by group.
 
     Raises PayloadError.
     """
@@ -167,7 +170,7 @@ def mean_digest(parts: Sequence[bytes]) -> str:
 
 
 def digest_of(contents: Iterable[bytes]) -> str:
-    """`mean_digest`, from the hashes of the parts."""
+    """`mean_digest` of a mean whose parts have these hashes."""
     return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
@@ -185,7 +188,14 @@ ROUNDING = 2.0**-23
 
 
 def radial_mean(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """The radial-directional mean of one part, a new flat fp32 tensor.
+    """The radial-directional mean of one part, a new flat fp32 tensor: the mean length in the mean direction.
+
+        mean = (sum w_i |v_i| / sum w_i) * unit(sum w_i unit(v_i))
+
+    Contributions of different peers are nearly orthogonal, so the length of their plain mean falls like 1 / sqrt(peers)
+    and the outer learning rate that suits two peers is too small for sixteen. Lengths and directions that are averaged
+    apart keep it (Decoupled DiLoCo, arXiv 2604.21428). Here v is one part of a fragment, where the paper takes one
+    tensor, and for embeddings the plain mean. The bits are the same on any CPU: `diloco replay` makes them again.
 
     `decoded`: at least one flat fp32 host tensor of finite values, all of one length, in the order of the view;
     `weights`: one per tensor, >= 0, of which only ratios count. A contribution of weight 0 does not count at all; one

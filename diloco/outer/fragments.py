@@ -1,4 +1,4 @@
-"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts.
+"""The canonical layout of a model: its parameters cut into fragments by layer, and fragments into parts; its weights.
 
 It depends on names and shapes only, so islands with different meshes, devices and dtypes agree on it. A
 *fragment* is synchronised on its own; a *part* of one has one owner in the reduction. (Streaming DiLoCo, arXiv
@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ MAX_PART_ELEMENTS = 2**20
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 """A name up to its first number, which is an index of a module list: `blocks.3` of `blocks.3.attention.q.weight`."""
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""Parts that `torch.compile` and activation checkpointing put into names. Both are a peer's own business."""
 _HOLD_FP32 = (torch.float32, torch.float64)
 """Dtypes of parameters to which fp32 is not rounded."""
 
@@ -50,7 +51,7 @@ class ParameterEntry:
     name: str
     shape: tuple[int, ...]
     offset: int
-    """Of its first element, in elements."""
+    """Place of its first element in the buffer, in elements."""
 
     @property
     def elements(self) -> int:
@@ -59,7 +60,7 @@ class ParameterEntry:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A piece of a parameter in a flat buffer."""
+    """A piece of a parameter in a fragment's flat buffer."""
 
     name: str
     start: int
@@ -74,7 +75,7 @@ class Spot:
 
     @property
     def end(self) -> int:
-        """The place behind its last one in the buffer."""
+        """The place behind its last element in the buffer."""
         return self.offset + self.elements
 
 
@@ -90,11 +91,11 @@ class Fragment:
     part_elements: int
     lane: int = 0
     lanes: int = 1
-    """Of an island that divides the fragment over its ranks: this rank holds every `lanes`-th part, from `lane` on."""
+    """Where an island divides the fragment over its ranks, this one holds every `lanes`-th part, from `lane` on."""
 
     @cached_property
     def elements(self) -> int:
-        """Of the parts that are held here: the length of flat buffers."""
+        """Elements of the parts that are held here: the length of flat buffers."""
         return sum(stop - start for start, stop in self.cuts.values())
 
     @cached_property
@@ -104,7 +105,7 @@ class Fragment:
 
     @cached_property
     def parts(self) -> int:
-        """How many parts in all; only the last one of a group may be shorter than `part_elements`."""
+        """Number of parts in all; only the last one of a group may be shorter than `part_elements`."""
         return len(self._places)
 
     @cached_property
@@ -117,13 +118,12 @@ class Fragment:
         return cuts
 
     def part_bounds(self, part: int) -> tuple[int, int]:
-        """In a flat buffer, the first element of a part that is held here and the one behind its last."""
+        """Bounds in a flat buffer of a part that is held here: its first element and the one behind its last."""
         return self.cuts[part]
 
     def place_of(self, part: int) -> tuple[int, int]:
-        """The same among all elements of the fragment, of any part."""
-        start, stop, _ = self._places[part]
-        return start, stop
+        """Bounds of any part among all elements of the fragment."""
+        return self._places[part][:2]
 
     def size_of(self, part: int) -> int:
         """Elements of any part."""
@@ -135,7 +135,7 @@ class Fragment:
         return self._places[part][2]
 
     def on_lane(self, lane: int, lanes: int) -> Fragment:
-        """What one of several ranks holds of it: nothing from `lanes` on."""
+        """The fragment as one of several ranks holds it: nothing from `lanes` on."""
         return replace(self, lane=lane if lane < lanes else self.parts, lanes=lanes)
 
     @cached_property
@@ -145,7 +145,7 @@ class Fragment:
 
     @cached_property
     def spots_of(self) -> Mapping[int, Sequence[Spot]]:
-        """The same by part."""
+        """The pieces of parameters by part."""
         ends = [entry.offset + entry.elements for entry in self.entries]
         found: dict[int, list[Spot]] = {}
         for part, (begin, _) in self.cuts.items():
@@ -162,7 +162,7 @@ class Fragment:
 
     @cached_property
     def _places(self) -> tuple[tuple[int, int, int], ...]:
-        """Bounds and group of each part."""
+        """Bounds and group of each part, among all elements of the fragment."""
         places, begin = [], 0
         for group, elements in self.groups:
             end = begin + elements
@@ -196,12 +196,28 @@ class Layout:
         parameters as globs; who fits several groups is in the first.
         Raises ConfigError when there are more fragments than layers, nothing to cut, or nothing in a group.
         """
-        _check(named_shapes, order, part_elements)
+        if not any(math.prod(shape) for _, shape in named_shapes):
+            raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
+        if order not in ("strided", "sequential"):
+            raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
+        if part_elements is not None and part_elements < 1:
+            raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
         homes = _homes(named_shapes, fragments, order)
         numbers = _numbers([name for name, _ in named_shapes], groups)
         by_group = sorted(named_shapes, key=lambda pair: numbers[pair[0]])  # stable: the model's order inside a group
-        pieces = [[pair for pair in by_group if homes[pair[0]] == index] for index in range(fragments)]
-        return Layout(tuple(_fragment(index, piece, numbers, part_elements) for index, piece in enumerate(pieces)))
+        made = []
+        for index in range(fragments):
+            piece = [(name, tuple(shape)) for name, shape in by_group if homes[name] == index]
+            offsets = [0, *accumulate(math.prod(shape) for _, shape in piece)]
+            sizes = Counter[int]()
+            for name, shape in piece:
+                sizes[numbers[name]] += math.prod(shape)
+            least = math.ceil(offsets[-1] / PARTS_PER_FRAGMENT)
+            fitting = min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+            entries = tuple(ParameterEntry(*pair, offset) for pair, offset in zip(piece, offsets, strict=False))
+            present = tuple((number, size) for number, size in sizes.items() if size)
+            made.append(Fragment(index, entries, present, part_elements or fitting))
+        return Layout(tuple(made))
 
     @staticmethod
     def agreed(named_shapes: NamedShapes, contract: Contract) -> Layout:
@@ -210,7 +226,7 @@ class Layout:
         return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
 
     def on_lane(self, lane: int, lanes: int) -> Layout:
-        """What one of several ranks holds of each fragment."""
+        """The layout as one of several ranks holds it."""
         return Layout(tuple(fragment.on_lane(lane, lanes) for fragment in self.fragments))
 
     @cached_property
@@ -244,11 +260,11 @@ class Weights:
 
     @property
     def shapes(self) -> NamedShapes:
-        """Of all parameters, whole, in model order."""
+        """Names and whole shapes of all parameters, in model order."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
-        """What is held here of a fragment, as `read_fragment` has it."""
+        """The parts of a fragment that are held here, as `read_fragment` has it."""
         return read_fragment(self.parameters, fragment, into)
 
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
@@ -257,14 +273,14 @@ class Weights:
 
         Any thread may ask for them, each once, while nobody writes to the parameters.
         """
-        for part, spots in fragment.spots_of.items():
-            yield part, partial(self._part, spots)
 
-    def _part(self, spots: Sequence[Spot]) -> Tensor:
-        """May be a view of a parameter."""
-        pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
-        held = [piece.to("cpu", torch.float32) for piece in pieces]
-        return held[0] if len(held) == 1 else torch.cat(held)
+        def values(spots: Sequence[Spot]) -> Tensor:
+            pieces = [self.parameters[spot.name].detach().reshape(-1)[spot.start : spot.stop] for spot in spots]
+            held = [piece.to("cpu", torch.float32) for piece in pieces]
+            return held[0] if len(held) == 1 else torch.cat(held)  # the first may be a view of a parameter
+
+        for part, spots in fragment.spots_of.items():
+            yield part, partial(values, spots)
 
     def within(self, fragment: Fragment, limit: float) -> bool:
         """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""
@@ -272,7 +288,7 @@ class Weights:
         return all(magnitude(self._held(self.parameters[name])) <= limit for name in names)
 
     def _held(self, parameter: Tensor) -> Tensor:
-        """What this process holds of it."""
+        """The share of a parameter that this process holds."""
         return parameter.detach()
 
     def write(self, fragment: Fragment, flat: Tensor) -> None:
@@ -280,7 +296,7 @@ class Weights:
         write_fragment(self.parameters, fragment, flat)
 
     def rounded(self, fragment: Fragment, flat: Tensor) -> Tensor:
-        """What `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
+        """Values that `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
 
         `flat`: fp32 on the host. A rank without a parameter, at another stage of a pipeline, takes it for fp32.
         """
@@ -307,13 +323,14 @@ class Weights:
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
-    return {_bare(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trainable = (named for named in model.named_parameters() if named[1].requires_grad)
+    return {_WRAPPERS.sub("", name): parameter for name, parameter in trainable}
 
 
 def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Tensor | None = None) -> Tensor:
     """A fragment's parameters (any device, any dtype) copied to one flat fp32 host tensor: a new one, or `into`."""
     flat = floats(fragment.elements) if into is None else into
-    for parameter, piece in pieces(parameters, fragment, flat):
+    for parameter, piece in _pieces(parameters, fragment, flat):
         piece.copy_(parameter.detach())
     return flat
 
@@ -321,12 +338,12 @@ def read_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, into: Te
 def write_fragment(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
     """Copy a flat host tensor into a fragment's parameters, in place, rounding to their dtype."""
     with torch.no_grad():
-        for parameter, piece in pieces(parameters, fragment, flat):
+        for parameter, piece in _pieces(parameters, fragment, flat):
             parameter.copy_(piece)
 
 
-def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter beside its piece of `flat`, in the parameter's shape."""
+def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter of a fragment beside its piece of `flat`, in the parameter's shape."""
     assert fragment.lanes == 1
     assert flat.shape == (fragment.elements,)
     for entry in fragment.entries:
@@ -335,49 +352,29 @@ def pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -
         yield parameter, flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
 
 
-def _check(named_shapes: NamedShapes, order: str, part_elements: int | None) -> None:
-    if not any(math.prod(shape) for _, shape in named_shapes):
-        raise ConfigError("the model has no trainable parameters", "set requires_grad on what is to be trained")
-    if order not in ("strided", "sequential"):
-        raise ConfigError(f"unknown fragment order {order!r}", "use 'strided' or 'sequential'")
-    if part_elements is not None and part_elements < 1:
-        raise ConfigError(f"part_elements is {part_elements}", "give at least 1024, or leave it out")
-
-
 def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
-    """The index of each parameter's fragment."""
-    layers = _layer_homes(named_shapes, fragments, order)
+    """Index of each parameter's fragment. Raises ConfigError for more fragments than layers."""
+    layer_of = {name: match.group() for name, _ in named_shapes if (match := _LAYER.match(name))}
+    layers = list(dict.fromkeys(layer_of.values()))
+    if not 1 <= fragments <= max(len(layers), 1):
+        cause = f"sync.fragments is {fragments}, but the model has {len(layers)} layers"
+        raise ConfigError(cause, "a fragment holds at least one layer: use fewer fragments")
+    if order == "strided":
+        layer_homes = {layer: i % fragments for i, layer in enumerate(layers)}
+    else:
+        layer_homes = {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
     homes: dict[str, int] = {}
     filled = [0] * fragments
-    for name, shape in sorted(named_shapes, key=lambda pair: (_layer(pair[0]) is None, -math.prod(pair[1]))):
-        layer = _layer(name)
-        home = filled.index(min(filled)) if layer is None else layers[layer]
+    for name, shape in sorted(named_shapes, key=lambda pair: (pair[0] not in layer_of, -math.prod(pair[1]))):
+        home = layer_homes[layer_of[name]] if name in layer_of else filled.index(min(filled))
         filled[home] += math.prod(shape)
         homes[name] = home
     assert len(homes) == len(named_shapes), "two parameters have one name"
     return homes
 
 
-def _layer_homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
-    """The index of each layer's fragment."""
-    layers = list(dict.fromkeys(layer for name, _ in named_shapes if (layer := _layer(name)) is not None))
-    if not 1 <= fragments <= max(len(layers), 1):
-        raise ConfigError(
-            f"sync.fragments is {fragments}, but the model has {len(layers)} layers",
-            "a fragment holds at least one layer: use fewer fragments",
-        )
-    if order == "strided":
-        return {layer: i % fragments for i, layer in enumerate(layers)}
-    return {layer: i * fragments // len(layers) for i, layer in enumerate(layers)}
-
-
-def _layer(name: str) -> str | None:
-    match = _LAYER.match(name)
-    return match.group() if match else None
-
-
 def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The number of each parameter's group: from 1; 0 for none. Raises ConfigError where a group has nothing in it."""
+    """The number of each parameter's codec group: from 1; 0 for none. Raises ConfigError for an empty group."""
     numbers = dict.fromkeys(names, 0)
     for number, patterns in enumerate(groups, 1):
         free = [name for name in names if numbers[name] == 0]
@@ -385,40 +382,14 @@ def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str,
         if not fitting:
             left = " that groups before it leave" if number > 1 else ""
             cause = f"group {number} of codec.groups ({_some(patterns)}) is empty: no parameter{left} has such a name"
-            near = _some(_nearest(free, patterns[0])) or "none"
+            alike = partial(SequenceMatcher, None, patterns[0])
+            near = _some(sorted(free, key=lambda name: -alike(name).ratio())[:6]) or "none"
             raise ConfigError(cause, f"correct its `match`, or take it out; nearest names{left}: {near}")
         numbers |= dict.fromkeys(fitting, number)
     return numbers
-
-
-def _nearest(names: Sequence[str], pattern: str) -> list[str]:
-    return sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())[:6]
 
 
 def _some(names: Sequence[str]) -> str:
     """The first and the last few, in one line; they may be a stranger's."""
     few = names if len(names) <= 6 else (*names[:3], *names[-3:])
     return ", ".join(ascii(name[:30]) for name in few)
-
-
-def _fragment(index: int, named_shapes: NamedShapes, numbers: Mapping[str, int], part_elements: int | None) -> Fragment:
-    entries = []
-    elements = 0
-    sizes: Counter[int] = Counter()
-    for name, shape in named_shapes:
-        entries.append(ParameterEntry(name, tuple(shape), elements))
-        elements += entries[-1].elements
-        sizes[numbers[name]] += entries[-1].elements
-    groups = tuple((number, size) for number, size in sizes.items() if size)
-    return Fragment(index, tuple(entries), groups, part_elements or _fitting_part(elements))
-
-
-def _fitting_part(elements: int) -> int:
-    least = math.ceil(elements / PARTS_PER_FRAGMENT)
-    return min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
-
-
-def _bare(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -1,11 +1,16 @@
-"""What a round works on: one peer's weights, the outer state, and what is between them."""
+"""The line of one peer, which a round works on: its weights, the outer state, and what is between them.
+
+Beside it are the weighing of contributions, checkpoints' and evaluation's views of the weights, and the two ways onto
+another state: a copied one (`adopt`), or back to the anchor (`drop`). What every rank does to its parts is one
+function; the bookkeeping of rank 0, which knows commits and tokens, is another (`book`, `book_adoption`, `book_drop`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,22 +18,66 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s
 from diloco.base.decisions import Apply, Measure
 from diloco.base.ranks import Alone, Ranks
-from diloco.base.types import Commit, Contribution, Counted
+from diloco.base.types import Commit, Contribution, Counted, Member
 from diloco.compress import Codec
 from diloco.compress.encoding import Encode, encode_now
 from diloco.outer.fragments import Fragment, Layout, Weights
 from diloco.outer.merge import Carry, carry, carry_fragment
 from diloco.outer.pseudograd import left_over
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
-from diloco.outer.weighing import Weighing
+
+if TYPE_CHECKING:
+    from diloco.config.contract import Contract
 
 MAX_VALUE = torch.finfo(torch.float32).max / 2
-"""Of anchor and local weights: the difference of two such is finite."""
+"""Largest |value| accepted in anchor or weights, so that their difference stays finite."""
+FINE = 1000
+"""Weight of a contribution where weights are not all the same: weights are whole numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """The contract's rule for the weight of a contribution, and for the size of a version's outer step.
+
+    It is the same for all peers: the share that follows from a commit goes into the outer state.
+    """
+
+    by_tokens: bool = False
+    """Contributions weigh as many as their tokens; else all weigh the same."""
+    whole: int = 1
+    """Weight of one with a round's inner steps that is not late."""
+    staleness_power: float = 0.0
+    """`OuterSection.staleness_power`."""
+    shares: bool = False
+    """A version's outer step is in proportion to what it counts (`OuterSection.partial`)."""
+
+    @staticmethod
+    def of(contract: Contract) -> Weighing:
+        """The rule of a contract."""
+        outer = contract.outer
+        by_tokens = outer.weighting == "tokens"
+        same = FINE if outer.staleness_power else 1
+        whole = contract.steps_per_round * contract.tokens_per_step if by_tokens else same
+        return Weighing(by_tokens, whole, outer.staleness_power, contract.partial == "share")
+
+    def weight(self, tokens: int, staleness: float) -> int:
+        """Weight of a contribution of so many tokens. `staleness`: versions that closed while it was made, over the
+        trainers: one that is not slower than the others has at most about 1."""
+        late: float = max(staleness, 1.0) ** -self.staleness_power
+        return max(round((tokens if self.by_tokens else self.whole) * late), 1)
+
+    def share(self, counted: Sequence[Counted], view: Sequence[Member]) -> float:
+        """Share of an outer step that a version makes: the weights that it counts over the whole weight of all
+        trainers, those in the `view` and those that it counts. 1 at most, and always 1 where `shares` is off."""
+        if not self.shares:
+            return 1.0
+        trainers = {member.peer for member in view if not member.witness} | {entry.peer for entry in counted}
+        return min(sum(entry.weight for entry in counted) / (len(trainers) * self.whole), 1.0)
 
 
 @dataclass
 class UncommittedProgress:
-    """What inner steps were done since a commit counted us last."""
+    """Tokens and data blocks that a peer trained since a commit counted it last."""
 
     tokens: int = 0
     blocks: int = 0
@@ -36,10 +85,6 @@ class UncommittedProgress:
     def add(self, tokens: int, blocks: int) -> None:
         self.tokens += tokens
         self.blocks += blocks
-
-    def subtract(self, counted: Counted) -> None:
-        self.tokens -= counted.tokens
-        self.blocks -= counted.blocks
 
 
 @dataclass(frozen=True)
@@ -53,9 +98,9 @@ class PendingContribution:
     base_if_skipped: Tensor
     """In place of `local` when it comes to nothing: what has changed since *this* is all progress."""
     target: Tensor | None = None
-    """What was encoded, when the codec's error is fed back. It becomes the residual (`left_over`)."""
+    """Values that were encoded, when the codec's error is fed back. They become the residual (`left_over`)."""
     own_share: FragmentState | None = None
-    """What `eager` took ahead of the outer step."""
+    """Outer step of the contribution alone, which `eager` made ahead."""
     passed: Commit | None = None
     """The first version that we could not apply and that counts it, for all we know: it is no progress any more,
     whatever comes of the rounds until a state is copied."""
@@ -65,7 +110,7 @@ class PendingContribution:
 
 @dataclass
 class Line:
-    """What a round works on: one peer's weights, the outer state, and what is between them.
+    """State of one peer between two rounds: its weights, the outer state, and the contribution on its way.
 
     Invariant: local weights = anchor + progress that is not committed yet; `trained` counts that progress. For this the
     anchor is taken as the parameters' dtype holds it (`Weights.rounded`).
@@ -101,7 +146,7 @@ class Line:
     align: bool = False
     """Late pseudo-gradients are turned towards the outer momentum (`diloco.outer.pseudograd`)."""
     since: int = field(init=False)
-    """The version at which the progress that is not committed yet began."""
+    """Version at which the progress that is not committed yet began."""
 
     def __post_init__(self) -> None:
         self.since = self.state.version
@@ -115,7 +160,8 @@ class Line:
 
     @property
     def stands_at(self) -> Commit | None:
-        """Before whose version no state is copied. None: there is none, or our state is wrong and any is better."""
+        """Commit of the version before which no state is copied. None: there is none, or our state is wrong and any is
+        better."""
         return None if self.diverged else self.commit
 
     @property
@@ -134,18 +180,19 @@ class Line:
         return (self.state.version - self.since) / self.trainers
 
     def measuring(self, overlaps: bool) -> Measure:
-        """How a contribution is to be measured now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
+        """Decision to measure a contribution now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
         return Measure(self.staleness, self.trainers, overlaps)
 
     def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
-        """How a version is to be applied now. Rank 0. `state_unused`: nobody else reads the state before it."""
+        """Decision to apply a version now. Rank 0. `state_unused`: nobody else reads the state before it."""
         omitted = any(entry.peer == self.peer for entry in commit.omitted)
         in_place = state_unused and counted and not (omitted or self.merge.needs_gradient)
         return Apply(commit.to_bytes().decode(), counted, in_place)
 
 
 def keep_local(line: Line) -> None:
-    """Inner steps follow while a contribution is on its way: what they change is progress of the next one."""
+    """Copy the local weights of the contribution on its way, before inner steps change them: that is progress of the
+    next one."""
     if line.sent is not None and line.sent.local is None:
         contribution = line.sent.contribution
         len(contribution.parts[:])  # waits: it may be made of these very weights
@@ -153,14 +200,14 @@ def keep_local(line: Line) -> None:
 
 
 def withdraw(line: Line) -> None:
-    """What was sent comes to nothing, and nobody holds it: it is progress again."""
+    """Make the contribution on its way progress again: it comes to nothing, and nobody holds it."""
     sent, line.sent = line.sent, None
     if sent is not None:
         line.merge.withdrawn(line, sent)
 
 
 def keep_residual(line: Line, sent: PendingContribution, fragment: Fragment, commit: Commit | None = None) -> None:
-    """What the codec dropped of what was sent is the residual; of the parts that `commit` counts, or of all."""
+    """Make the residual of what the codec dropped of a contribution: of the parts that `commit` counts, or of all."""
     if sent.target is not None:
         counts = [commit is None or commit.counts(line.peer, part) for part in range(fragment.parts)]
         before = line.residuals.get(fragment.index)
@@ -169,10 +216,10 @@ def keep_residual(line: Line, sent: PendingContribution, fragment: Fragment, com
 
 
 def fade_residual(line: Line, commit: Commit, fragment: Fragment) -> None:
-    """A version counts nothing that this life sent: an entry of its name is that of an earlier life.
+    """Fade the residual where a version counts a contribution of this peer's name, and none of this life.
 
-    What that life sent had in it what the codec had dropped before, so that of the residual as much stays as after a
-    copy of the state.
+    It is that of an earlier life. It had in it what the codec had dropped before, so that of the residual as much stays
+    as after a copy of the state.
     """
     residual = line.residuals.get(fragment.index)
     if residual is None or entry_in(line, commit) is None:
@@ -191,7 +238,7 @@ def entry_in(line: Line, commit: Commit) -> Counted | None:
 
 @contextmanager
 def weights_at_anchor(line: Line) -> Iterator[None]:
-    """Meanwhile the model holds the anchor. All ranks enter and leave together."""
+    """Context in which the model holds the anchor. All ranks enter and leave together."""
     local = [line.weights.read(fragment) for fragment in line.layout.fragments]
     try:
         for fragment in line.layout.fragments:
@@ -204,7 +251,7 @@ def weights_at_anchor(line: Line) -> Iterator[None]:
 
 @contextmanager
 def weights_to_keep(line: Line) -> Iterator[None]:
-    """Meanwhile the model holds anchor plus all progress that is not committed: without what `eager` foresees.
+    """Context in which the model holds anchor plus all progress that is not committed: without what `eager` foresees.
 
     A checkpoint holds these, for a contribution that is on its way is progress after a restart. All ranks together.
     """
@@ -222,7 +269,7 @@ def weights_to_keep(line: Line) -> Iterator[None]:
 
 
 def expect(line: Line, commit: Commit) -> Counted | None:
-    """Before a version is applied: this life's entry in it, if it counts one. Rank 0.
+    """This life's entry in a version that is about to be applied, if it counts one. Rank 0.
 
     Raises Diverged when the version was made on another state than this.
     """
@@ -237,15 +284,15 @@ def expect(line: Line, commit: Commit) -> Counted | None:
 
 
 def book(line: Line, commit: Commit, mine: Counted | None) -> None:
-    """After a version was applied that counts `mine`. Rank 0."""
+    """Take what a version counts of this peer, `mine`, off its progress, after it was applied. Rank 0."""
     if mine is not None:
-        line.trained.subtract(mine)
+        line.trained.add(-mine.tokens, -mine.blocks)
     if mine is not None or not line.trained.tokens:
         line.since = commit.version
 
 
 def complete(line: Line, state: FragmentState) -> None:
-    """The ranks tell each other the hashes of the parts that they hold."""
+    """Exchange, among the ranks, the hashes of the parts of the outer state that each holds."""
     fragment = state.fragment
     if fragment is None or fragment.lanes == 1:
         return
@@ -260,7 +307,7 @@ def complete(line: Line, state: FragmentState) -> None:
 
 
 class Diverged(Exception):
-    """Our state is not the one that a version was made on: it must be copied anew."""
+    """Our outer state is not the one that a version was made on: it must be copied anew."""
 
     def __init__(self, version: int, uncounted: bool) -> None:
         """`uncounted`: for certain no version counts what was sent."""
@@ -270,43 +317,39 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Adoption:
-    """What a copied state means for what was trained and sent: fixed before it is adopted, booked afterwards."""
+    """Fate of the progress and the contribution of a peer that copies a state: fixed before, booked afterwards."""
 
     commit: Commit | None
-    """That of the state."""
+    """Commit of the state."""
     stays: bool
-    """It is of the version at which the line stands: what was sent stays sent, and the next version may count it."""
+    """The state is of the version of the line: what was sent stays sent, and the next version may count it."""
     mine: Counted | None
-    """What was sent, as a version counts it that leads there."""
+    """The contribution, as a version counts it that leads to the state. None: none does, as far as we know."""
     given_up: int
     """Tokens sent that may be counted in versions that were skipped, and must not count twice: they are not carried."""
 
     @property
     def discarded(self) -> int:
-        """Tokens of those that no known version counts."""
+        """Tokens given up that no known version counts."""
         return 0 if self.mine is not None else self.given_up
 
 
 def adoption(line: Line, commit: Commit | None) -> Adoption:
-    """The copied state of `commit` is to be adopted. Rank 0."""
+    """The fate of progress and contribution if the copied state of `commit` is adopted. Rank 0."""
     stays = commit is not None and commit == line.commit
-    given_up = line.sent.contribution.tokens if line.sent is not None and not stays else 0
-    return Adoption(commit, stays, None if stays else _counted_on_the_way_to(line, commit), given_up)
-
-
-def _counted_on_the_way_to(line: Line, commit: Commit | None) -> Counted | None:
-    """What was sent, as a version counts it that leads to the state of `commit`: that version itself, or one that we
-    could not apply. None: it is not counted, or nobody told us."""
-    if line.sent is None or commit is None:
-        return None
-    sent = line.sent.contribution
+    if stays or line.sent is None:
+        return Adoption(commit, stays, None, 0)
+    sent, passed = line.sent.contribution, line.sent.passed
     mine = Counted(line.peer, sent.base_version, sent.weight, sent.tokens, sent.blocks)
-    reported = [line.sent.passed] if line.sent.passed is not None and line.sent.passed.lineage == commit.lineage else []
-    return mine if any(mine in version.counted for version in (*reported, commit)) else None
+    # A version that leads to the state may count it: its own, or one of its lineage that we could not apply.
+    counts = commit is not None and (
+        mine in commit.counted or (passed is not None and passed.lineage == commit.lineage and mine in passed.counted)
+    )
+    return Adoption(commit, stays, mine if counts else None, sent.tokens)
 
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
-    """After it was adopted. Rank 0."""
+    """Book the fate of progress and contribution after a copied state was adopted. Rank 0."""
     line.diverged = False
     if adoption.stays:
         return
@@ -317,7 +360,7 @@ def book_adoption(line: Line, adoption: Adoption) -> None:
 
 
 def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
-    """Take over a copied state; progress that is not committed yet is carried onto the new anchor.
+    """Take over a copied outer state; progress that is not committed yet is carried onto the new anchor.
 
     `stays`: it is of the same version, and what was sent stays sent. Else what was sent is the run's or given up, and
     the residual with it: what the codec dropped of it remains.
@@ -326,10 +369,14 @@ def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
         keep_local(line)
     sent, line.sent = line.sent, None
     for fragment, before, after in zip(line.layout.fragments, line.state.fragments, state.fragments, strict=True):
-        base: Tensor | None = line.weights.rounded(fragment, before.anchor)
+        old = line.weights.rounded(fragment, before.anchor)
+        base: Tensor | None = old
         if sent is not None and sent.contribution.fragment == fragment.index:
-            if stays:
-                line.sent = _moved(line, fragment, sent, before.anchor, after.anchor)
+            if stays:  # the anchor under the contribution turned out to be another
+                assert sent.local is not None
+                new = line.weights.rounded(fragment, after.anchor)
+                local = line.weights.rounded(fragment, carry(sent.local, old, new))
+                line.sent = replace(sent, local=local, base_if_skipped=carry(sent.base_if_skipped, old, new))
             else:
                 base = sent.local
                 keep_residual(line, sent, fragment)
@@ -343,23 +390,15 @@ def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
     line.residuals = {index: residual * kept for index, residual in line.residuals.items()} if kept else {}
 
 
-def _moved(line: Line, fragment: Fragment, sent: PendingContribution, old: Tensor, new: Tensor) -> PendingContribution:
-    """What was sent stays sent, and the anchor under it turned out to be another."""
-    rounded = partial(line.weights.rounded, fragment)
-    base, onto = rounded(old), rounded(new)
-    local = None if sent.local is None else rounded(carry(sent.local, base, onto))
-    return replace(sent, local=local, base_if_skipped=carry(sent.base_if_skipped, base, onto))
-
-
 def drop(line: Line) -> None:
-    """Go back to the anchor."""
+    """Give up all progress: the weights go back to the anchor."""
     for fragment in line.layout.fragments:
         line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
     line.sent = None
 
 
 def book_drop(line: Line) -> int:
-    """After that. Returns the tokens that are discarded by it; their data blocks stay used. Rank 0."""
+    """Book that all progress was dropped. Returns the discarded tokens; their data blocks stay used. Rank 0."""
     discarded, line.trained.tokens = line.trained.tokens, 0
     line.since = line.state.version
     return discarded

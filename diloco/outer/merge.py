@@ -1,4 +1,4 @@
-"""What becomes of the local weights when a version closes, and while a contribution is on its way.
+"""Merge strategies: the local weights when a version closes, and while a contribution is on its way.
 
 The invariant of every mode: local = anchor + progress that is not committed yet; the anchor as the parameters' dtype
 holds it (`Weights.rounded`).
@@ -14,32 +14,33 @@ from torch import Tensor
 
 from diloco.base.types import Commit
 from diloco.outer.fragments import Fragment, Weights
-from diloco.outer.state import FragmentState, OuterOptimizer, tiles
+from diloco.outer.state import FragmentState, tiles
 
 if TYPE_CHECKING:
     from diloco.outer.line import Line, PendingContribution
 
 
 class Carry:
-    """`carry`: a version that counts a contribution leaves the anchor, and what was trained since it was measured.
-
-    The base of the other strategies, which look at more than the weights at hand.
+    """Merge strategy `carry`: a version that counts a contribution leaves the anchor, and what was trained since it was
+    measured. The base of the other strategies, which look at more than the weights at hand.
     """
 
     needs_gradient = False
     """Whether the pseudo-gradient is needed whole when it is sent, and the old anchor when its version closes."""
+    alpha: float | None = None
+    """Share of the local weights that `mix` keeps."""
 
     def sent(
         self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
     ) -> PendingContribution:
-        """A contribution was made: of `gradient`, flat fp32, which will weigh `share` of the mean. Returns it."""
+        """Take note of a contribution, of `gradient`, flat fp32, which will weigh `share` of the mean. Returns it."""
         return sent
 
     def withdrawn(self, line: Line, sent: PendingContribution) -> None:
-        """It comes to nothing."""
+        """Take note that a contribution comes to nothing."""
 
     def land(self, line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
-        """The local weights onto the new anchor. A part that omits this peer, or a version, leaves it progress.
+        """Move the local weights onto the new anchor. A part that omits this peer, or a version, leaves it progress.
 
         `old`, `new`: anchors before and after, flat fp32. `counted`: the version counts what was sent.
         """
@@ -47,13 +48,16 @@ class Carry:
         base_if_skipped = line.weights.rounded(fragment, old) if sent is None else sent.base_if_skipped
         base = sent.local if counted and sent is not None else base_if_skipped
         omitted = left_out(line.peer, commit, fragment) if counted else []
-        if not omitted and not (counted and self._mixes):
+        if not omitted and not (counted and self.alpha is not None):
             carry_fragment(line.weights, fragment, base, new)
             return
         onto = line.weights.rounded(fragment, new)
 
         def merged(local: Tensor, at: slice) -> Tensor:
-            after = self._landed(local, base, onto, at) if counted else carry_piece(local, base, onto, at).clone()
+            if counted and self.alpha is not None:
+                after = mix(local, onto[at], self.alpha)
+            else:
+                after = carry_piece(local, base, onto, at).clone()  # it may be a view of the anchor
             for start, stop in omitted:
                 here = slice(max(start - at.start, 0), max(stop - at.start, 0))
                 after[here] = carry(local[here], base_if_skipped[at][here], onto[at][here])
@@ -61,32 +65,22 @@ class Carry:
 
         line.weights.change(fragment, merged)
 
-    _mixes = False
-
-    def _landed(self, local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
-        return carry_piece(local, base, anchor, at).clone()
-
     def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
-        """A version counts what was sent. `steps`: outer steps of the fragment before it."""
+        """Take note that a version counts the contribution. `steps`: outer steps of the fragment before it."""
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
-        """A version counts nothing of this life."""
+        """Take note that a version counts no contribution of this life."""
 
     def copied(self) -> None:
-        """The state was copied from others: nothing of before holds."""
+        """Take note that the outer state was copied from others: nothing of before holds."""
 
 
 class Mix(Carry):
-    """`mix` with local weights."""
-
-    _mixes = True
+    """Merge strategy `mix`: a version that counts a contribution leaves a share of the local weights."""
 
     def __init__(self, alpha: float) -> None:
         """`alpha`: share of the local weights (`SyncSection.mix_alpha`)."""
         self.alpha = alpha
-
-    def _landed(self, local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
-        return mix(local, anchor[at], self.alpha)
 
 
 def left_out(peer: str, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
@@ -97,8 +91,8 @@ def left_out(peer: str, commit: Commit, fragment: Fragment) -> list[tuple[int, i
 def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
     """Move progress that is not committed yet onto a new anchor: anchor + (local - base).
 
-    `local` is what the peer holds now and `anchor` the new one, both flat fp32; `base` says what of `local` is
-    already accounted for:
+    `local` is what the peer holds now and `anchor` the new one, both flat fp32; `base` is the part of `local`
+    that is already accounted for:
 
     - the commit counted us: `base` is `local` as it was when the contribution was measured. Without overlap
       nothing was done since, and the result is the anchor.
@@ -145,21 +139,13 @@ def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     return local * alpha + anchor * (1.0 - alpha)
 
 
-def eager_step(own: FragmentState, gradient: Tensor, share: float, optimizer: OuterOptimizer) -> FragmentState:
-    """What the outer step will do with our own share of a mean that is still on its way (arXiv 2502.12996, eager).
-
-    `own`: the steps that our contributions alone would have made, of a zero anchor; `gradient`, flat fp32: the
-    pseudo-gradient just sent; `share`: its weight in the mean, 1 / peers. The result's anchor is what to add to the
-    agreed one. Outer steps are linear in what they are given (SGD, Nesterov), so this is exactly the paper's replica,
-    which steps by its own fresh share and the others' previous one, while the agreed anchor stays the same for all.
-    """
-    return optimizer.step(FragmentState(torch.zeros_like(gradient), own.slots, own.steps), gradient * share)
-
-
 class Eager(Carry):
-    """`eager_step` (arXiv 2502.12996): a contribution's own share of the mean is applied while it is on its way.
+    """Merge strategy `eager` (arXiv 2502.12996): the outer step of a contribution's own share of the mean moves the
+    local weights while the contribution is on its way.
 
-    Host memory: a fragment's anchor and slots once more for each fragment.
+    Outer steps are linear in what they are given (SGD, Nesterov), so this is exactly the paper's replica, which steps
+    by its own fresh share and the others' previous one, while the agreed anchor stays the same for all. Host memory: a
+    fragment's anchor and slots once more for each fragment.
     """
 
     needs_gradient = True
@@ -171,23 +157,25 @@ class Eager(Carry):
     def sent(
         self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
     ) -> PendingContribution:
-        """Moves the fragment's local weights to where the outer step will have them, as far as that is known."""
+        """Move the fragment's local weights to where the outer step will have them, as far as that is known."""
         assert gradient is not None
         before = line.state.fragments[fragment.index]
         own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
-        own_share = eager_step(replace(own, steps=before.steps), gradient, share, line.optimizer)
+        # From a zero anchor, so that the result's anchor is what to add to the agreed one.
+        start = FragmentState(torch.zeros_like(gradient), own.slots, before.steps)
+        own_share = line.optimizer.step(start, gradient * share)
         line.weights.write(fragment, before.anchor + own_share.anchor)
         local = line.weights.read(fragment)  # as rounded to the parameters' dtype
         return replace(sent, local=local, base_if_skipped=local + gradient, own_share=own_share)
 
     def withdrawn(self, line: Line, sent: PendingContribution) -> None:
-        """Takes out of the local weights what it foresaw."""
+        """Take the contribution's own share out of the local weights again."""
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.weights.rounded(fragment, line.state.fragments[fragment.index].anchor)
         line.weights.write(fragment, carry(line.weights.read(fragment), sent.base_if_skipped, anchor))
 
     def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
-        """What it foresaw has happened, but not in parts that omit this peer."""
+        """Keep the own share as what the outer step did, but not in parts that omit this peer."""
         assert sent.own_share is not None
         own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(sent.base_if_skipped))
         for start, stop in left_out(line.peer, commit, fragment):
@@ -195,13 +183,13 @@ class Eager(Carry):
         self.own[fragment.index] = sent.own_share
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
-        """Only the momentum of its own contributions goes on."""
+        """Let the momentum of this peer's own contributions go on."""
         own = self.own.get(fragment.index)
         if own is not None:
             self.own[fragment.index] = self._fade(line, own, steps)
 
     def copied(self) -> None:
-        """Forgets its own contributions."""
+        """Forget this peer's own contributions."""
         self.own.clear()
 
     def _fade(self, line: Line, own: FragmentState, steps: int, into: FragmentState | None = None) -> FragmentState:
@@ -209,7 +197,7 @@ class Eager(Carry):
 
 
 def open_merge(name: str, mix_alpha: float) -> Carry:
-    """The strategy of a contract (`SyncSection.merge` and `mix_alpha`)."""
+    """The merge strategy of a contract (`SyncSection.merge` and `mix_alpha`)."""
     if name == "eager":
         return Eager()
     return Mix(mix_alpha) if name == "mix" else Carry()

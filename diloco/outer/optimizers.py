@@ -1,4 +1,4 @@
-"""The outer state and the outer optimizers.
+"""The outer optimizers, from a fragment's outer state and the mean pseudo-gradient to its next state; the outer step.
 
 Every peer computes the outer step for itself and must get the same bits on any CPU: fp32 on the host, each
 operation rounded on its own, element by element. So no `add_(alpha=...)`, `addcmul` or `lerp` (fused multiply-add
@@ -8,31 +8,41 @@ be off, as it is by default.
 
 A step makes new buffers, and a snapshot for a joiner or a checkpoint is a reference: that costs one fragment's anchor
 and slots twice, while the step runs and for as long as somebody reads the old ones. Or it overwrites the old ones, when
-nobody does (`diloco.outer.line.Line.spare`).
+nobody does (`Apply.in_place`).
+
+`Stepping` makes average and outer step of a version part by part. Ahead of its commit, each part is stepped as its mean
+arrives, into new buffers; so the step is over when the exchange is. That takes a fragment once more for the anchor, and
+once for each slot. In place it waits for the commit, and overwrites the state before it; a mean that arrives is only
+checked.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import reduce
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.compress import kernels
+from diloco.base.life import done
+from diloco.base.memory import floats
+from diloco.base.types import Closed
+from diloco.compress import Codec, kernels
+from diloco.compress.codec import magnitude
 from diloco.config.contract import OuterSection
-from diloco.outer.state import OuterOptimizer, tiles
+from diloco.observe.events import timed
+from diloco.outer.average import check_mean, mean_into
+from diloco.outer.fragments import Fragment
+from diloco.outer.state import FragmentState, OuterOptimizer, OuterState, part_hash, tiles
 
 if TYPE_CHECKING:
-    from diloco.outer.state import FragmentState
+    from concurrent.futures import Future
 
-
-# ---------------------------------------------------------------- optimizers
+    from diloco.outer.line import Line
 
 
 @dataclass(frozen=True)
@@ -42,12 +52,8 @@ class Sgd(OuterOptimizer):
     lr: float
     slot_names = ()
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         torch.sub(state.anchor, mean * (self.lr * share), out=after.anchor)
-        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,7 @@ class Nesterov(OuterOptimizer):
     momentum: float
     slot_names = ("momentum",)
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         kept = self.momentum + (1 - share) * (1 - self.momentum)  # the momentum itself, to the bit, of a whole step
         old, new = ((one.slots["momentum"], one.anchor) for one in (state, after))
         if not kernels.nesterov(mean, old, new, kept, share, self.momentum, self.lr * share):
@@ -74,7 +77,6 @@ class Nesterov(OuterOptimizer):
                 momentum = torch.mul(old[0][tile], kept, out=new[0][tile]).add_(fresh)
                 update = (momentum * self.momentum).add_(mean[tile]).mul_(self.lr * share)
                 torch.sub(old[1][tile], update, out=new[1][tile])
-        return replace(after, steps=state.steps + 1)
 
 
 @dataclass(frozen=True)
@@ -93,24 +95,19 @@ class DelayedNesterov(OuterOptimizer):
     at_once: bool
     slot_names = ("accumulated", "momentum")
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after = into or state.unfilled()
-        steps = state.steps + 1
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         for tile in tiles(mean.numel()):
             accumulated, momentum = after.slots["accumulated"][tile], after.slots["momentum"][tile]
             fresh = mean[tile] * (1.0 / self.buffer)
             torch.add(state.slots["accumulated"][tile], fresh, out=accumulated)
             update = fresh if self.at_once else torch.zeros_like(fresh)
-            if steps % self.buffer:
+            if (state.steps + 1) % self.buffer:
                 momentum.copy_(state.slots["momentum"][tile])
             else:
                 torch.mul(state.slots["momentum"][tile], self.momentum, out=momentum).add_(accumulated)
                 update = (momentum * self.momentum).add_(fresh if self.at_once else accumulated)
                 accumulated.zero_()
             torch.sub(state.anchor[tile], update.mul_(self.lr), out=after.anchor[tile])
-        return replace(after, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -125,19 +122,16 @@ class Adam(OuterOptimizer):
     eps: float
     slot_names = ("first_moment", "second_moment")
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
-        after, steps = into or state.unfilled(), state.steps + 1
-        beta1, beta2 = self.betas
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
+        (beta1, beta2), steps = self.betas, state.steps + 1
         first = torch.mul(state.slots["first_moment"], beta1, out=after.slots["first_moment"])
         first.add_(mean * (1 - beta1))
         second = torch.mul(state.slots["second_moment"], beta2, out=after.slots["second_moment"])
         second.add_((mean * mean).mul_(1 - beta2))
-        scale = _sqrt(second).div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
+        root = torch.from_numpy(np.sqrt(second.numpy()))  # correctly rounded: numpy takes the CPU's instruction
+        scale = root.div_(math.sqrt(1 - _power(beta2, steps))).add_(self.eps)
         update = (first / scale).mul_(self.lr / (1 - _power(beta1, steps)))
         torch.sub(state.anchor, update, out=after.anchor)
-        return replace(after, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -155,43 +149,132 @@ class WarmUp(OuterOptimizer):
     def slot_names(self) -> tuple[str, ...]:
         return self.after.slot_names
 
-    def step(
-        self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
-    ) -> FragmentState:
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
         if state.steps < self.steps:
-            after = into or state.unfilled()
             torch.sub(state.anchor, mean if share == 1 else mean * share, out=after.anchor)
             for name, slot in state.slots.items():
                 after.slots[name].copy_(slot)
         else:
-            after = self.after.step(replace(state, steps=state.steps - self.steps), mean, into, share)
-        return replace(after, steps=state.steps + 1)
+            self.after.fill(after, replace(state, steps=state.steps - self.steps), mean, share)
 
 
 def open_outer(section: OuterSection) -> OuterOptimizer:
     """The outer optimizer that a contract asks for."""
-    optimizer = _open(section)
-    return WarmUp(optimizer, section.warmup_steps) if section.warmup_steps else optimizer
-
-
-def _open(section: OuterSection) -> OuterOptimizer:
+    optimizer: OuterOptimizer
     match section.optimizer:
         case "sgd":
-            return Sgd(section.lr)
+            optimizer = Sgd(section.lr)
         case "nesterov":
-            return Nesterov(section.lr, section.momentum)
+            optimizer = Nesterov(section.lr, section.momentum)
         case "delayed_nesterov" | "buffered_nesterov":
             at_once = section.optimizer == "delayed_nesterov"
-            return DelayedNesterov(section.lr, section.momentum, section.buffer, at_once)
+            optimizer = DelayedNesterov(section.lr, section.momentum, section.buffer, at_once)
         case "adam":
-            return Adam(section.lr, section.betas, section.eps)
-
-
-def _sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded square roots: numpy takes the CPU's instruction."""
-    return torch.from_numpy(np.sqrt(values.numpy()))
+            optimizer = Adam(section.lr, section.betas, section.eps)
+    return WarmUp(optimizer, section.warmup_steps) if section.warmup_steps else optimizer
 
 
 def _power(base: float, exponent: int) -> float:
     """base ** exponent by multiplication: the same bits whatever the C library's `pow` does."""
-    return reduce(mul, repeat(base, exponent), 1.0)
+    return math.prod(repeat(base, exponent), start=1.0)
+
+
+@dataclass(eq=False)
+class Stepping:
+    """The next outer state of one fragment, as far as its mean is known. Not for several threads at once.
+
+    Outer steps go element by element (`diloco.outer.optimizers`), so a part takes no more than its own mean, the bits
+    are those of one step over all, and they are hashed at once. A part that a repair changes is stepped again. Host
+    memory: 4 bytes per parameter and buffer, which become the next state; in place, of one part.
+    """
+
+    state: OuterState
+    """The outer state that the version is made on."""
+    fragment: Fragment
+    codecs: Sequence[Codec]
+    """By group of parameters."""
+    optimizer: OuterOptimizer
+    share: float = 1.0
+    """Share of an outer step (`diloco.outer.line.Weighing`)."""
+    ahead: bool = True
+    """Each part is stepped as its mean arrives; else all in place, when the version is applied."""
+    seconds: dict[str, float] = field(default_factory=lambda: {"average": 0.0, "outer": 0.0})
+    """Seconds spent so far on decoding means, and on outer steps."""
+    _after: FragmentState | None = None
+    _means: dict[int, bytes] = field(default_factory=dict)
+    """Mean by which each part was stepped, or, if not ahead, that is known to be decodable."""
+    _hashes: dict[str, dict[int, str]] = field(default_factory=dict)
+    _largest: dict[int, float] = field(default_factory=dict)
+    """Largest absolute value of each part's anchor."""
+
+    @property
+    def _before(self) -> FragmentState:
+        return self.state.fragments[self.fragment.index]
+
+    def take(self, part: int, mean: bytes) -> None:
+        """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
+        if self.ahead:
+            self._step(part, mean)
+        else:
+            with timed(self.seconds, "average"):
+                check_mean(mean, self.codecs[self.fragment.group_of(part)], self.fragment.size_of(part))
+        self._means[part] = mean
+
+    def average(self, means: Sequence[bytes]) -> None:
+        """Decode the mean pseudo-gradient, as far as it did not arrive part by part. Raises PayloadError when a part is
+        no mean, with nothing overwritten."""
+        for part in self.fragment.cuts:
+            if self._means.get(part) is not means[part]:
+                self.take(part, means[part])
+
+    def outer(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:
+        """The fragment's outer state after these means, once they were averaged. Nothing may be taken afterwards.
+
+        `in_place`: the state before may be overwritten, if nothing was done ahead.
+        """
+        if not self.ahead:
+            self._after = self._before if in_place else None
+            for part in self.fragment.cuts:
+                self._step(part, means[part])
+        after = replace(self._after or self._before.unfilled(), steps=self._before.steps + 1)
+        hashes = {name: dict(sorted(self._hashes.get(name, {}).items())) for name in after.buffers()}
+        # Not by max(), which drops a nan where it is not the first.
+        largest = magnitude(torch.tensor(list(self._largest.values()), dtype=torch.float32, device="cpu"))
+        after.keep(own_hashes=hashes, largest=largest)
+        return after
+
+    def _step(self, part: int, mean: bytes) -> None:
+        with timed(self.seconds, "average"):
+            values = floats(self.fragment.size_of(part))
+            mean_into(mean, self.codecs[self.fragment.group_of(part)], values)
+        with timed(self.seconds, "outer"):
+            start, stop = self.fragment.part_bounds(part)
+            if self._after is None:
+                self._after = self._before.unfilled()
+            into = self._after.part(start, stop)
+            self.optimizer.step(self._before.part(start, stop), values, into, self.share)
+            self._largest[part] = magnitude(into.anchor)
+            for name, buffer in into.buffers().items():
+                self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)
+
+
+class SteppedHere:
+    """A version whose average and outer step are made at once, on the thread that asks (`diloco.base.life.Stepped`)."""
+
+    def __init__(self, line: Line, closed: Closed) -> None:
+        """`line`: the line that the version is applied to next."""
+        self.commit, self._parts = closed.commit, closed.parts
+        share = line.weighing.share(closed.commit.counted, closed.commit.view)
+        fragment = line.layout.fragments[closed.commit.fragment]
+        self._stepping = Stepping(line.state, fragment, line.codecs, line.optimizer, share, ahead=False)
+        self.seconds: Mapping[str, float] = self._stepping.seconds
+        """Seconds spent by step of the line."""
+
+    def averaged(self) -> Future[None]:
+        """Raises PayloadError when the mean is no mean."""
+        self._stepping.average(self._parts)
+        return done(None)
+
+    def outer(self, in_place: bool) -> Future[FragmentState]:
+        """The fragment's next outer state, in new buffers or in those of the one before."""
+        return done(self._stepping.outer(self._parts, in_place))

@@ -1,4 +1,12 @@
-"""The pseudo-gradient, defined here and nowhere else."""
+"""The pseudo-gradient, defined here and nowhere else; its alignment when it is late; and error feedback.
+
+Error feedback (Seide et al. 2014; SparseLoCo, arXiv 2508.15706) sends later what a codec dropped:
+
+    target = pseudo-gradient + decay * residual;  sent = decode(encode(target));  residual = target - sent
+
+The residual is final only when a version has counted what was sent: a round that is skipped leaves it as it was, and so
+does a part whose owner left the contribution out. Host memory: 4 bytes per parameter.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +35,22 @@ def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor | None = None) ->
 def gradients(
     weights: Weights, fragment: Fragment, anchor: Tensor, local: Tensor | None, target: Tensor | None
 ) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """What to encode, part by part: its number, and what makes its values when somebody asks for them.
+    """Parts to encode: the number of each, and a function that makes its values when somebody asks for them.
 
     `target`: where it is here whole, flat fp32. Else it is the pseudo-gradient of `local`; None: of the weights as they
-    stand.
+    are.
     """
-    cuts = fragment.cuts
-    if target is not None:
-        yield from ((part, partial(target.__getitem__, slice(*bounds))) for part, bounds in cuts.items())
-        return
 
     def gradient(at: slice, values: Callable[[], Tensor]) -> Tensor:
         return pseudo_gradient(anchor[at], values())
 
-    held = local.__getitem__ if local is not None else None
-    made = weights.parts(fragment) if held is None else ((p, partial(held, slice(*b))) for p, b in cuts.items())
-    yield from ((part, partial(gradient, slice(*cuts[part]), values)) for part, values in made)
+    whole = local if target is None else target
+    if whole is None:
+        made = weights.parts(fragment)
+    else:
+        made = ((part, partial(whole.__getitem__, slice(*bounds))) for part, bounds in fragment.cuts.items())
+    for part, values in made:
+        yield part, values if target is not None else partial(gradient, slice(*fragment.cuts[part]), values)
 
 
 Total = Callable[[Tensor], Tensor]
@@ -53,7 +61,10 @@ WELL_ALIGNED = 0.5
 def aligned(
     gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: float, total: Total = lambda sums: sums
 ) -> Tensor:
-    """`gradient` as it is to be sent; all flat fp32 of the fragment's length.
+    """A late pseudo-gradient, turned towards where the others have gone meanwhile (after HeLoCo, arXiv 2606.00271).
+
+    `gradient` was measured from weights that the others have left; the outer `momentum` is their way. Both are flat
+    fp32 of the fragment's length. The contributor does this before it encodes, so nobody else needs to know of it.
 
     With lateness l = 1 - 1 / staleness, of a tensor at cosine c to the momentum:
 
@@ -100,7 +111,7 @@ def _aligned(gradient: Tensor, momentum: Tensor, late: float, sums: list[float])
 
 
 def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> bool:
-    """Fill `out`, which may be `gradient`, with what to encode. Returns whether that is finite.
+    """Fill `out`, which may be `gradient`, with the target of error feedback. Returns whether that is finite.
 
     All flat fp32 of one length; None is a residual of zero.
     """
@@ -125,10 +136,8 @@ def left_over(
     counted: Callable[[int], bool],
     before: Tensor | None,
 ) -> Tensor:
-    """`target`, flat fp32, made the new residual in place. Where a part was not `counted` that is still the one of
-    `before`.
-
-    `codecs`: by group of parameters.
+    """The residual of error feedback: `target`, flat fp32, changed in place. Of a part that was not `counted` it is
+    that of `before`. `codecs`: by group of parameters.
     """
     encoded = parts[:]  # waits: they may still be made of this very target
     for part, (start, stop) in fragment.cuts.items():

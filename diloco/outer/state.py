@@ -1,11 +1,11 @@
-"""The outer state: anchor and slots of each fragment, its parts, hashes and digest."""
+"""The outer state: anchor and slots of each fragment, its parts, hashes and digest; and the interface of optimizers."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,8 +18,6 @@ from diloco.compress.codec import magnitude
 from diloco.outer.fragments import Fragment, Layout
 
 ELEMENT_BYTES = torch.float32.itemsize
-
-
 TILE_ELEMENTS = 2**17
 """512 KiB of fp32: temporaries of this size stay in a core's cache and in the allocator. Whole ones are as large as the
 fragment, and the kernel hands out, and clears, each of their pages: half of the time of an outer step."""
@@ -27,7 +25,7 @@ fragment, and the kernel hands out, and clears, each of their pages: half of the
 
 @dataclass(frozen=True, eq=False)
 class FragmentState:
-    """One fragment: flat fp32 host tensors of the fragment's length."""
+    """Outer state of one fragment: flat fp32 host tensors of the fragment's length."""
 
     anchor: Tensor
     slots: Mapping[str, Tensor]
@@ -35,10 +33,10 @@ class FragmentState:
     steps: int
     """Outer steps taken."""
     fragment: Fragment | None = None
-    """Whose parts are hashed, and sent to a joiner, one by one; None: all is one part."""
+    """The fragment, whose parts are hashed and sent to a joiner one by one; None: all is one part."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """The anchor, then the slots by name."""
+        """The anchor, then the optimizer's slots by name."""
         return {"anchor": self.anchor, **{name: self.slots[name] for name in sorted(self.slots)}}
 
     @property
@@ -50,14 +48,14 @@ class FragmentState:
     def hashes(self) -> dict[str, list[str]]:
         """Hash of each part of each buffer. Kept here so that a version rehashes only the fragment it moved.
 
-        Where several ranks hold the parts, they must have been told (`keep_hashes`).
+        Where several ranks hold the parts, `keep_hashes` must have set them.
         """
         assert self.fragment is None or self.fragment.lanes == 1
         return {name: list(hashes.values()) for name, hashes in self.own_hashes.items()}
 
     @cached_property
     def own_hashes(self) -> dict[str, dict[int, str]]:
-        """Of the parts that are held here, by number."""
+        """Hashes of the parts that are held here, by buffer and by number."""
         return {
             name: {part: part_hash(buffer, *bounds) for part, bounds in self.cuts.items()}
             for name, buffer in self.buffers().items()
@@ -69,28 +67,27 @@ class FragmentState:
         return magnitude(self.anchor)
 
     def keep(self, own_hashes: dict[str, dict[int, str]], largest: float) -> None:
-        """Take what was found out while the buffers were filled, and still in a cache."""
+        """Set `own_hashes` and `largest`, found while the buffers were filled and still in a CPU's cache."""
         vars(self).update(own_hashes=own_hashes, largest=largest)
 
     def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
-        """Take `hashes` from those who hold the parts."""
+        """Set `hashes` to those that the ranks that hold the parts have sent."""
         vars(self)["hashes"] = hashes
 
     def unfilled(self) -> FragmentState:
-        """Buffers of the same sizes that hold nothing yet."""
+        """An outer state with buffers of the same sizes, which hold nothing yet."""
         slots = {name: empty_as(slot) for name, slot in self.slots.items()}
         return FragmentState(empty_as(self.anchor), slots, self.steps, self.fragment)
 
     def part(self, start: int, stop: int) -> FragmentState:
-        """A view of the elements from `start` to `stop`."""
-        return FragmentState(
-            self.anchor[start:stop], {name: slot[start:stop] for name, slot in self.slots.items()}, self.steps
-        )
+        """A view of this outer state's elements from `start` to `stop`."""
+        slots = {name: slot[start:stop] for name, slot in self.slots.items()}
+        return FragmentState(self.anchor[start:stop], slots, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """A line of the manifest."""
+    """One part of a buffer of the outer state: a line of the manifest."""
 
     buffer: str
     part: int
@@ -151,64 +148,55 @@ class OuterState:
     ) -> OuterState:
         """The state whose `buffers()` have these bytes. A bytearray is taken over, not copied.
 
-        `steps`: outer steps of each fragment. Raises StateError unless names and sizes are what layout and
-        optimizer call for; whether the content is right, `digest` tells.
+        `steps`: outer steps of each fragment. Raises StateError unless names and sizes are those of layout and
+        optimizer. The content is checked by comparing `digest`.
         """
         expected = buffer_bytes(layout, optimizer)
         got = {name: len(data) for name, data in buffers.items()}
         if got != expected or len(steps) != len(layout.fragments) or min(steps) < 0:
             raise StateError("the outer state received does not fit the model", "is it from a run of this contract?")
-        tensors = {name: _tensor(data) for name, data in buffers.items()}
-        return OuterState(
-            version,
-            tuple(
-                FragmentState(
-                    tensors[f"{fragment.index}/anchor"],
-                    {name: tensors[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
-                    count,
-                    fragment,
-                )
-                for fragment, count in zip(layout.fragments, steps, strict=True)
-            ),
-        )
+        writable = {name: data if isinstance(data, bytearray) else bytearray(data) for name, data in buffers.items()}
+        tensors = {name: torch.frombuffer(data, dtype=torch.float32) for name, data in writable.items()}
+        fragments = []
+        for fragment, count in zip(layout.fragments, steps, strict=True):
+            slots = {name: tensors[f"{fragment.index}/{name}"] for name in optimizer.slot_names}
+            fragments.append(FragmentState(tensors[f"{fragment.index}/anchor"], slots, count, fragment))
+        return OuterState(version, tuple(fragments))
 
 
 def tiles(elements: int) -> Iterator[slice]:
-    """A flat buffer piece by piece."""
+    """Slices that cut a flat buffer into tiles of `TILE_ELEMENTS`."""
     return (slice(start, min(start + TILE_ELEMENTS, elements)) for start in range(0, elements, TILE_ELEMENTS))
 
 
 def buffer_bytes(layout: Layout, optimizer: OuterOptimizer) -> dict[str, int]:
     """Name and size in bytes of every buffer of an outer state, in canonical order."""
-    return {
-        f"{fragment.index}/{name}": fragment.elements * ELEMENT_BYTES
-        for fragment in layout.fragments
-        for name in ("anchor", *sorted(optimizer.slot_names))
-    }
+    return {name: fragment.elements * ELEMENT_BYTES for name, fragment in _buffers(layout, optimizer)}
 
 
 def places(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, int]]:
     """Buffer and part of every `StateChunk` of an outer state, in order."""
-    return [
-        (f"{fragment.index}/{name}", part)
-        for fragment in layout.fragments
-        for name in ("anchor", *sorted(optimizer.slot_names))
-        for part in range(fragment.parts)
-    ]
+    return [(name, part) for name, fragment in _buffers(layout, optimizer) for part in range(fragment.parts)]
+
+
+def _buffers(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, Fragment]]:
+    """Name and fragment of every buffer of an outer state, in canonical order."""
+    names = ("anchor", *sorted(optimizer.slot_names))
+    return [(f"{fragment.index}/{name}", fragment) for fragment in layout.fragments for name in names]
 
 
 def part_bytes(layout: Layout, buffer: str, part: int) -> int:
-    """Size of one part of a buffer."""
+    """Size of one part of a buffer of the outer state."""
     return layout.fragments[int(buffer.partition("/")[0])].size_of(part) * ELEMENT_BYTES
 
 
 def state_bytes(layout: Layout, optimizer: OuterOptimizer) -> int:
-    """Size of an outer state."""
+    """Size of an outer state, of all buffers."""
     return sum(buffer_bytes(layout, optimizer).values())
 
 
 def part_hash(buffer: Tensor, start: int, stop: int) -> str:
-    """`content_hash`, hexadecimal, of the elements from `start` to `stop`."""
+    """`content_hash`, hexadecimal, of a buffer's elements from `start` to `stop`."""
     return content_hash(memory_of(buffer[start:stop])).hex()
 
 
@@ -224,12 +212,8 @@ def memory_of(buffer: Tensor) -> memoryview:
     return buffer.numpy().data.cast("B")
 
 
-def _tensor(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=torch.float32)
-
-
 class OuterOptimizer(ABC):
-    """A pure function from a fragment's state and a mean pseudo-gradient to its next state."""
+    """Outer optimizer: a pure function from a fragment's outer state and a mean pseudo-gradient to its next state."""
 
     @property
     @abstractmethod
@@ -240,14 +224,19 @@ class OuterOptimizer(ABC):
         """The state before the first step: `anchor` (flat fp32, which is taken over) and zero slots."""
         return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0, fragment)
 
-    @abstractmethod
     def step(
         self, state: FragmentState, mean: Tensor, into: FragmentState | None = None, share: float = 1.0
     ) -> FragmentState:
-        """The state after descending `mean`, the flat fp32 mean of pseudo-gradients.
+        """The outer state after descending `mean`, the flat fp32 mean of pseudo-gradients.
 
         Its buffers are those of `into`, which are overwritten and may be those of `state`, or new ones. `share`, above
-        0 and at most 1: how much of a step this is (`diloco.outer.weighing`). SGD and Nesterov only
-        (`OuterSection.partial`)
-        know of others than 1.
+        0 and at most 1: how much of a step this is (`diloco.outer.line.Weighing`). SGD and Nesterov only
+        (`OuterSection.partial`) know of others than 1.
         """
+        after = into or state.unfilled()
+        self.fill(after, state, mean, share)
+        return replace(after, steps=state.steps + 1)
+
+    @abstractmethod
+    def fill(self, after: FragmentState, state: FragmentState, mean: Tensor, share: float) -> None:
+        """Fill the buffers of `after` with those of the outer state after the step. They may be those of `state`."""

@@ -64,7 +64,7 @@ SETTLE_POLL_S = 0.05
 
 
 class PeerRecord(Protocol):
-    """Receiver of what happens to a peer (`diloco.run.chronicle`)."""
+    """Receiver of what happens to a peer (`diloco.run.run.Chronicle`)."""
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
         """A version was applied, after `before`; it counts `mine`. Returns the event to publish, if any."""

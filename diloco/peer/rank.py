@@ -28,8 +28,8 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Event, Stamped, from_json, to_json
 from diloco.outer.fragments import Weights
 from diloco.outer.line import adopt, drop, keep_local, weights_at_anchor, weights_to_keep, withdraw
+from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
-from diloco.outer.stepping import SteppedHere
 from diloco.peer.terms import lane_terms, lanes_of, open_line
 from diloco.round import Seconds, apply, measure
 from diloco.storage.checkpoint import Checkpoint, reopen

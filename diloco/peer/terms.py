@@ -14,11 +14,10 @@ from diloco.config.site import Site
 from diloco.exchange.terms import LaneTerms, Terms
 from diloco.island import Island
 from diloco.outer.fragments import Layout, Weights
-from diloco.outer.line import Line
+from diloco.outer.line import Line, Weighing
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
-from diloco.outer.weighing import Weighing
 from diloco.protocol.streams import Welcome
 from diloco.protocol.view import Policy, Rules, Timing
 from diloco.transport.pace import SERVE_BPS_PER_CORE

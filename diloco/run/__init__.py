@@ -1,1 +1,1 @@
-"""What drives a peer: found and join, trainer, launch, follower ranks, witness; status, evict, export, eval."""
+"""Runs of a peer: found, join and `Run`; trainer, launch and witness; status, evict, export, scaling."""

@@ -1,4 +1,7 @@
-"""The front that blocks: it pushes a life on, on the thread that asks, until somebody has to train."""
+"""The front that blocks: it pushes a peer's life on, on the thread that asks, until somebody has to train.
+
+It is a file of its own: no other one in `run/`, `peer/` and `gossip/` blocks, so that another clock can drive a life.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,18 @@ T = TypeVar("T")
 
 
 def block(piece: Life[T]) -> T:
-    """The result of a piece in which nobody trains."""
+    """The result of a piece of a peer's life in which nobody trains."""
     try:
-        wanted = next(piece)
+        wanted: Wait = next(piece)
         while True:
             try:
-                _wait(wanted)
+                if wanted.future is None:
+                    time.sleep(wanted.seconds)
+                else:
+                    wait_for([wanted.future], wanted.seconds)
             except BaseException as error:  # a Ctrl-C is the piece's to hear of, too
                 wanted = piece.throw(error)
             else:
                 wanted = next(piece)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-
-
-def _wait(wanted: Wait) -> None:
-    if wanted.future is None:
-        time.sleep(wanted.seconds)
-    else:
-        wait_for([wanted.future], wanted.seconds)

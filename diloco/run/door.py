@@ -1,5 +1,8 @@
 """The door into a run: `found` and `join` for somebody's own loop, and `open_run` for every program.
 
+`Past` is the life before of a peer that resumes, from its folder. `OwnLoop` is somebody's own training loop, as a run
+sees it: parameters, optimizer, and whatever else is to be saved.
+
     with diloco.join("10.0.0.5:4000", model) as run:
         for inputs, targets in batches:
             train_step(model, optimizer, inputs, targets)
@@ -7,21 +10,26 @@
 
 The model is any `torch.nn.Module` and stays yours: its trainable parameters are read and written in place. It may be
 DistributedDataParallel, or sharded by `fully_shard`: then every rank makes the same calls. A contract for such a run
-says `model.kind = "external"`.
+has `model.kind = "external"`.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
+from diloco.accounts.ledger import LEDGER, left_off, read_ledger
+from diloco.base.errors import ConfigError, DilocoError, ResourceError, StateError, UsageError
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site, remember
@@ -41,32 +49,30 @@ from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank, Trains
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.chronicle import Chronicle, Leased
-from diloco.run.past import Past, past_of, peer_name
-from diloco.run.run import Leading, Run
-from diloco.storage.checkpoint import Checkpoint, read_together
+from diloco.run.run import Chronicle, Leading, PeerReader, Run
+from diloco.storage.checkpoint import Checkpoint, latest, load, read_together
 from diloco.storage.saving import Contents
 from diloco.storage.stateful import Stateful, UserState
 from diloco.transport.endpoint import Endpoint, listening
 
 STATE = "state"
-"""Group of a checkpoint that holds these objects."""
+"""Group of a checkpoint that holds the objects of somebody's own loop."""
 
 
 class RandomStates:
     """The global random states of this process: what dropout and shuffling draw from."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of Python, NumPy and torch (CPU and the current GPU)."""
+        """Random states of Python, NumPy and torch (CPU and the current GPU)."""
         return random_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put them back."""
+        """Put the random states back."""
         restore_random_states(state_dict)
 
 
 class OwnLoop:
-    """What a run asks of a loop that is not ours (`diloco.peer.rank.Trains`)."""
+    """Somebody's own training loop on one rank, as a run sees it (`diloco.peer.rank.Trains`)."""
 
     def __init__(self, model: nn.Module, island: Island, state: Mapping[str, Stateful]) -> None:
         """`state`: objects to save and restore. Raises UsageError for one that cannot be."""
@@ -78,46 +84,38 @@ class OwnLoop:
         self._state = UserState({"random": RandomStates(), **state}, self.parameters, island.rank)
         self.usage = Usage(None, None, island.size, Phases(island.device))
 
-    @staticmethod
-    def device_of(model: nn.Module) -> torch.device:
-        """Where the parameters are; of those that lie on several devices, that of the first."""
-        first = next(iter(model.parameters()), None)
-        return torch.device("cpu") if first is None else device_of_share(first)
-
     def live(self, *, local: bool) -> Slices:
-        """The objects' state, and the weights if they are wanted."""
+        """The objects' state for a checkpoint, and the weights if they are wanted."""
         live = {STATE: self._state.slices()}
         weights = [held(name, parameter.detach()) for name, parameter in self.parameters.items()]
         return {**live, "local": weights} if local else live
 
     def kept(self) -> Contents:
-        """Nothing that stands still."""
+        """Nothing: all that a checkpoint holds of the loop changes in inner steps."""
         return {}, {}
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
-        """Objects and weights of a checkpoint. Raises StateError on all ranks when one cannot."""
-        read_together(self.island, lambda: self._take(opened()))
+        """Take objects and weights of a checkpoint. Raises StateError on all ranks when one cannot."""
 
-    def _take(self, checkpoint: Checkpoint) -> None:
-        weights = checkpoint.groups.get("local", Pieces(()))
-        for name, parameter in self.parameters.items() if weights else ():
-            weights.read(held(name, parameter.detach()))
-        self._state.load(checkpoint.groups.get(STATE, Pieces(())))
+        def take() -> None:
+            groups = opened().groups
+            weights = groups.get("local", Pieces(()))
+            for name, parameter in self.parameters.items() if weights else ():
+                weights.read(held(name, parameter.detach()))
+            self._state.load(groups.get(STATE, Pieces(())))
+
+        read_together(self.island, take)
 
     def evaluate(self) -> float | None:
-        """A loop that is not ours does that by itself."""
+        """Nothing: a caller's own loop evaluates by itself."""
         return None
 
     def facts(self) -> dict[str, Any]:
         """Fields of `Started`."""
-        return {
-            "parameters": self._count,
-            "ranks": self.island.size,
-            "device": device_name(self.island.device),
-        }
+        return {"parameters": self._count, "ranks": self.island.size, "device": device_name(self.island.device)}
 
     def version_fields(self) -> dict[str, Any]:
-        """No more than a run knows by itself."""
+        """Nothing: a run knows nothing more of a caller's own loop."""
         return {}
 
     def used(self) -> dict[str, Any]:
@@ -127,8 +125,93 @@ class OwnLoop:
 
 
 @dataclass(frozen=True)
+class Past:
+    """A peer's life before, as its folder has it, and the members of its run that may still be there."""
+
+    folder: Path
+    began_us: int
+    written_s: float
+    contract_digest: str
+    version: int
+    others: tuple[str, ...]
+    """Addresses of the other members."""
+
+    @property
+    def tickets(self) -> list[str]:
+        """The others' addresses, with the contract they should train."""
+        return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of its run. Raises StateError when none is valid."""
+        saved = latest(self.folder / "checkpoints")
+        checkpoint = load(saved.parent) if saved is not None else None
+        return checkpoint if checkpoint is not None and checkpoint.contract.digest == self.contract_digest else None
+
+
+def past_of(folder: Path) -> Past | None:
+    """The life before, from the ledger in a peer's folder, which is newer than any checkpoint; from a checkpoint where
+    there is no ledger, as under gossip.
+
+    None when no peer wrote there. Raises StateError for a damaged checkpoint; the next writer of a ledger reports its
+    damage.
+    """
+    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
+    try:
+        left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
+    except (StateError, ValueError):
+        left = None
+    if left is not None:
+        others = tuple(member.address for member in left.others if not member.witness)
+        return Past(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
+    if saved is None:
+        return None
+    checkpoint = load(saved.parent)
+    name, commit = checkpoint.value("peer", str), checkpoint.commit
+    known = [member.address for member in commit.view if member.peer != name] if commit is not None else []
+    met = checkpoint.meta.get("others")  # under gossip, where there is no view
+    known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
+    saved_at = saved_us(checkpoint)
+    return Past(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
+
+
+def saved_us(checkpoint: Checkpoint) -> int:
+    """Time at which a checkpoint was saved, as `new_incarnation` counts."""
+    return int(1e6 * checkpoint.path.stat().st_mtime)
+
+
+def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
+    """Name of a peer: one that comes back keeps that in its checkpoint."""
+    if checkpoint is not None:
+        return checkpoint.value("peer", str)
+    return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
+
+
+def asked_members(past: Past, endpoint: Endpoint) -> Contract | None:
+    """The contract of a member of the life before that answers now: the run goes on, and is joined. None: nobody does,
+    and it is founded anew."""
+    answering = [ticket for ticket in past.tickets if endpoint.runtime.answer_of(ticket.partition("/")[0]) is not None]
+    for ticket in answering:
+        try:
+            return endpoint.fetch_contract(ticket)
+        except DilocoError:
+            endpoint.welcome = None  # another run is there by now
+    return None
+
+
+def make_folder(directory: Path, site: Site) -> Path:
+    """Make a peer's folder, which remembers where its data is. Raises ResourceError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        remember(directory, site)
+    except OSError as error:
+        cause = f"cannot write to {directory}: {error.strerror}"
+        raise ResourceError(cause, "choose another folder (--dir)") from error
+    return directory
+
+
+@dataclass(frozen=True)
 class Entrance:
-    """What rank 0 knows when it enters a run: found, joined or resumed."""
+    """Rank 0's way into a run: found, joined or resumed."""
 
     contract: Contract
     endpoint: Endpoint
@@ -160,7 +243,10 @@ def found(
 
     Raises DilocoError: the contract is wrong, a port is in use, an object cannot be saved, ...
     """
-    agreed = _contract(contract)
+    if isinstance(contract, Contract):
+        agreed = contract
+    else:
+        agreed = contract_of(contract) if isinstance(contract, Mapping) else load_contract(contract).value
     return _open_own(agreed, None, model, site, directory, resume, optimizer, state)
 
 
@@ -183,14 +269,6 @@ def join(
     return _open_own(None, address, model, site, directory, resume, optimizer, state)
 
 
-def _contract(given: str | Path | Mapping[str, Any] | Contract) -> Contract:
-    if isinstance(given, Contract):
-        return given
-    if isinstance(given, Mapping):
-        return contract_of(given)
-    return load_contract(given).value
-
-
 def _open_own(
     agreed: Contract | None,
     address: str | None,
@@ -209,24 +287,23 @@ def _open_own(
     folder = Path(chosen) if chosen is not None else None
     if resume and folder is None:
         raise UsageError("resume=True, and no folder to resume from", "give directory=")
-    island = Island.beside(OwnLoop.device_of(model), local.timeouts.collective_s)
+    first = next(iter(model.parameters()), None)  # parameters on several devices: the first one's is as good as any
+    device = torch.device("cpu") if first is None else device_of_share(first)
+    island = Island.beside(device, local.timeouts.collective_s)
     loop = OwnLoop(model, island, objects)
-
-    def enter() -> Entrance:
-        return _enter(agreed, address, local, folder, lanes_of(local, island), resume)
-
+    enter = partial(_enter, agreed, address, local, folder, island, resume)
     return block(open_run(enter, local, island, lambda contract: Parts(loop.weights, loop)))
 
 
 def _enter(
-    agreed: Contract | None, address: str | None, site: Site, folder: Path | None, lanes: int, resume: bool
+    agreed: Contract | None, address: str | None, site: Site, folder: Path | None, island: Island, resume: bool
 ) -> Entrance:
     past = past_of(folder) if resume and folder is not None else None
     if past is not None and agreed is not None and past.contract_digest != agreed.digest:
         cause = f"{past.folder} is of contract {past.contract_digest[:12]}, the one given is {agreed.digest[:12]}"
         raise ConfigError(cause, "resume with the contract of that folder, or choose another")
     checkpoint = past.checkpoint() if past is not None else None
-    endpoint = Endpoint(listening(site, address), lanes)
+    endpoint = Endpoint(listening(site, address), lanes_of(site, island))
     try:
         contract = agreed
         if address is not None:
@@ -247,37 +324,15 @@ def _enter(
         raise
 
 
-def asked_members(past: Past, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the life before that answers now: the run goes on, and is joined. None: nobody does,
-    and it is founded anew."""
-    answering = [ticket for ticket in past.tickets if endpoint.runtime.answer_of(ticket.partition("/")[0]) is not None]
-    for ticket in answering:
-        try:
-            return endpoint.fetch_contract(ticket)
-        except DilocoError:
-            endpoint.welcome = None  # another run is there by now
-    return None
-
-
-def make_folder(directory: Path, site: Site) -> None:
-    """A peer's folder, which remembers where its data is. Raises ResourceError."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        remember(directory, site)
-    except OSError as error:
-        cause = f"cannot write to {directory}: {error.strerror}"
-        raise ResourceError(cause, "choose another folder (--dir)") from error
-
-
 @dataclass(frozen=True)
 class Parts:
-    """What the ranks hold of the model, and who trains it."""
+    """A rank's share of the model, and whoever trains it."""
 
     weights: Weights
     trains: Trains
     data: str = ""
     """Fingerprint of the data, where leases say who trains on which block of it."""
-    reader: Callable[[PeerRank, Entrance], Leased] | None = None
+    reader: Callable[[PeerRank, Entrance], PeerReader] | None = None
     """Makes the reader of leased data, on rank 0."""
 
 
@@ -289,71 +344,49 @@ def open_run(
     `enter`: on rank 0. `build`: on every rank, with the contract. What rank 0 raises before the ranks meet, the others
     raise as ResourceError.
     """
-    entrance = _together(enter, island)
-    common = json.loads(island.share(_common(entrance) if entrance is not None else ""))
+    entrance, own = None, ""
+    if island.leads:
+        try:
+            entrance = enter()
+        except BaseException as error:
+            island.share(str(error) or type(error).__name__)
+            raise
+        island.share("")  # nothing failed: the other ranks wait for this
+        saved = entrance.checkpoint.meta if entrance.checkpoint is not None else {}
+        path = str(entrance.directory.resolve()) if entrance.directory is not None else ""
+        about = {"contract": entrance.contract.to_json(), "name": entrance.name, "directory": path}
+        own = json.dumps({**about, "steps": int(saved.get("run_steps", 0))})
+    elif why := island.share():
+        raise ResourceError(f"rank 0 of this island failed: {why}", "its output says why")
+    common = json.loads(island.share(own))
     contract = contract_from_json(common["contract"])
-    closing: list[Callable[[], None]] = [entrance.endpoint.close] if entrance is not None else []
-    try:
+    with ExitStack() as closing:  # frees everything if the run does not begin
+        if entrance is not None:
+            closing.callback(entrance.endpoint.close)
         parts = build(contract)
         rank = PeerRank(contract, site, island, parts.weights, parts.trains)
-        closing.append(rank.close)
+        closing.callback(rank.close)
         leading = _leading(entrance, rank, parts, closing) if entrance is not None else None
         folder = Path(common["directory"]) if common["directory"] else None
         run = Run(rank, common["name"], folder, common["steps"], leading)
         yield from run.begin()
-    except BaseException:
-        for close in reversed(closing):
-            close()
-        raise
+        closing.pop_all()
     return run
 
 
-def _together(enter: Callable[[], Entrance], island: Island) -> Entrance | None:
-    """What rank 0 makes, or why it cannot, which all ranks learn."""
-    if not island.leads:
-        why = island.share()
-        if why:
-            raise ResourceError(f"rank 0 of this island failed: {why}", "its output says why")
-        return None
-    try:
-        entrance = enter()
-    except BaseException as error:
-        island.share(str(error) or type(error).__name__)
-        raise
-    island.share("")
-    return entrance
-
-
-def _common(entrance: Entrance) -> str:
-    """What the other ranks are to know."""
-    steps = entrance.checkpoint.meta.get("run_steps", 0) if entrance.checkpoint is not None else 0
-    folder = str(entrance.directory.resolve()) if entrance.directory is not None else ""
-    about = {"contract": entrance.contract.to_json(), "name": entrance.name, "steps": int(steps), "directory": folder}
-    return json.dumps(about)
-
-
-def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: list[Callable[[], None]]) -> Leading:
-    """The peer and its life, on rank 0."""
+def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -> Leading:
+    """The peer, its life and its record, on rank 0. `closing`: what to close if the run does not begin."""
     folder, name = entrance.directory, entrance.name
     events = Events(folder / "events.jsonl" if folder is not None else None, name, entrance.listeners)
-    closing.append(events.close)
+    closing.callback(events.close)
     reader = parts.reader(rank, entrance) if parts.reader is not None else None
     chronicle = Chronicle(rank, events.emit, reader)
     about = (name, rank, entrance.endpoint, events, chronicle, entrance.checkpoint, parts.data, folder)
-    peer: Peer | GossipPeer
     life: AgreedLife | GossipLife
     if rank.contract.membership.policy == "gossip":
-        peer = GossipPeer(*about)
-        life = GossipLife(peer, entrance.stop)
+        life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
-        peer = Peer(*about)
-        life = AgreedLife(peer, entrance.stop)
-        chronicle.attempts = lambda: peer.exchange.machine.attempts
-    chronicle.peer = peer
-
-    def close() -> None:
-        entrance.endpoint.close()
-        events.close()
-
-    closing.append(peer.close)
-    return Leading(life, peer, chronicle, close)
+        life = AgreedLife(Peer(*about), entrance.stop)
+    chronicle.peer = life.peer
+    closing.callback(life.peer.close)
+    return Leading(life, chronicle)

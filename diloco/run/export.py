@@ -13,24 +13,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diloco.base.errors import ConfigError, IncompatibleError, StateError, UsageError
-from diloco.base.types import Commit
-from diloco.config.contract import Contract, DataSection, ModelSection
+from diloco.config.contract import Contract, ModelSection
 from diloco.config.load import contract_from_json
 from diloco.data import open_dataset
 from diloco.inner.loop import evaluate
 from diloco.models import build_model, checked_vocab_size
 from diloco.models.hf import llama_config, to_llama
-from diloco.outer.fragments import Layout, NamedShapes, named_parameters
+from diloco.outer.fragments import Layout, named_parameters
 from diloco.outer.optimizers import open_outer
-from diloco.outer.state import OuterState
 from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
 from diloco.storage.replacing import replacing
 from diloco.storage.tensor_files import read_tensors, write_tensors
@@ -50,15 +47,18 @@ def export(checkpoint: Path, output: Path, data_root: Path = HERE) -> Path:
     `output` holds anything but an earlier export.
     """
     output = output.resolve()
-    _check_free(output)
+    if output.exists():
+        names = {path.name for path in output.iterdir()} if output.is_dir() else {"a file"}
+        if names and not (ABOUT in names and names <= {WEIGHTS, CONFIG, ABOUT}):
+            raise UsageError(f"{output} exists and is not just an earlier export", "choose a new folder")
     source = load(checkpoint)
-    contract, layout, state = _open(source, data_root)
-    config = _config(contract, source, data_root)
+    anchor, digest = _anchor(source, data_root)
+    trees = {ABOUT: _about(source, digest), CONFIG: _config(source, data_root)}
     with replacing(output, "export") as folder:
-        write_tensors(folder / WEIGHTS, _exported(_anchor(state, layout), contract.model))
-        _write_json(folder / ABOUT, _about(source, contract, state))
-        if config is not None:
-            _write_json(folder / CONFIG, config)
+        write_tensors(folder / WEIGHTS, _exported(anchor, source.contract.model))
+        for name, tree in trees.items():
+            if tree is not None:
+                (folder / name).write_text(json.dumps(tree, indent=2) + "\n")
     return output
 
 
@@ -67,34 +67,26 @@ def weights(checkpoint: Checkpoint, data_root: Path = HERE) -> dict[str, Tensor]
 
     Raises StateError or ConfigError when the checkpoint and the model that its contract describes do not fit.
     """
-    _, layout, state = _open(checkpoint, data_root)
-    return _anchor(state, layout)
+    return _anchor(checkpoint, data_root)[0]
 
 
-def _open(checkpoint: Checkpoint, data_root: Path) -> tuple[Contract, Layout, OuterState]:
+def _anchor(checkpoint: Checkpoint, data_root: Path) -> tuple[dict[str, Tensor], str]:
+    """The anchor in a checkpoint by parameter, as `weights` has it, and the digest of its outer state."""
     contract = checkpoint.contract
-    shapes = _shapes(checkpoint, contract.model, data_root)
+    if contract.model.kind == "external":
+        shapes = noted_shapes(checkpoint)  # of a model that we cannot build
+    else:
+        with torch.device("meta"):  # names and shapes without memory
+            model = build_model(contract.model, checkpoint.value("vocab_size", int), 0, data_root)
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in named_parameters(model).items()]
     layout = Layout.agreed(shapes, contract)
-    return contract, layout, outer_state(checkpoint, layout, open_outer(contract.outer))
-
-
-def _shapes(checkpoint: Checkpoint, section: ModelSection, data_root: Path) -> NamedShapes:
-    """Name and shape of each parameter in model order: from the model itself, or noted where we can't build it."""
-    if section.kind == "external":
-        return noted_shapes(checkpoint)
-    with torch.device("meta"):  # names and shapes without memory
-        model = build_model(section, checkpoint.value("vocab_size", int), 0, data_root)
-    return [(name, tuple(parameter.shape)) for name, parameter in named_parameters(model).items()]
-
-
-def _anchor(state: OuterState, layout: Layout) -> dict[str, Tensor]:
-    return {
-        entry.name: state.fragments[fragment.index]
-        .anchor[entry.offset : entry.offset + entry.elements]
-        .view(entry.shape)
-        for fragment in layout.fragments
-        for entry in fragment.entries
-    }
+    state = outer_state(checkpoint, layout, open_outer(contract.outer))
+    tensors = {}
+    for fragment in layout.fragments:
+        flat = state.fragments[fragment.index].anchor
+        for entry in fragment.entries:
+            tensors[entry.name] = flat[entry.offset : entry.offset + entry.elements].view(entry.shape)
+    return tensors, state.digest
 
 
 def _exported(parameters: Mapping[str, Tensor], section: ModelSection) -> dict[str, Tensor]:
@@ -108,14 +100,13 @@ def _exported(parameters: Mapping[str, Tensor], section: ModelSection) -> dict[s
             return dict(parameters)
 
 
-def _config(contract: Contract, checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
-    """The contents of config.json."""
-    section = contract.model
+def _config(checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
+    """The contents of config.json, if there is one."""
+    section = checkpoint.contract.model
     match section.kind:
         case "transformer":
-            length = contract.data.sequence_length
             vocab_size = checked_vocab_size(section, checkpoint.value("vocab_size", int))
-            return llama_config(section, vocab_size, length)
+            return llama_config(section, vocab_size, checkpoint.contract.data.sequence_length)
         case "hf":
             # Whatever dtype it asks for, fp32 is what was trained and what is written.
             return {**_read_json(data_root / str(section.hf_config) / CONFIG), "dtype": "float32"}
@@ -123,57 +114,34 @@ def _config(contract: Contract, checkpoint: Checkpoint, data_root: Path) -> dict
             return None
 
 
-def _about(checkpoint: Checkpoint, contract: Contract, state: OuterState) -> dict[str, Any]:
+def _about(checkpoint: Checkpoint, state_digest: str) -> dict[str, Any]:
     """The contents of diloco.json."""
-    commit = checkpoint.commit
+    contract, commit, data = checkpoint.contract, checkpoint.commit, checkpoint.contract.data
+    if data.source == "shards":
+        tokenizer = "the tokenizer that the token shards were packed with"
+    elif data.tokenizer == "bytes":
+        tokenizer = "bytes: a token is a byte of UTF-8 text (0 to 255); byte 0 ends a document"
+    else:
+        tokenizer = f"the Hugging Face tokenizer in the folder {data.tokenizer!r} of the site's data.root"
     return {
         "run": contract.run.name,
         "version": checkpoint.version,
-        "tokens": _tokens(checkpoint, commit),
-        "state_digest": state.digest,
+        "tokens": _tokens(checkpoint),
+        "state_digest": state_digest,
         "chain_digest": commit.digest if commit else "",
         "vocab_size": checkpoint.meta.get("vocab_size"),  # an external model may have none
-        "tokenizer": _tokenizer(contract.data),
+        "tokenizer": tokenizer,
         "contract_digest": contract.digest,
         "contract": json.loads(contract.to_json()),
     }
 
 
-def _tokens(checkpoint: Checkpoint, commit: Commit | None) -> int:
-    """Of the run: committed, or under gossip, where nothing is, as many as the peer knew of."""
-    return commit.tokens if commit else int(checkpoint.meta.get("run_tokens", 0))
-
-
-def _tokenizer(section: DataSection) -> str:
-    """How text became tokens, for people."""
-    if section.source == "shards":
-        return "the tokenizer that the token shards were packed with"
-    if section.tokenizer == "bytes":
-        return "bytes: a token is a byte of UTF-8 text (0 to 255); byte 0 ends a document"
-    return f"the Hugging Face tokenizer in the folder {section.tokenizer!r} of the site's data.root"
-
-
-def _check_free(output: Path) -> None:
-    """Raises UsageError where an export would replace something else."""
-    if not output.exists():
-        return
-    names = {path.name for path in output.iterdir()} if output.is_dir() else {"a file"}
-    if names and not (ABOUT in names and names <= {WEIGHTS, CONFIG, ABOUT}):
-        raise UsageError(f"{output} exists and is not just an earlier export", "choose a new folder")
+def _tokens(checkpoint: Checkpoint) -> int:
+    """Tokens of the run: committed, or under gossip, where nothing is, as many as the peer knew of."""
+    return checkpoint.commit.tokens if checkpoint.commit else int(checkpoint.meta.get("run_tokens", 0))
 
 
 # ---------------------------------------------------------------- eval
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Weights, under the names of an export, and what evaluating them takes."""
-
-    contract: Contract
-    version: int
-    tokens: int
-    vocab_size: int
-    tensors: Mapping[str, Tensor]
 
 
 def evaluate_checkpoint(
@@ -188,54 +156,43 @@ def evaluate_checkpoint(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    trained = _from_export(checkpoint) if (checkpoint / ABOUT).is_file() else _from_checkpoint(checkpoint, data_root)
-    contract = trained.contract
+    contract, numbers, tensors = _trained(checkpoint, data_root)
+    vocab_size = numbers["vocab_size"]
     dataset = open_dataset(contract.data, data_root)
-    if dataset.vocab_size > trained.vocab_size:
-        cause = f"the data have {dataset.vocab_size} tokens, the model in {checkpoint} knows {trained.vocab_size}"
+    if dataset.vocab_size > vocab_size:
+        cause = f"the data have {dataset.vocab_size} tokens, the model in {checkpoint} knows {vocab_size}"
         raise IncompatibleError(cause, "give the data root that the run was trained with")
-    model = build_model(contract.model, trained.vocab_size, contract.run.seed, data_root)
-    _fill(model, trained)
+    model = build_model(contract.model, vocab_size, contract.run.seed, data_root)
+    with torch.no_grad():
+        views = _exported(named_parameters(model), contract.model)  # of the model, under their exported names
+        if {name: view.shape for name, view in views.items()} != {n: t.shape for n, t in tensors.items()}:
+            raise StateError("the weights are not those of the contract's model", "export the checkpoint again")
+        for name, view in views.items():
+            view.copy_(tensors[name])
     blocks = dataset.heldout(sequences or contract.eval.sequences)
     loss = evaluate(model, blocks, contract.inner.batch_size, torch.device("cpu"))
     return {
-        "version": trained.version,
-        "tokens": trained.tokens,
+        "version": numbers["version"],
+        "tokens": numbers["tokens"],
         "val_loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp(710) is no float
         "sequences": len(blocks),
     }
 
 
-def _from_checkpoint(path: Path, data_root: Path) -> Trained:
-    checkpoint = load(path)
-    contract, layout, state = _open(checkpoint, data_root)
-    commit = checkpoint.commit
-    tokens = _tokens(checkpoint, commit)
-    tensors = _exported(_anchor(state, layout), contract.model)
-    return Trained(contract, checkpoint.version, tokens, checkpoint.value("vocab_size", int), tensors)
-
-
-def _from_export(folder: Path) -> Trained:
-    about = _read_json(folder / ABOUT)
-    numbers: dict[str, Any] = {name: about.get(name) for name in ("version", "tokens", "vocab_size")}
-    if not all(type(number) is int for number in numbers.values()):
-        raise StateError(f"{folder / ABOUT} lacks one of {', '.join(numbers)}", "export the checkpoint again")
-    contract = contract_from_json(json.dumps(about.get("contract")))
-    return Trained(contract=contract, tensors=read_tensors(folder / WEIGHTS), **numbers)
-
-
-def _fill(model: nn.Module, trained: Trained) -> None:
-    """Copy the weights into the model, through views of its parameters under their exported names."""
-    with torch.no_grad():
-        views = _exported(named_parameters(model), trained.contract.model)
-        if {name: view.shape for name, view in views.items()} != {n: t.shape for n, t in trained.tensors.items()}:
-            raise StateError("the weights are not those of the contract's model", "export the checkpoint again")
-        for name, view in views.items():
-            view.copy_(trained.tensors[name])
-
-
-# ---------------------------------------------------------------- files
+def _trained(path: Path, data_root: Path) -> tuple[Contract, dict[str, int], Mapping[str, Tensor]]:
+    """Contract of an export or a checkpoint; its version, tokens and vocab_size; weights under their exported names."""
+    about = path / ABOUT
+    if about.is_file():
+        tree = _read_json(about)
+        numbers: dict[str, Any] = {name: tree.get(name) for name in ("version", "tokens", "vocab_size")}
+        if not all(type(number) is int for number in numbers.values()):
+            raise StateError(f"{about} lacks one of {', '.join(numbers)}", "export the checkpoint again")
+        return contract_from_json(json.dumps(tree.get("contract"))), numbers, read_tensors(path / WEIGHTS)
+    source = load(path)
+    tensors = _exported(_anchor(source, data_root)[0], source.contract.model)
+    numbers = {"version": source.version, "tokens": _tokens(source), "vocab_size": source.value("vocab_size", int)}
+    return source.contract, numbers, tensors
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -246,7 +203,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} is not a JSON object", "check that it is the file it should be")
     return tree
-
-
-def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2) + "\n")

@@ -20,17 +20,16 @@ from diloco.observe.events import Listening, Remark, Stamped
 from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.door import Entrance, asked_members, make_folder
+from diloco.run.door import Entrance, asked_members, make_folder, past_of, peer_name, saved_us
 from diloco.run.options import CARD, PeerOptions, checked
-from diloco.run.past import Past, past_of, peer_name, saved_us
 from diloco.run.trainer import Trainer, device_of
-from diloco.storage.checkpoint import Checkpoint, load
+from diloco.storage.checkpoint import load
 from diloco.transport.endpoint import Endpoint, listening
 
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-"""Where peers write that were told no folder, as RUN/PEER."""
+"""Folder for peers whose options name none; a peer writes to RUN/PEER in it."""
 
 
 def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> Ending | None:
@@ -58,38 +57,40 @@ def _enter(
     given: Contract | None,
     island: Island,
 ) -> Entrance:
-    """Found, join or resume, on rank 0."""
+    """Rank 0's entrance into the run of `diloco peer`: found, join or resume."""
     if restarted():
         options = come_back(options, site, given)
     checkpoint = load(_checkpoints(options.resume)) if options.resume else None
-    past = None if options.join else _past_of(options, site, given, checkpoint)
+    chosen = chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
+    # The life before is in the folder to resume, or in one that is given a second time with the same contract.
+    past = past_of(chosen) if chosen is not None and not options.join else None
+    expected = checkpoint.contract if checkpoint is not None else given
+    if past is not None and (expected is None or past.contract_digest != expected.digest):
+        past = None
     if checkpoint is None and past is not None:
         checkpoint = past.checkpoint()
+    kept = checkpoint.contract if checkpoint is not None else None
     endpoint = Endpoint(site, lanes_of(site, island))
     try:
         if options.join:
-            agreed: Contract | None = fetch_contract(options.join, endpoint, listener, stop)
+            contract: Contract | None = fetch_contract(options.join, endpoint, listener, stop)
         else:
-            agreed = (asked_members(past, endpoint) if past is not None else None) or given
-        contract = _contract(agreed, checkpoint)
+            contract = (asked_members(past, endpoint) if past is not None else None) or given or kept
+        assert contract is not None  # `checked` has refused options without one
+        if kept is not None and kept.digest != contract.digest:
+            saved, joined = kept.digest[:12], contract.digest[:12]
+            cause = f"the checkpoint belongs to contract {saved}, the run to join trains {joined}"
+            raise ConfigError(cause, "join without --resume")
         name = peer_name(site, checkpoint)
         if options.name and options.name != name:
             fix = "leave --name out: a peer that comes back keeps its name"
             raise UsageError(f"the checkpoint is one of {name}, and --name says {options.name}", fix)
-        directory = open_directory(options, site, contract, name, checkpoint)
+        directory = open_directory(chosen, site, contract, name)
         listeners = [event_card(directory), listener]
         return Entrance(contract, endpoint, name, directory, checkpoint, listeners, stop)
     except BaseException:
         endpoint.close()
         raise
-
-
-def _past_of(options: PeerOptions, site: Site, given: Contract | None, checkpoint: Checkpoint | None) -> Past | None:
-    """The life before, in the folder to resume, or in one that is given a second time with the same contract."""
-    chosen = _chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
-    past = past_of(chosen) if chosen is not None else None
-    expected = checkpoint.contract if checkpoint is not None else given
-    return past if past is not None and expected is not None and past.contract_digest == expected.digest else None
 
 
 def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
@@ -110,7 +111,8 @@ def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
 
 
 def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
-    """An island that lost a rank goes on from its last checkpoint, if it has one, with the members of its last version.
+    """Options of an island that lost a rank: it goes on from its last checkpoint, if it has one, with the members of
+    its last version.
 
     It joins them also where it founded the run, or a lineage: to found it anew would fork it. Where it was alone it
     does what it did at first, or goes on from its checkpoint. So it does where it died before it wrote anything: who
@@ -119,7 +121,17 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     """
     tickets = options.join.split(",") if options.join else [""]
     expected = (given.digest,) if given is not None else tuple(ticket.strip().partition("/")[2] for ticket in tickets)
-    found = [past for folder in _folders(options, site, given) if (past := past_of(folder)) is not None]
+    # Folders where `open_directory` may have put the life before: only members can name the run that a joiner joins.
+    resumed = _checkpoints(options.resume) if options.resume else None
+    chosen = chosen_directory(options, site, resumed)
+    folders = [chosen] if chosen is not None else []
+    if chosen is None:
+        saved = load(resumed) if resumed is not None else None
+        contract = saved.contract if saved is not None else given
+        name = saved.value("peer", str) if saved is not None else site.peer.name
+        if name is not None:  # else it has another at every start
+            folders = [RUNS / contract.run.name / name] if contract is not None else sorted(RUNS.glob(f"*/{name}"))
+    found = [past for folder in folders if (past := past_of(folder)) is not None]
     ours = [past for past in found if past.contract_digest.startswith(expected) and of_this_launch(past.began_us)]
     if not ours:
         return options
@@ -135,20 +147,6 @@ def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerO
     return replace(options, contract=None, contract_overrides=(), resume=resume, join=join)
 
 
-def _folders(options: PeerOptions, site: Site, given: Contract | None) -> list[Path]:
-    """Where `open_directory` may have put the life before: the run that a joiner joins, only members can name."""
-    resumed = _checkpoints(options.resume) if options.resume else None
-    chosen = _chosen_directory(options, site, resumed)
-    if chosen is not None:
-        return [chosen]
-    checkpoint = load(resumed) if resumed is not None else None
-    contract = checkpoint.contract if checkpoint is not None else given
-    name = checkpoint.value("peer", str) if checkpoint is not None else site.peer.name
-    if name is None:
-        return []  # it has another at every start
-    return [RUNS / contract.run.name / name] if contract is not None else sorted(RUNS.glob(f"*/{name}"))
-
-
 def _checkpoints(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
@@ -156,41 +154,19 @@ def _checkpoints(path: Path) -> Path:
 def fetch_contract(
     tickets: str, endpoint: Endpoint, listener: Callable[[Stamped], None], stop: Callable[[], bool]
 ) -> Contract:
-    """`Endpoint.fetch_contract`, and a word to whoever watches when nobody answers at once."""
+    """The contract of the member to join (`Endpoint.fetch_contract`), with a remark when nobody answers at once."""
     events = Events(None, endpoint.site.peer.name or "", [listener])  # our own file is in a folder that the run names
     return endpoint.fetch_contract(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
 
 
-def _contract(agreed: Contract | None, checkpoint: Checkpoint | None) -> Contract:
-    """`agreed`, from the file or the member it joins; else that of the checkpoint."""
-    if agreed is None:
-        assert checkpoint is not None
-        contract = checkpoint.contract
-    else:
-        contract = agreed
-    kept = checkpoint.contract if checkpoint else contract
-    if kept.digest != contract.digest:
-        cause = f"the checkpoint belongs to contract {kept.digest[:12]}, the run to join trains {contract.digest[:12]}"
-        raise ConfigError(cause, "join without --resume")
-    return contract
+def open_directory(chosen: Path | None, site: Site, contract: Contract, name: str) -> Path:
+    """The folder of a peer, made if need be: the one that was `chosen`, or RUN/PEER."""
+    return make_folder(chosen or RUNS / contract.run.name / name, site)
 
 
-def open_directory(
-    options: PeerOptions,
-    site: Site,
-    contract: Contract,
-    name: str,
-    checkpoint: Checkpoint | None = None,
-) -> Path:
-    """Where this peer writes. A checkpoint's peer goes on in its old folder."""
-    chosen = _chosen_directory(options, site, checkpoint.path if checkpoint is not None else None)
-    directory = chosen or RUNS / contract.run.name / name
-    make_folder(directory, site)
-    return directory
-
-
-def _chosen_directory(options: PeerOptions, site: Site, saved: Path | None) -> Path | None:
-    """The folder that was asked for, or that of the peer whose checkpoints are, or one of them is, at `saved`."""
+def chosen_directory(options: PeerOptions, site: Site, saved: Path | None = None) -> Path | None:
+    """The folder that options or site name, or that of the peer whose checkpoints are, or one of them is, at `saved`: a
+    peer that resumes goes on in its old folder."""
     if options.directory is not None:
         return options.directory
     if site.storage.directory is not None:
@@ -200,11 +176,10 @@ def _chosen_directory(options: PeerOptions, site: Site, saved: Path | None) -> P
 
 
 def event_card(directory: Path) -> Callable[[Stamped], None]:
-    """Keeps `peer.json` beside the events: where this peer listens, for programs that started it."""
+    """A listener that keeps `peer.json` beside the events: where this peer listens, for programs that started it."""
 
     def listen(stamped: Stamped) -> None:
-        event = stamped.event
-        if isinstance(event, Listening):
+        if isinstance(event := stamped.event, Listening):
             card = {"pid": os.getpid(), "address": event.address, "ticket": event.ticket}
             beside = directory / f".peer.json.{os.getpid()}"
             try:

@@ -1,4 +1,4 @@
-"""What the command line of a peer says, and what of it is wrong, as far as that shows before torch is imported."""
+"""Options of `diloco peer` on the command line, checked as far as that goes before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from diloco.config.site import Site
 from diloco.transport.address import split_ticket
 
 CARD = "peer.json"
-"""The file in a peer's folder that says where it listens."""
+"""File in a peer's folder with the address where it listens."""
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What the command line says."""
+    """Options of `diloco peer` and `diloco witness`."""
 
     contract: Path | None
     join: str | None
@@ -50,8 +50,8 @@ def checked(options: PeerOptions) -> tuple[Site, Contract | None]:
 
 
 def open_site(options: PeerOptions) -> Site:
-    """The site file with what the command line says on top, and below what a resumed peer remembers. Raises
-    ConfigError."""
+    """The site file, overridden by the command line; a resumed peer's folder remembers settings for what neither sets.
+    Raises ConfigError."""
     overrides = list(options.site_overrides)
     if options.insecure:
         overrides.append("network.insecure=true")

@@ -1,57 +1,50 @@
-"""A run, as whoever trains holds it: one per rank, with the same calls on all ranks of an island."""
+"""A run, as whoever trains holds it: one per rank, with the same calls on all ranks of an island; and its record.
+
+`Run` is what a training loop calls. `Chronicle`, on rank 0 alone, makes the events of training.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from operator import index
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from diloco.base.clock import monotonic_s
 from diloco.base.decisions import Fail, Idle, Train
 from diloco.base.errors import UsageError
 from diloco.base.life import Life
+from diloco.base.types import Commit, Counted
 from diloco.config.contract import Contract
-from diloco.observe.events import Ended, Event, HardwareUsed, SwapApplied, VersionClosed
+from diloco.gossip.peer import GossipLife, GossipPeer
+from diloco.observe.events import (
+    FLIGHT,
+    Ended,
+    Event,
+    HardwareUsed,
+    Started,
+    SwapApplied,
+    TrainingProgress,
+    VersionClosed,
+)
 from diloco.outer.line import weights_at_anchor
-from diloco.peer.life import Ending
+from diloco.peer.life import AgreedLife, Ending
+from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
+from diloco.protocol.leases import front
+from diloco.round import Seconds
 from diloco.run.blocking import block
-from diloco.run.chronicle import Chronicle
+
+if TYPE_CHECKING:
+    from diloco.data.reader import BlockReader
 
 IDLE_SHARE = 0.1
-"""Of the time for which ranks wait for each other: how often they are told that rank 0 still waits for the world."""
-
-
-class LifeOf(Protocol):
-    """A peer's life on rank 0: `diloco.peer.life.AgreedLife`, or `diloco.gossip.peer.GossipLife`."""
-
-    sync_now: bool
-
-    def open(self) -> Life[None]: ...
-
-    def live(self) -> Life[None]: ...
-
-    def end(self) -> Life[Ending]: ...
-
-    def ready(self, steps: int) -> Train: ...
-
-    def trained(self, tokens: int, blocks: int, seconds: float, loss: float | None) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def interrupted(self) -> None: ...
-
-
-class Leading:
-    """What rank 0 has of a run beside its part of the work."""
-
-    def __init__(self, life: LifeOf, peer: Any, chronicle: Chronicle, close: Callable[[], None]) -> None:
-        """`peer`: the life's. `close`: frees what the peer does not own."""
-        self.life, self.peer, self.chronicle, self.close = life, peer, chronicle, close
+"""Share of the time for which ranks wait for each other, after which rank 0 lets them know that it still waits."""
 
 
 class Run:
@@ -69,18 +62,18 @@ class Run:
         self.contract: Contract = rank.contract
         self.name, self.directory = name, directory
         self.address = ""
-        """What others give to `diloco.join` or `diloco peer --join`; on all ranks."""
+        """Address that others give to `diloco.join` or `diloco peer --join`; on all ranks."""
         self.steps = steps
         """Inner steps over all lives of this peer."""
         self.ending: Ending | None = None
-        """How it ended, on rank 0."""
+        """End of the peer's life, on rank 0."""
         self._rank, self._leading = rank, leading
         self._seen = Train(0)
         self._meet_at = self._since = 0
         self._parting = self._closed = self._begun = False
         self._stepped_s = monotonic_s()
         self._aside_s = 0.0
-        """Of the step that is being done, what is none of it."""
+        """Seconds since the last step that are none of the next: spent in `anchor`."""
         self._life: Life[None] | None = None
         rank.subscribers.append(self._on_event)
 
@@ -98,7 +91,7 @@ class Run:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Who is in the run now; under gossip, as far as this peer knows."""
+        """Names of the peers in the run now; under gossip, as far as this peer knows."""
         return self._seen.peers
 
     @property
@@ -132,18 +125,17 @@ class Run:
 
     def position(self, tokens: int) -> int:
         """Tokens of the whole run after a step of so many here, if all trainers go at this pace: for a schedule."""
-        seen = self._seen
-        here = seen.uncommitted + self._since + tokens
-        return seen.tokens + here * seen.trainers
+        here = self._seen.uncommitted + self._since + tokens
+        return self._seen.tokens + here * self._seen.trainers
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> None:
-        """Call `subscriber` with every event of the run, on all ranks: of a version inside `step`, when its state
-        stands, before the next."""
+        """Call `subscriber` with every event of the run, on all ranks: that of a version inside `step`, after its state
+        is there and before the next."""
         self._rank.subscribers.append(subscriber)
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Meanwhile the model holds the agreed weights: to evaluate, or to save them. All ranks together."""
+        """Context in which the model holds the agreed weights: to evaluate, or to save them. All ranks together."""
         began_s = monotonic_s()
         with weights_at_anchor(self._rank.line):
             yield
@@ -159,7 +151,7 @@ class Run:
         return block(self.waiting(timeout_s))
 
     def waiting(self, timeout_s: float = 3600.0) -> Life[bool]:
-        """`wait`."""
+        """`wait` as a piece of the peer's life."""
         if not self._begun:
             yield from self._meet(monotonic_s() + timeout_s)
             self._begun = self._seen.steps > 0 or self.done or self.leaving
@@ -182,8 +174,14 @@ class Run:
         return block(self.stepping(tokens, loss, blocks))
 
     def stepping(self, tokens: SupportsIndex, loss: float | None, blocks: int) -> Life[Sequence[Event]]:
-        """`step`."""
-        count = whole(tokens)
+        """`step` as a piece of the peer's life."""
+        try:
+            count = index(tokens)  # commits hold ints: with a tensor, as of a mask's sum, none could be made
+        except TypeError:
+            count = -1
+        if count < 0:
+            cause = f"step(tokens={tokens!r}): not a count of tokens"
+            raise UsageError(cause, "say how many were trained in this step")
         self._check_open()
         if self.done or self.leaving:
             return ()
@@ -213,7 +211,7 @@ class Run:
         block(self.leaves())
 
     def leaves(self) -> Life[None]:
-        """`leave`."""
+        """`leave` as a piece of the peer's life."""
         if self._closed:
             return
         try:
@@ -230,8 +228,10 @@ class Run:
             return
         self._closed = True
         if self._leading is not None:
-            self._leading.peer.close()
-            self._leading.close()
+            peer = self._leading.life.peer
+            peer.close()
+            peer.endpoint.close()
+            peer.events.close()
         else:
             self._rank.close()
         self._rank.saver.finish(self._rank.site.timeouts.leave_s)
@@ -255,12 +255,12 @@ class Run:
     # ------------------------------------------------------------ meetings
 
     def begin(self) -> Life[None]:
-        """The first meeting: listen, get the state. By `diloco.run.door`."""
+        """The first meeting of the ranks: listen, get the state. Called by `diloco.run.door`."""
         if self._leading is not None:
             self._leading.chronicle.steps = self.steps
             self._life = self._whole(self._leading)
         yield from self._meet()
-        self.address = self._rank.island.share(self._leading.peer.ticket if self._leading is not None else "")
+        self.address = self._rank.island.share(self._leading.life.peer.ticket if self._leading is not None else "")
 
     def emit(self, event: Event) -> None:
         """Record an event of whoever trains, where events are recorded: on rank 0."""
@@ -268,12 +268,15 @@ class Run:
             self._rank.events.emit(event)
 
     def _whole(self, leading: Leading) -> Life[None]:
-        """The life of this peer, on rank 0, from door to goodbye."""
-        life, rank = leading.life, self._rank
+        """The life of this peer, on rank 0, from its entrance to its goodbye."""
+        life, rank, line, contract = leading.life, self._rank, self._rank.line, self.contract
         yield from life.open()
-        contract, line = self.contract, rank.line
-        started = leading.chronicle.started(
-            contract.run.name, contract.digest, line.state.version, contract.run.total_tokens
+        started = Started(
+            run=contract.run.name,
+            contract_digest=contract.digest,
+            resumed_version=line.state.version,
+            total_tokens=contract.run.total_tokens,
+            **rank.trains.facts(),
         )
         rank.publish(started)
         yield life.ready(0)
@@ -282,34 +285,33 @@ class Run:
         while not self._parting:
             yield life.ready(0)
         self.ending = yield from life.end()
-        wire = leading.peer.wire()
+        wire = life.peer.wire()
         rank.publish(Ended(**vars(self.ending), wire_bytes_sent=wire.sent if wire else None, wall_s=wall_s))
-        if leading.peer.directory is not None:
-            yield from leading.peer.keeper.last(line.state.version)
+        if life.peer.directory is not None:
+            yield from life.peer.keeper.last(line.state.version)
 
     def _meet(self, deadline_s: float = math.inf) -> Life[Sequence[Event]]:
-        """Do what is decided, until somebody is to train. Returns what it has caused."""
-        self._rank.caused = []
-        if self._leading is not None:
-            self._seen = yield from self._lead(self._leading, deadline_s)
+        """A meeting of the ranks: do what rank 0 decides, until somebody is to train. Returns the events of it."""
+        rank, leading = self._rank, self._leading
+        rank.caused = []
+        if leading is None:
+            while not isinstance(decision := rank.island.decision(), Train):
+                yield from rank.perform(decision)
+            self._seen = decision
         else:
-            self._seen = yield from self._follow()
+            try:
+                ready = (yield from self._lived(deadline_s)) or leading.life.ready(0)
+                rank.island.decide(ready)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    leading.life.interrupted()
+                with suppress(Exception):  # the other ranks may be gone
+                    rank.island.decide(Fail(f"{type(error).__name__}: {error}"))
+                raise
+            self._seen = ready
         self._since = 0
         self._meet_at = self.steps + self._seen.steps
-        return tuple(self._rank.caused)
-
-    def _lead(self, leading: Leading, deadline_s: float) -> Life[Train]:
-        island = self._rank.island
-        try:
-            ready = (yield from self._lived(deadline_s)) or leading.life.ready(0)
-            island.decide(ready)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                leading.life.interrupted()
-            with suppress(Exception):  # they may be gone
-                island.decide(Fail(f"{type(error).__name__}: {error}"))
-            raise
-        return ready
+        return tuple(rank.caused)
 
     def _lived(self, deadline_s: float) -> Life[Train | None]:
         """Live on until somebody has to train. None: the life has ended, or the deadline (`monotonic_s`) is over."""
@@ -326,27 +328,129 @@ class Run:
                 break
         return None
 
-    def _follow(self) -> Life[Train]:
-        while not isinstance(decision := self._rank.island.decision(), Train):
-            yield from self._rank.perform(decision)
-        return decision
-
     def _on_event(self, event: Event) -> None:
         if isinstance(event, VersionClosed | SwapApplied):
-            used = self._rank.trains.used()
-            self.emit(HardwareUsed(version=event.version, **used))
+            self.emit(HardwareUsed(version=event.version, **self._rank.trains.used()))
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this peer has left the run", "join again")
 
 
-def whole(tokens: SupportsIndex) -> int:
-    """For commits, which hold ints: with a tensor, as of a mask's sum, none could be made. Raises UsageError."""
-    try:
-        count = index(tokens)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise UsageError(f"step(tokens={tokens!r}): not a count of tokens", "say how many were trained in this step")
-    return count
+REPORT_EVERY_S = 0.5
+"""Least time between two reports of a peer's inner steps to the others."""
+
+
+class PeerReader:
+    """Reader of one peer's data blocks, on rank 0. This one reads on, whatever becomes of versions."""
+
+    def __init__(self, blocks: BlockReader) -> None:
+        self.blocks = blocks
+
+    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
+        """A version was applied, after `before`; it counts `mine`."""
+
+    def copied(self, commit: Commit | None, before: Commit | None) -> None:
+        """A state was copied: its version is that of the line."""
+
+
+class Chronicle:
+    """Record of one peer's run, on rank 0: the events of its training, and its data leases.
+
+    It is the `PeerRecord` and the `SwapRecord` of the peer, which calls `closed` and `copied`.
+    """
+
+    def __init__(self, rank: PeerRank, emit: Callable[[Event], None], reader: PeerReader | None) -> None:
+        """`emit`: writes an event of this process's. `reader`: reads the peer's data, unless a caller does."""
+        self.rank, self.reader = rank, reader
+        self.peer: Peer | GossipPeer | None = None
+        """The peer whose record this is. Set before anything happens to it."""
+        self.steps = 0
+        """Inner steps over all lives."""
+        self._emit = emit
+        self.tokens_here = 0
+        self._losses: list[float] = []
+        self.began_s = self._reported_s = monotonic_s()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that this peer trained per second, since its life began to train."""
+        return self.tokens_here / max(monotonic_s() - self.began_s, 1e-9)
+
+    def begin(self) -> None:
+        """Start the clock of `tokens_per_s`: training begins."""
+        self.began_s = monotonic_s()
+
+    def trained(self, tokens: int, loss: float | None) -> None:
+        """Record an inner step."""
+        self.steps += 1
+        self.tokens_here += tokens
+        if loss is not None:
+            self._losses.append(loss)
+        now_s = monotonic_s()
+        if now_s - self._reported_s >= REPORT_EVERY_S and self.peer is not None:
+            self._reported_s = now_s
+            wire, finite = self.peer.wire(), loss is not None and math.isfinite(loss)
+            self.peer.report(
+                inner_step=self.steps,
+                tokens=self.tokens_here,
+                tokens_per_s=self.tokens_per_s,
+                wire_bytes_sent=wire.sent if wire else 0,
+                **({"loss": loss} if loss is not None and finite else {}),
+            )
+            self._emit(TrainingProgress(self.steps, self.tokens_here, loss if finite else None))
+
+    def take_loss(self) -> float | None:
+        """Mean loss of the inner steps since it was taken last; None: whoever trains reports none."""
+        losses, self._losses = self._losses, []
+        return fmean(losses) if losses else None
+
+    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
+        """Record that a version was applied. Returns its event; a founding has none."""
+        if self.reader is not None:
+            self.reader.closed(commit, before, mine)
+        if before is None or commit.version == before.version:
+            self.begin()
+            return None
+        assert isinstance(self.peer, Peer)
+        wire, flight_s = self.peer.wire(), seconds.pop(FLIGHT, None)
+        blocks = front(before.leases.held.get(self.rank.line.peer, ()), mine.blocks) if mine else ()
+        return VersionClosed(
+            version=commit.version,
+            lineage=commit.lineage,
+            fragment=commit.fragment,
+            tokens=commit.tokens,
+            members=tuple(member.peer for member in commit.view),
+            counted=tuple(counted.peer for counted in commit.counted),
+            own=mine is not None,
+            attempts=self.peer.exchange.machine.attempts,
+            loss=self.take_loss(),
+            inner_tokens=mine.tokens if mine else 0,
+            blocks=tuple((run.start, run.stop) for run in blocks),
+            tokens_per_s=self.tokens_per_s,
+            wire_bytes_sent=wire.sent if wire else None,
+            wire_bytes_received=wire.received if wire else None,
+            seconds={name: round(value, 6) for name, value in seconds.items()},
+            flight_s=flight_s,
+            state_digest=self.rank.line.state.digest,
+            repeats=self.reader.blocks.repeats if self.reader is not None else None,
+            **self.rank.trains.version_fields(),
+        )
+
+    def copied(self, commit: Commit | None, before: Commit | None) -> None:
+        """Record that a state was copied: no version closed here, so its lease is not known yet."""
+        if self.reader is not None:
+            self.reader.copied(commit, before)
+
+    def numbers(self) -> dict[str, Any]:
+        """Inner steps and the reader's place, which a checkpoint holds beside the line."""
+        read = {"reader": self.reader.blocks.state_dict()} if self.reader is not None else {}
+        return {"run_steps": self.steps, **read}
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Objects of a run that rank 0 alone has."""
+
+    life: AgreedLife | GossipLife
+    chronicle: Chronicle

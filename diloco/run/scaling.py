@@ -1,10 +1,9 @@
-"""How training speed scales with the ranks of an island: `diloco bench scaling`.
+"""Scaling of training speed with the ranks of an island: `diloco bench scaling`.
 
 Real inner steps, on the contract's data, by 1, 2, 4, ... ranks, each number in processes of its own
 (`python -m diloco.run.scaling JOB.json`). *Weak* scaling gives every rank as many rows as the smallest island's ranks
-have;
-*strong* scaling divides the same rows among more ranks. Efficiency is tokens per second and rank beside those of the
-smallest island, as usual for both.
+have; *strong* scaling divides the same rows among more ranks. Efficiency is tokens per second and rank beside those of
+the smallest island, as usual for both.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError, UsageError
-from diloco.base.types import Blocks
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.config.site import Site
@@ -28,12 +26,11 @@ from diloco.island import Island
 from diloco.island.elastic import end_with_launcher, run_once
 from diloco.island.mesh import check, sizes_of
 from diloco.run.blocking import block
-from diloco.run.trainer import device_of
+from diloco.run.trainer import ALL_BLOCKS, device_of
 
 WARM_UPS = 2
 """Steps that are not timed: they compile, connect and allocate."""
 GRACE_S = 5
-ALL_BLOCKS = (Blocks(0, 2**60),)
 
 Kind = Literal["weak", "strong"]
 
@@ -46,10 +43,10 @@ class IslandSpeed:
     mesh: Mapping[str, int]
     """Sizes of more than one rank."""
     sequences: int
-    """Of one inner step of the island."""
+    """Sequences in one inner step of the island."""
     steps: int
     tokens_per_s: float
-    """Of the island."""
+    """Tokens per second of the island."""
     flops_per_s: float | None
     mfu: float | None
     phases: Mapping[str, float]
@@ -74,19 +71,15 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScalingJob:
-    """What one island is to do."""
+    """Measurement of one island."""
 
     contract: Contract
     site: Site
     ranks: int
 
-    def check(self) -> None:
-        """Raises ConfigError when the model or the batch cannot be divided so."""
-        check(sizes_of(self.site.mesh, self.ranks), self.site, self.contract, self.ranks)
-
 
 def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kind, ScalingJob]]:
-    """What is measured, the smallest island first, which stands for both kinds of scaling.
+    """Islands to measure, the smallest first, which counts for both kinds of scaling.
 
     One rank has the whole model, whatever the site's mesh. Raises UsageError and ConfigError.
     """
@@ -98,47 +91,35 @@ def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kin
         for count in ranks:
             rows = contract.inner.batch_size * (count // ranks[0] if kind == "weak" else 1)
             inner = contract.inner.model_copy(update={"batch_size": rows})
-            job = ScalingJob(contract.model_copy(update={"inner": inner}), _site_of(site, count), count)
-            job.check()
+            agreed = contract.model_copy(update={"inner": inner})
+            its_site = site if count > 1 else site.model_copy(update={"mesh": Site().mesh})
+            check(sizes_of(its_site.mesh, count), its_site, agreed, count)
             if kind == "weak" or count > ranks[0]:
-                made.append((kind, job))
+                made.append((kind, ScalingJob(agreed, its_site, count)))
     return made
 
 
-def _site_of(site: Site, ranks: int) -> Site:
-    if ranks > 1:
-        return site
-    return site.model_copy(update={"mesh": Site().mesh})
-
-
 def compare(jobs: Sequence[tuple[Kind, ScalingJob]], seconds: float, folder: Path) -> Iterator[Scaled]:
-    """Start each island in turn, here, and say how it compares. `folder` is for what is passed on to them.
+    """Start each island in turn, on this machine, and compare its speed with the smallest one's. `folder`: for files
+    that are passed to the ranks.
 
     Raises ResourceError when one of them fails.
     """
     base: IslandSpeed | None = None
+    reported, found = folder / "job.json", folder / "measured.json"
     for kind, job in jobs:
-        measured = _started(job, seconds, folder)
+        found.unlink(missing_ok=True)
+        tree = {"contract": job.contract.to_json(), "site": job.site.model_dump_json()}
+        reported.write_text(json.dumps({**tree, "seconds": seconds, "found": str(found)}))
+        code = run_once(job.ranks, "diloco.run.scaling", [str(reported)], GRACE_S)
+        if not found.is_file():
+            cause = f"the {job.ranks} ranks ended " + (f"with exit code {code}" if code else "before they had measured")
+            raise ResourceError(cause, "their output says why")
+        measured = IslandSpeed(**json.loads(found.read_text()))
         base = base or measured
-        yield Scaled(kind, measured, _efficiency(measured, base))
+        yield Scaled(kind, measured, measured.tokens_per_s / measured.ranks / (base.tokens_per_s / base.ranks))
         if measured is base:
             yield Scaled("strong", measured, 1.0)
-
-
-def _efficiency(measured: IslandSpeed, base: IslandSpeed) -> float:
-    return measured.tokens_per_s / measured.ranks / (base.tokens_per_s / base.ranks)
-
-
-def _started(job: ScalingJob, seconds: float, folder: Path) -> IslandSpeed:
-    reported, found = folder / "job.json", folder / "measured.json"
-    found.unlink(missing_ok=True)
-    reported.write_text(json.dumps({"contract": job.contract.to_json(), "site": job.site.model_dump_json(),
-                                "seconds": seconds, "found": str(found)}))  # fmt: skip
-    code = run_once(job.ranks, "diloco.run.scaling", [str(reported)], GRACE_S)
-    if not found.is_file():
-        cause = f"the {job.ranks} ranks ended " + (f"with exit code {code}" if code else "before they had measured")
-        raise ResourceError(cause, "their output says why")
-    return IslandSpeed(**json.loads(found.read_text()))
 
 
 def measure(contract: Contract, site: Site, island: Island, seconds: float) -> IslandSpeed | None:
@@ -178,15 +159,15 @@ def _step(model: RankModel, reader: BlockReader | None) -> None:
 
 
 def limited(site: Site) -> Site:
-    """With a number of CPU threads for each rank: one, where neither the site nor a GPU says otherwise. Ranks that each
-    take all cores would measure how they fight for them."""
+    """The site with a number of CPU threads for each rank of an island: one, unless the site sets it or a GPU trains.
+    Ranks that each take all cores would measure how they fight for them."""
     if site.device.threads is not None or device_of(site).type != "cpu":
         return site
     return site.model_copy(update={"device": site.device.model_copy(update={"threads": 1})})
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of one rank."""
+    """Entry point of one rank of a measured island."""
     end_with_launcher()
     reported: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
     contract, site = contract_from_json(reported["contract"]), Site.model_validate_json(reported["site"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,76 +23,66 @@ from diloco.outer.line import Line
 from diloco.peer.life import Ending
 from diloco.peer.rank import PeerRank
 from diloco.run.door import Entrance, Parts, open_run
+from diloco.run.run import PeerReader
+from diloco.storage.checkpoint import Checkpoint
 
 
-class LeasedReader:
-    """`BlockReader` in the leases that commits give to one peer. On rank 0."""
+class LeasedReader(PeerReader):
+    """Reader of the data blocks that commits lease to one peer, from version to version. On rank 0."""
 
-    def __init__(self, dataset: Dataset, seed: int, line: Line, resumed: dict[str, Any] | None, version: int) -> None:
-        """`resumed`: what a checkpoint of `version` holds of a reader. Raises IncompatibleError for other data."""
+    def __init__(self, dataset: Dataset, seed: int, line: Line, checkpoint: Checkpoint | None) -> None:
+        """`checkpoint`: the one to go on from. Raises IncompatibleError for other data."""
+        super().__init__(BlockReader(dataset, seed))
         self._dataset, self._seed, self._line = dataset, seed, line
-        self._reader = BlockReader(dataset, seed)
         self._resumed_version = -1
-        if resumed is not None:
-            self._reader.load_state_dict(resumed)
-            self._resumed_version = version
+        if checkpoint is not None:
+            self.blocks.load_state_dict(checkpoint.value("reader", dict))
+            self._resumed_version = checkpoint.version
         self._commit: Commit | None = None
-        """Whose lease is read."""
-
-    @property
-    def repeats(self) -> int:
-        """Blocks read again because the lease had no others."""
-        return self._reader.repeats
+        """Commit whose lease is read."""
 
     def next(self, count: int) -> tuple[Tensor, int]:
-        """So many blocks, (count, L + 1) token ids; and how many of them were read for the first time."""
-        fresh = min(count, self._reader.remaining)  # blocks read again are nobody's to count
-        return self._reader.next(count), fresh
-
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        return {"reader": self._reader.state_dict()}
+        """So many data blocks, (count, L + 1) token ids; and the number of those that were read for the first time."""
+        fresh = min(count, self.blocks.remaining)  # blocks read again are nobody's to count
+        return self.blocks.next(count), fresh
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """Read on in what this peer holds now. After a time outside the view it is all new, and nothing of it used."""
+        """Read on in the blocks that this peer holds now. After a time outside the view they are all new."""
         self._commit = commit
         held = commit.leases.held.get(self._line.peer)
         if held is None:
             return
-        if self._newly(before) and self._resumed_version != commit.version:
-            self._anew(commit)
+        newly = before is None or self._line.peer not in before.leases.held
+        if newly and self._resumed_version != commit.version:
+            self._restart(held, newly)
             return
         try:
-            self._reader.lease(held, mine.blocks if mine else 0)
+            self.blocks.lease(held, mine.blocks if mine else 0)
         except ValueError:  # it counts what we sent in an earlier life: what is held is not what it was
-            self._again(commit)
+            self._restart(held, newly=False)
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """Stand at the version of a state that was copied."""
+        """Read in the blocks that this peer holds at the version of a state that was copied."""
         before = self._commit or before
         if commit is None or commit is before:
             return
         self._commit = commit
-        if self._line.peer in commit.leases.held:
-            (self._anew if self._newly(before) else self._again)(commit)
+        held = commit.leases.held.get(self._line.peer)
+        if held is not None:
+            self._restart(held, newly=before is None or self._line.peer not in before.leases.held)
 
-    def _newly(self, before: Commit | None) -> bool:
-        """Whether this peer held nothing at that version."""
-        return before is None or self._line.peer not in before.leases.held
+    def _restart(self, held: Sequence[Blocks], newly: bool) -> None:
+        """Read in the leased blocks where nobody knows which were counted; `newly`: this peer held none before.
 
-    def _anew(self, commit: Commit) -> None:
-        self._reader = BlockReader(self._dataset, self._seed)
-        self._reader.lease(commit.leases.held[self._line.peer])
-        self._line.trained.blocks = 0
-
-    def _again(self, commit: Commit) -> None:
-        """Read on where nobody knows what was counted. The blocks of progress that is kept are not read again, and go
-        out with it; where nothing is kept, what was read and not counted is."""
-        if not self._line.trained.tokens:
-            self._anew(commit)
-            return
-        self._reader.catch_up(commit.leases.held[self._line.peer])
-        self._line.trained.blocks = self._reader.used
+        The blocks of progress that is kept are not read again, and are counted with it. Where nothing is kept, all are.
+        """
+        if newly or not self._line.trained.tokens:
+            self.blocks = BlockReader(self._dataset, self._seed)
+            self.blocks.lease(held)
+            self._line.trained.blocks = 0
+        else:
+            self.blocks.catch_up(held)
+            self._line.trained.blocks = self.blocks.used
 
 
 ALL_BLOCKS = (Blocks(0, 2**60),)
@@ -101,48 +90,36 @@ ALL_BLOCKS = (Blocks(0, 2**60),)
 
 
 def device_of(site: Site) -> torch.device:
-    """Raises ResourceError when the device asked for is not there."""
+    """The torch device that a site asks for, with its number of threads. Raises ResourceError when it is not there."""
     if site.device.threads is not None:
         torch.set_num_threads(site.device.threads)
     available = torch.cuda.is_available()
     if site.device.kind == "cuda" and not available:
-        raise ResourceError(
-            "device.kind is 'cuda', but torch sees no GPU", "install a CUDA build of torch, or use 'cpu'"
-        )
+        cause = "device.kind is 'cuda', but torch sees no GPU"
+        raise ResourceError(cause, "install a CUDA build of torch, or use 'cpu'")
     return torch.device("cuda" if available and site.device.kind != "cpu" else "cpu")
 
 
-class OwnOrder:
-    """The reader of a peer under gossip."""
+class OwnOrder(PeerReader):
+    """Reader of all data blocks in an order of the peer's own, under gossip."""
 
-    def __init__(self, model: RankModel, name: str, resumed: dict[str, Any] | None) -> None:
+    def __init__(self, model: RankModel, name: str, checkpoint: Checkpoint | None) -> None:
         """Raises ConfigError for data without an order."""
         if model.dataset is None or model.blocks_per_epoch is None:
             cause = "under gossip each peer reads in an order of its own, which a stream does not have"
             raise ConfigError(cause, "pack the data first: `diloco data pack`")
-        self._reader = BlockReader(model.dataset, own_seed(model.contract.run.seed, name))
-        self._reader.lease(ALL_BLOCKS)
-        if resumed is not None:
-            self._reader.load_state_dict(resumed)
-        self.repeats = 0
+        super().__init__(BlockReader(model.dataset, own_seed(model.contract.run.seed, name)))
+        self.blocks.lease(ALL_BLOCKS)
+        if checkpoint is not None:
+            self.blocks.load_state_dict(checkpoint.value("reader", dict))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
         """So many blocks, (count, L + 1) token ids; none of them is leased."""
-        return self._reader.next(count), 0
-
-    def numbers(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
-        return {"reader": self._reader.state_dict()}
-
-    def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """No version closes."""
-
-    def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """Its order is its own."""
+        return self.blocks.next(count), 0
 
 
 class Trainer:
-    """The inner loop of one rank."""
+    """`diloco peer` on one rank: the inner loop around a `Run`."""
 
     def __init__(self, enter: Callable[[], Entrance], site: Site, island: Island) -> None:
         """All ranks of an island make theirs together. `enter`: into the run, on rank 0."""
@@ -159,14 +136,12 @@ class Trainer:
         return Parts(model.weights, model, model.fingerprint, self._open_reader)
 
     def _open_reader(self, rank: PeerRank, entrance: Entrance) -> LeasedReader | OwnOrder:
-        checkpoint, model, self.line = entrance.checkpoint, self.model, rank.line
+        model, self.line = self.model, rank.line
         assert model.dataset is not None
-        resumed = checkpoint.value("reader", dict) if checkpoint is not None else None
         if model.contract.membership.policy == "gossip":
-            self._reader = OwnOrder(model, entrance.name, resumed)
+            self._reader = OwnOrder(model, entrance.name, entrance.checkpoint)
         else:
-            version = checkpoint.version if checkpoint is not None else 0
-            self._reader = LeasedReader(model.dataset, model.contract.run.seed, rank.line, resumed, version)
+            self._reader = LeasedReader(model.dataset, model.contract.run.seed, rank.line, entrance.checkpoint)
         return self._reader
 
     def live(self) -> Life[Ending | None]:
@@ -188,7 +163,8 @@ class Trainer:
         return run.ending
 
     def inner_step(self) -> tuple[float, int]:
-        """One, on this rank. Returns its loss, nats per token, and how many leased blocks it read first."""
+        """One inner step, on this rank. Returns its loss, nats per token, and the number of leased blocks that it read
+        first."""
         model, inner = self.model, self.run.contract.inner
         block, fresh = None, 0
         if self._reader is not None:
@@ -197,11 +173,9 @@ class Trainer:
         return model.step(block, self.run.position(self.run.contract.tokens_per_step)), fresh
 
     def _evaluate_if_due(self, event: Event) -> None:
-        """Look at the held-out loss every so many versions: one peer does it for all."""
-        every = self.run.contract.eval.every_versions
-        if not (every and isinstance(event, VersionClosed | SwapApplied) and event.version % every == 0):
-            return
-        if self.run.comes_first:
-            with self.run.anchor():
+        """Evaluate the held-out loss every so many versions: one peer does it for all."""
+        run, every = self.run, self.run.contract.eval.every_versions
+        if isinstance(event, VersionClosed | SwapApplied) and every and event.version % every == 0 and run.comes_first:
+            with run.anchor():
                 loss = self.model.evaluate()
-            self.run.emit(Evaluated(version=event.version, tokens=event.tokens, val_loss=loss))
+            run.emit(Evaluated(version=event.version, tokens=event.tokens, val_loss=loss))

@@ -1,8 +1,8 @@
 """A witness: a peer that votes and does not train.
 
-Of two islands neither can tell the other's death from a cut line, so that neither may go on alone. A third voice can:
-it holds no model and receives no part, only the commits (about 2 kB per version and member), and any small machine
-that both islands reach will do. It is asked last, when the trainers hold the mean or do not answer, so that it seldom
+Two islands cannot distinguish each other's death from a cut line, so neither may go on alone. A third voter can: it
+holds no model and receives no part, only the commits (about 2 kB per version and member), and any small machine that
+both islands reach will do. It is asked last, when the trainers hold the mean or do not answer, so that it seldom
 vouches for bytes that die with one island.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.errors import EvictedError, UsageError
 from diloco.base.life import POLL_S, Life, Wait
-from diloco.base.types import Closed, Member, Phase, Progress
+from diloco.base.types import Member, Phase, Progress
 from diloco.config.contract import Contract
+from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
 from diloco.exchange.service import PeerService
 from diloco.observe.event_log import Events
@@ -26,17 +27,16 @@ from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
-from diloco.run.launch import event_card, fetch_contract, open_directory
+from diloco.run.door import peer_name
+from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
-from diloco.run.past import peer_name
-from diloco.transport.dht import Presence
 from diloco.transport.endpoint import Endpoint, listening
 from diloco.transport.runtime import reachable
 
 
 @dataclass(frozen=True)
 class WitnessEnding:
-    """How it went."""
+    """End of a witness's life: the last version that it saw."""
 
     version: int
     tokens: int
@@ -44,7 +44,7 @@ class WitnessEnding:
 
 
 def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> WitnessEnding:
-    """Vote until the run has its tokens or `stop` says so. Raises DilocoError."""
+    """Vote until the run has its tokens or `stop` returns True. Raises DilocoError."""
     assert options.join is not None
     site = listening(open_site(options), options.join)
     endpoint = Endpoint(site)
@@ -53,79 +53,58 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
         if contract.membership.policy == "gossip":
             raise UsageError("this run gossips: nobody votes in it", "join it as a trainer, with `diloco peer --join`")
         name = peer_name(site, None)
-        directory = open_directory(options, site, contract, name)
+        directory = open_directory(chosen_directory(options, site), site, contract, name)
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
-        return Witness(name, contract, endpoint, events).run(stop)
+        return _live(name, contract, endpoint, events, stop)
     finally:
         endpoint.close()
 
 
-class Witness:
-    """One witness's life."""
+def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, stop: Callable[[], bool]) -> WitnessEnding:
+    """A witness's life: listen, ask to be taken in, vote; say goodbye at the end."""
+    site, runtime, welcome = endpoint.site, endpoint.runtime, endpoint.welcome
+    assert welcome is not None
+    terms = exchange_terms(contract, site, Layout(()), welcome.layout, welcome.data)
+    me = Member(name, new_incarnation(), "", witness=True)
 
-    def __init__(self, name: str, contract: Contract, endpoint: Endpoint, events: Events) -> None:
-        self.contract = contract
-        self.endpoint = endpoint
-        self.events = events
-        me = Member(name, new_incarnation(), "", witness=True)
-        welcome, runtime = endpoint.welcome, endpoint.runtime
-        assert welcome is not None
-        terms = exchange_terms(contract, endpoint.site, Layout(()), welcome.layout, welcome.data)
-        lineage, forks = welcome.lineage, welcome.forks
-        self.exchange = Exchange(me, terms, runtime.link, lineage, False, runtime.loop, self._on_reason, forks)
-        self.version, self.tokens = -1, 0
-        self.ending = RunEnd.of(contract, terms.rules.policy.max_peers)
+    def remark(reason: str, routine: bool) -> None:
+        events.emit(Remark(reason, routine))
 
-    def run(self, stop: Callable[[], bool]) -> WitnessEnding:
-        """Listen, ask to be taken in, vote; say goodbye at the end."""
-        presence = self._enter()
-        try:
-            reason = block(self._live(stop))
-        finally:
-            self.exchange.stop()
-            presence.end()
-        return WitnessEnding(self.version, self.tokens, reason)
+    exchange = Exchange(me, terms, runtime.link, welcome.lineage, False, runtime.loop, remark, welcome.forks)
+    served = runtime.serve(PeerService(exchange), site.network.listen)
+    address = site.network.advertise or reachable(served, welcome.members[0].address)
+    endpoint.open_directory(contract.run.name, lambda text: events.emit(Warned(text)))
+    exchange.start(address, endpoint.directory.addresses)
+    exchange.meet(welcome.members)
+    exchange.report(Progress(phase=Phase.JOINING))
+    events.emit(Listening(address, f"{address}/{contract.digest[:12]}"))
+    presence = endpoint.appear(exchange)
+    try:
+        ending = block(_vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
+        block(settled(exchange, site))
+        block(left(exchange, site))
+    finally:
+        exchange.stop()
+        presence.end()
+    return ending
 
-    def _live(self, stop: Callable[[], bool]) -> Life[str]:
-        reason = yield from self._vote(stop)
-        yield from settled(self.exchange, self.endpoint.site)
-        yield from left(self.exchange, self.endpoint.site)
-        return reason
 
-    def _enter(self) -> Presence:
-        endpoint, welcome = self.endpoint, self.endpoint.welcome
-        assert welcome is not None
-        network = endpoint.site.network
-        served = endpoint.runtime.serve(PeerService(self.exchange), network.listen)
-        address = network.advertise or reachable(served, welcome.members[0].address)
-        endpoint.open_directory(self.contract.run.name, lambda text: self.events.emit(Warned(text)))
-        self.exchange.start(address, endpoint.directory.addresses)
-        self.exchange.meet(welcome.members)
-        self.exchange.report(Progress(phase=Phase.JOINING))
-        self.events.emit(Listening(address, f"{address}/{self.contract.digest[:12]}"))
-        return endpoint.appear(self.exchange)
-
-    def _vote(self, stop: Callable[[], bool]) -> Life[str]:
-        refused_s = monotonic_s()
-        while not stop():
-            yield Wait(self.exchange.closes(), POLL_S)
-            for closed in self.exchange.closed():
-                self._on_closed(closed)
-            if self.ending.done:
-                return "the run is complete"
-            if self.exchange.refused is not Reply.FENCED:
-                refused_s = monotonic_s()
-            elif monotonic_s() - refused_s > 3 * self.endpoint.site.timeouts.suspect_s:
-                raise EvictedError(f"the run has a live peer named {self.exchange.name}", "choose another peer.name")
-        return "left"
-
-    def _on_closed(self, closed: Closed) -> None:
-        commit = closed.commit
-        self.ending.on_commit(commit, copied=self.version < 0)
-        self.version, self.tokens = commit.version, commit.tokens
-        self.exchange.report(Progress(phase=Phase.WITNESS, version=commit.version))
-        names = tuple(counted.peer for counted in commit.counted)
-        self.events.emit(VersionWitnessed(commit.version, commit.tokens, names, commit.digest))
-
-    def _on_reason(self, reason: str, routine: bool) -> None:
-        self.events.emit(Remark(reason, routine))
+def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnding]:
+    """Record every version, on which the exchange votes, until the run has its tokens or `stop` returns True."""
+    version, tokens, refused_s = -1, 0, monotonic_s()
+    while not stop():
+        yield Wait(exchange.closes(), POLL_S)
+        for closed in exchange.closed():  # the exchange itself has voted; here it is recorded
+            commit = closed.commit
+            end.on_commit(commit, copied=version < 0)
+            version, tokens = commit.version, commit.tokens
+            exchange.report(Progress(phase=Phase.WITNESS, version=version))
+            names = tuple(counted.peer for counted in commit.counted)
+            events.emit(VersionWitnessed(version, tokens, names, commit.digest))
+        if end.done:
+            return WitnessEnding(version, tokens, "the run is complete")
+        if exchange.refused is not Reply.FENCED:
+            refused_s = monotonic_s()
+        elif monotonic_s() - refused_s > 3 * site.timeouts.suspect_s:
+            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
+    return WitnessEnding(version, tokens, "left")

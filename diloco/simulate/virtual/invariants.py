@@ -22,11 +22,10 @@ from diloco.accounts.ledger import scan
 from diloco.accounts.replay import Replay, Verdict
 from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
-from diloco.outer.average import mean_digest, mean_into
+from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
-from diloco.outer.weighing import MIN_RMS
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import Ballots
 from diloco.simulate.virtual.disk import Page

@@ -16,7 +16,7 @@ from diloco.base.decisions import Measure
 from diloco.base.types import Closed, Counted, Leases, Member
 from diloco.compress import Codec
 from diloco.exchange.work import Work
-from diloco.outer import average, stepping
+from diloco.outer import average, optimizers
 from diloco.outer import line as line_of
 from diloco.outer.average import mean_into
 from diloco.outer.fragments import Fragment, write_fragment
@@ -131,7 +131,7 @@ def _private_mean() -> Iterator[None]:
 
     with (
         _replaced(Work, "keep", keep_private),
-        _replaced(stepping, "mean_into", mean_of_its_own),
+        _replaced(optimizers, "mean_into", mean_of_its_own),
         _replaced(training, "step_outer", step_as),
     ):
         yield
@@ -278,7 +278,11 @@ def _clock_believed() -> Iterator[None]:
 
 
 def _plain_radial() -> Iterator[None]:
-    with _replaced(average, "_sum_radially", average._sum):
+    def plain(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+        total = sum(weights) or 1
+        return torch.stack([values * (weight / total) for values, weight in zip(decoded, weights, strict=True)]).sum(0)
+
+    with _replaced(average, "radial_mean", plain):
         yield
 
 

@@ -16,9 +16,9 @@ from diloco.compress.topk import TopKCodec
 from diloco.config.codec import CodecSection
 from diloco.config.contract import SHARED_OPTIMIZERS, OuterSection
 from diloco.outer.fragments import Fragment, Layout, read_fragment
+from diloco.outer.line import FINE, Weighing
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterState
-from diloco.outer.weighing import FINE, Weighing
 from diloco.peer.schedule import Cadence
 from diloco.protocol.view import Policy, Rules, Timing
 from diloco.simulate.virtual.plan import FaultPlan

@@ -34,8 +34,8 @@ from diloco.outer.line import (
     withdraw,
 )
 from diloco.outer.merge import open_merge
+from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
-from diloco.outer.stepping import SteppedHere
 from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
