@@ -15,11 +15,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from diloco.accounts.ledger import sealed_line, unsealed
 from diloco.base.errors import StateError
@@ -29,12 +28,14 @@ from diloco.outer.fragments import Fragment
 
 RECORDED = "recorded"
 MAX_HEADER_BYTES = 2**26  # half a million parts
+COUNTS = ("base_version", "weight", "tokens", "blocks")
+"""Fields of a contribution that a commit counts, as `Counted` has them behind the peer's name."""
 _NAME = re.compile(r"v(\d{8,18})\.f(\d{1,6})\.[0-9a-f]{8}\.[0-9a-f]{12,16}\.bin")
 
 
 @dataclass(frozen=True)
 class Recorder:
-    """The writing end."""
+    """Writer of a peer's recorded contributions."""
 
     directory: Path
     peer: str
@@ -44,60 +45,54 @@ class Recorder:
     warn: Callable[[str], None]
 
     def keep(self, contribution: Contribution, fragment: Fragment, base: str) -> None:
-        """Write a contribution measured on the commit with digest `base`. A disk that refuses is a warning: it makes
-        a version that cannot be replayed, not one that cannot be trained."""
-        name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.incarnation:012x}.bin"
-        path = self.directory / name
-        beside = path.with_name(f".{name}.tmp")
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._write(beside, contribution, fragment)
-            beside.replace(path)
-            sync_path(self.directory)
-            self._forget(contribution.base_version)
-        except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
-            self.warn(f"a contribution is not recorded: {error.strerror}")
+        """Write a contribution measured on the commit with digest `base`, and delete those that are too old.
 
-    def _write(self, path: Path, contribution: Contribution, fragment: Fragment) -> None:
+        A disk that refuses is a warning: it makes a version that cannot be replayed, not one that cannot be trained.
+        """
         header = {
             "peer": self.peer,
             "fragment": fragment.index,
             "groups": fragment.groups,
             "part_elements": fragment.part_elements,
-            **{name: getattr(contribution, name) for name in ("base_version", "weight", "tokens", "blocks")},
+            **{name: getattr(contribution, name) for name in COUNTS},
             "parts": [[len(part), hashlib.sha256(part).hexdigest()] for part in contribution.parts],
         }
-        with path.open("wb") as file:
-            file.write(sealed_line(header))
-            file.writelines(contribution.parts)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _forget(self, newest: int) -> None:
-        if self.versions:
-            for path in self.directory.iterdir():
+        name = f"v{contribution.base_version:08d}.f{contribution.fragment}.{base[:8]:0>8}.{self.incarnation:012x}.bin"
+        beside = self.directory / f".{name}.tmp"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with beside.open("wb") as file:
+                file.write(sealed_line(header))
+                file.writelines(contribution.parts)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.directory / name)
+            sync_path(self.directory)  # the new name, too, must survive a loss of power
+            for path in self.directory.iterdir() if self.versions else ():
                 match = _NAME.fullmatch(path.name)
-                if match and int(match[1]) <= newest - self.versions:
+                if match and int(match[1]) <= contribution.base_version - self.versions:
                     path.unlink()
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
+            self.warn(f"a contribution is not recorded: {error.strerror}")
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded contribution; its parts stay on the disk until they are asked for."""
+    """Recorded contribution of a peer. Its encoded parts stay on the disk until they are asked for."""
 
     path: Path
     fragment: Fragment
     counted: Counted
-    """As a commit counts it."""
+    """The contribution as a commit counts it."""
     offset: int
     """Place of the first part in the file."""
     parts: tuple[tuple[int, str], ...]
-    """Size in bytes and SHA-256 of each."""
+    """Size in bytes and SHA-256 of each part."""
 
     def payloads(self) -> Iterator[bytes]:
-        """The parts, in order, verified. Raises StateError."""
+        """Encoded parts of the contribution, in order, verified. Raises StateError."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for number, (size, sha256) in enumerate(self.parts):
@@ -108,40 +103,35 @@ class Recording:
 
 
 def recordings(directory: Path) -> list[Recording]:
-    """All in a peer's folder, by name. Raises StateError."""
+    """Recorded contributions in a peer's folder, by name. Raises StateError."""
     folder = directory / RECORDED
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [_open(path) for path in paths if _NAME.fullmatch(path.name)]
 
 
 def _open(path: Path) -> Recording:
+    """Recorded contribution in a file, whose first line may hold anything. Raises StateError."""
     with path.open("rb") as file:
         line = file.readline(MAX_HEADER_BYTES)
-        header = unsealed(line.removesuffix(b"\n"))
+    header = unsealed(line.removesuffix(b"\n"))
     if header is None:
         raise _damaged(path, "its first line was changed")
     try:
-        return _recording(path, header, len(line))
+        if any(type(header[name]) is not int for name in (*COUNTS, "fragment", "part_elements")):
+            raise TypeError("a count is no whole number")
+        parts = tuple((int(size), str(sha256)) for size, sha256 in header["parts"])
+        if path.stat().st_size != len(line) + sum(size for size, _ in parts):
+            raise _damaged(path, "it has another size than its first line says")
+        groups = header.get("groups", [[0, header.get("elements")]])  # without: of a diloco before there were groups
+        sizes = tuple((int(group), int(elements)) for group, elements in groups)
+        made = sum(-(-elements // header["part_elements"]) for _, elements in sizes)
+        if made != len(parts):
+            raise _damaged(path, f"{len(parts)} parts, its groups make {made}")
+        fragment = Fragment(header["fragment"], (), sizes, header["part_elements"])
+        counted = Counted(str(header["peer"]), *(header[name] for name in COUNTS))
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise _damaged(path, f"its first line is malformed: {error!r}"[:200]) from error
-
-
-def _recording(path: Path, header: Mapping[str, Any], offset: int) -> Recording:
-    """Raises StateError, KeyError, TypeError, ValueError and ArithmeticError."""
-    counts = ("base_version", "weight", "tokens", "blocks")
-    if any(type(header[name]) is not int for name in (*counts, "fragment", "part_elements")):
-        raise TypeError("a count is no whole number")
-    parts = tuple((int(size), str(sha256)) for size, sha256 in header["parts"])
-    if path.stat().st_size != offset + sum(size for size, _ in parts):
-        raise _damaged(path, "it has another size than its first line says")
-    groups = header.get("groups", [[0, header.get("elements")]])  # without: of a diloco before there were groups
-    sizes = tuple((int(group), int(elements)) for group, elements in groups)
-    made = sum(-(-elements // header["part_elements"]) for _, elements in sizes)
-    if made != len(parts):
-        raise _damaged(path, f"{len(parts)} parts, its groups make {made}")
-    fragment = Fragment(header["fragment"], (), sizes, header["part_elements"])
-    counted = Counted(str(header["peer"]), *(header[name] for name in counts))
-    return Recording(path, fragment, counted, offset, parts)
+    return Recording(path, fragment, counted, len(line), parts)
 
 
 def _damaged(path: Path, why: str) -> StateError:
