@@ -44,18 +44,7 @@ from diloco.config.load import contract_from_json
 from diloco.island.slices import Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
-from diloco.storage.replacing import FREE_SPACE, path_beside, remove, replacing, sweep, writing
-from diloco.storage.tensor_files import (
-    COPY_AGAIN,
-    FILE,
-    UNREADABLE,
-    JsonValue,
-    TensorFile,
-    groups_of,
-    reason,
-    sha256,
-    write_slices,
-)
+from diloco.storage import disk
 
 logger = logging.getLogger(__name__)
 
@@ -73,18 +62,18 @@ HASHING = 4
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint as `load` found it, verified."""
+    """A checkpoint on the disk, verified by `load`."""
 
     version: int
     groups: Mapping[str, Pieces]
-    """By group, then by name; host tensors, mapped from the files. A group saved empty is absent."""
+    """Tensors by group, then by name: host tensors, mapped from the files. A group saved empty is absent."""
     meta: Mapping[str, Any]
     path: Path
     digest: str = ""
-    """Digest of the manifest, and so of everything."""
+    """Digest of the manifest, and so of all files."""
 
     def value(self, name: str, kind: type[T]) -> T:
-        """`meta[name]`. Raises StateError unless it is there and of this JSON type."""
+        """Field `name` of `meta`. Raises StateError unless it is there and of this JSON type."""
         found = self.meta.get(name)
         if not isinstance(found, kind):
             cause = f"checkpoint {self.path}: its {name} should be of type {kind.__name__}, but is {found!r}"
@@ -115,7 +104,7 @@ def save(
     directory: Path,
     version: int,
     groups: Slices,
-    meta: Mapping[str, JsonValue],
+    meta: Mapping[str, disk.JsonValue],
     keep: int,
     ranks: Ranks = Alone(),  # noqa: B008
 ) -> Path:
@@ -132,9 +121,9 @@ def save(
     target = directory / f"v{version:08d}"
     begun = False
     try:
-        with writing("checkpoint", target):
-            sweep(directory)
-        with replacing(target, "checkpoint") as beside:
+        with disk.writing("checkpoint", target):
+            disk.sweep(directory)
+        with disk.replacing(target, "checkpoint") as beside:
             begun = True
             ranks.share(str(beside.resolve()))
             reports = ranks.gather(_report(beside, groups, ranks.rank))
@@ -144,20 +133,20 @@ def save(
             (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
     finally:
         if not begun:
-            ranks.share("")
+            ranks.share("")  # the other ranks wait for a folder in `save_part`: there is none
     _retain(directory, version, keep)
     return target
 
 
 def save_part(groups: Slices, ranks: Ranks) -> None:
-    """On the other ranks, while rank 0 calls `save`: write what this rank has of it. Rank 0 says what went wrong."""
+    """Write this rank's files of a checkpoint, while rank 0 calls `save`. Rank 0 raises what goes wrong here."""
     folder = ranks.share()
     if folder:
         ranks.gather(_report(Path(folder), groups, ranks.rank))
 
 
 def _report(folder: Path, groups: Slices, rank: int) -> str:
-    """Write a rank's files. What rank 0 must know of them: sizes and hashes by name, or why it cannot be."""
+    """Write a rank's files of a checkpoint. Returns their sizes and hashes by name, or why it cannot, as JSON."""
     try:
         # Listing asks a network's file system anew, where looking up a name may remember that it was not there.
         if rank and not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
@@ -165,24 +154,25 @@ def _report(folder: Path, groups: Slices, rank: int) -> str:
         return json.dumps({"files": _write_groups(folder, groups, rank)})
     except Exception as error:  # the other ranks wait for this report
         logger.debug("cannot write %s", folder, exc_info=True)
-        return json.dumps({"refused": reason(error), "fix": FREE_SPACE})
+        return json.dumps({"refused": disk.reason(error), "fix": disk.FREE_SPACE})
 
 
-def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValue]:
-    files: dict[str, JsonValue] = {}
+def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, disk.JsonValue]:
+    """Write a file for each group that is not empty. Returns their entries for the manifest."""
+    files: dict[str, disk.JsonValue] = {}
     for group, slices in groups.items():
         if slices:
             file = folder / (f"{group}.{rank}.safetensors" if rank else f"{group}.safetensors")
-            assert FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
-            write_slices(file, slices)
+            assert disk.FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
+            disk.write_slices(file, slices)
             failpoints.hit("mid-checkpoint")
             sync_path(file)
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": disk.sha256(file)}
     return files
 
 
 def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]:
-    """All files that the ranks told of. Raises ResourceError unless they are here."""
+    """Entries for the manifest from the reports of all ranks. Raises ResourceError unless all files are here."""
     files: dict[str, Any] = {}
     for rank, report in enumerate(map(json.loads, reports)):
         who = f"rank {rank}: " if rank else ""
@@ -198,24 +188,24 @@ def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]
 
 
 def _retain(directory: Path, version: int, keep: int) -> None:
-    """Delete all but the newest `keep` up to `version`, if they can be deleted: the new one is there. Later ones belong
-    to a history that was left: not ours."""
+    """Delete all checkpoints up to `version` but the newest `keep`. Later ones belong to a history that this run left:
+    they stay. A checkpoint that cannot be deleted is a warning: the new one is complete."""
     try:
         found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
     except OSError as error:
-        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, reason(error))
+        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, disk.reason(error))
         return
     later = [path.name for number, path in found if number > version]
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
-        leftover = path_beside(path, "tmp")
+        leftover = disk.path_beside(path, "tmp")
         try:
             path.rename(leftover)  # half deleted, it must not look like a checkpoint
         except OSError as error:
-            logger.warning("cannot delete %s: %s", path, reason(error))
+            logger.warning("cannot delete %s: %s", path, disk.reason(error))
         else:
-            remove(leftover)
+            disk.remove(leftover)
 
 
 def load(path: Path) -> Checkpoint:
@@ -239,7 +229,7 @@ def load(path: Path) -> Checkpoint:
         except StateError as error:
             logger.warning("passed over: %s", error.cause)
             causes.append(error.cause)
-    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", COPY_AGAIN)
+    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", disk.COPY_AGAIN)
 
 
 def latest(directory: Path) -> Path | None:
@@ -250,7 +240,7 @@ def latest(directory: Path) -> Path | None:
 def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
     """Part of the outer state in a peer's checkpoint that `layout` holds, from group `outer` and `meta["steps"]`.
 
-    Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
+    Raises StateError when it does not fit. The caller compares `OuterState.digest` with the run's.
     """
     buffers = ("anchor", *optimizer.slot_names)
     flats = flat_buffers(checkpoint, "outer", layout, buffers)
@@ -282,7 +272,19 @@ def flat_buffers(
     homes = {f"{fragment.index}{end}": fragment for fragment in layout.fragments for end in ends}
     if not all(name in homes and pieces.shape(name) == (homes[name].total,) for name in pieces):
         raise _unfit(checkpoint, group)
-    return {name: fragment_flat(pieces, name, homes[name]) for name in pieces}
+    flats: dict[str, Tensor] = {}
+    for name in pieces:
+        fragment = homes[name]
+        if pieces.dtype(name) != torch.float32:
+            cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
+            raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
+        if fragment.lanes == 1 and fragment.cuts:
+            flats[name] = pieces[name]  # saved as a whole, it is not copied
+            continue
+        flats[name] = floats(fragment.elements)
+        for one in fragment_slices(name, fragment, flats[name]):
+            pieces.read(one)
+    return flats
 
 
 def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
@@ -305,26 +307,13 @@ def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
 
 
 def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
-    """Slices of a flat buffer that are held here: by part, where other ranks hold other parts."""
+    """Slices of a fragment's flat buffer for a checkpoint: by part, where other ranks hold other parts."""
     if fragment.lanes == 1:
         return [Slice.whole(name, flat)] if fragment.cuts else []
     cuts = fragment.cuts.items()
     return [
         Slice.of(name, [fragment.total], [fragment.place_of(part)[0]], flat[start:stop]) for part, (start, stop) in cuts
     ]
-
-
-def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
-    """The reverse: flat fp32. It is not copied where it was saved as a whole and is held as one. Raises StateError."""
-    if pieces.dtype(name) != torch.float32:
-        cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
-        raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
-    if fragment.lanes == 1 and fragment.cuts:
-        return pieces[name]
-    flat = floats(fragment.elements)
-    for one in fragment_slices(name, fragment, flat):
-        pieces.read(one)
-    return flat
 
 
 def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
@@ -340,7 +329,7 @@ def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(version, folder) of all checkpoints, newest first; one that was put aside after the one in its place."""
+    """(version, folder) of all checkpoints, newest first; one that was put aside comes after the one in its place."""
     if not directory.is_dir():
         return []
     matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir())
@@ -349,36 +338,37 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _read(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, with all hashes verified and all files mapped. Raises StateError."""
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
-        files = [TensorFile(path / name, entry) for name, entry in manifest["files"].items()]
+        files = [disk.TensorFile(path / name, entry) for name, entry in manifest["files"].items()]
         with ThreadPoolExecutor(HASHING) as pool:
-            list(pool.map(TensorFile.verify, files))
-        groups = groups_of(files)
+            list(pool.map(disk.TensorFile.verify, files))
+        groups = disk.groups_of(files)
         for file in files:
-            file.map()
-    except (ValueError, *UNREADABLE) as error:
-        raise StateError(f"checkpoint {path} is damaged: {reason(error)}", COPY_AGAIN) from error
+            file.map()  # now, so that the files may be deleted while their tensors are in use
+    except (ValueError, *disk.UNREADABLE) as error:
+        raise StateError(f"checkpoint {path} is damaged: {disk.reason(error)}", disk.COPY_AGAIN) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, manifest["digest"])
 
 
 def reopen(path: Path, digest: str) -> Checkpoint:
-    """On the other ranks of an island: the checkpoint that rank 0 has loaded and verified.
+    """The checkpoint that rank 0 has loaded and verified, for another rank of its island.
 
-    Files are verified once more, and mapped, as far as tensors are read from them. Raises StateError, then, too.
+    A file is verified once more, and mapped, when the first tensor is read from it. Raises StateError, then, too.
     """
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
         if manifest["digest"] != digest:
             raise ValueError("it is not the one that rank 0 has")
-        groups = groups_of([TensorFile(path / name, entry) for name, entry in manifest["files"].items()])
-    except (ValueError, *UNREADABLE) as error:
-        raise StateError(f"this rank cannot read checkpoint {path}: {reason(error)}", _ONE_FILE_SYSTEM) from error
+        groups = disk.groups_of([disk.TensorFile(path / name, entry) for name, entry in manifest["files"].items()])
+    except (ValueError, *disk.UNREADABLE) as error:
+        raise StateError(f"this rank cannot read checkpoint {path}: {disk.reason(error)}", _ONE_FILE_SYSTEM) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, digest)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The manifest, if it is one, to the last byte as `save` wrote it. Raises ValueError, RecursionError."""
+    """Fields of a checkpoint's manifest. Raises ValueError and RecursionError unless `save` wrote each byte of it."""
     try:
         tree = json.loads(data)
     except ValueError as error:
@@ -394,10 +384,11 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _well_formed(fields: Mapping[str, Any]) -> bool:
+    """Whether the fields of a manifest have the types and names that `save` gives them."""
     version, files, meta = fields["version"], fields["files"], fields["meta"]
     return (
         (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
-        and all(FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
+        and all(disk.FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
         and all(entry.keys() == {"bytes", "sha256"} and type(entry["bytes"]) is int for entry in files.values())
         and all(isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) for entry in files.values())
     )
