@@ -248,15 +248,10 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
     counts = all(type(count) is int and count >= 0 for count in steps) and len(steps) == len(layout.fragments)
     if not counts or len(flats) < len(steps) * len(buffers):
         raise _unfit(checkpoint, "outer")
-    fragments = (
-        FragmentState(
-            flats[f"{fragment.index}/anchor"],
-            {name: flats[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
-            count,
-            fragment,
-        )
-        for fragment, count in zip(layout.fragments, steps, strict=True)
-    )
+    fragments = []
+    for fragment, count in zip(layout.fragments, steps, strict=True):
+        anchor, *slots = (flats[f"{fragment.index}/{name}"] for name in buffers)
+        fragments.append(FragmentState(anchor, dict(zip(optimizer.slot_names, slots, strict=True)), count, fragment))
     return OuterState(checkpoint.version, tuple(fragments))
 
 
@@ -282,7 +277,7 @@ def flat_buffers(
             flats[name] = pieces[name]  # saved as a whole, it is not copied
             continue
         flats[name] = floats(fragment.elements)
-        for one in fragment_slices(name, fragment, flats[name]):
+        for one in flat_slices(name, fragment, flats[name]):
             pieces.read(one)
     return flats
 
@@ -306,7 +301,7 @@ def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
     return found[0]
 
 
-def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
+def flat_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
     """Slices of a fragment's flat buffer for a checkpoint: by part, where other ranks hold other parts."""
     if fragment.lanes == 1:
         return [Slice.whole(name, flat)] if fragment.cuts else []
@@ -378,20 +373,22 @@ def _parse(data: bytes) -> dict[str, Any]:
     fields = {name: value for name, value in tree.items() if name != "digest"}
     if tree.get("digest") != _digest(fields) or _encode(tree) != data:
         raise ValueError(f"{MANIFEST} was changed: its digest does not fit")
-    if fields.keys() != {"format", "version", "files", "meta"} or not _well_formed(fields):
+    version, files, meta = (fields.get(name) for name in ("version", "files", "meta"))
+    if (
+        fields.keys() != {"format", "version", "files", "meta"}
+        or not (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
+        or not all(disk.FILE.fullmatch(name) and _is_entry(entry) for name, entry in files.items())
+    ):
         raise ValueError(f"{MANIFEST} does not have the fields it should")
     return tree
 
 
-def _well_formed(fields: Mapping[str, Any]) -> bool:
-    """Whether the fields of a manifest have the types and names that `save` gives them."""
-    version, files, meta = fields["version"], fields["files"], fields["meta"]
-    return (
-        (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
-        and all(disk.FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
-        and all(entry.keys() == {"bytes", "sha256"} and type(entry["bytes"]) is int for entry in files.values())
-        and all(isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) for entry in files.values())
-    )
+def _is_entry(entry: Any) -> bool:
+    """Whether a manifest's entry of a file has a size and a SHA-256."""
+    match entry:
+        case {"bytes": int(size), "sha256": str(sha256), **rest}:
+            return type(size) is int and not rest and _SHA256.fullmatch(sha256) is not None
+    return False
 
 
 def _encode(tree: Mapping[str, Any]) -> bytes:

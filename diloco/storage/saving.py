@@ -17,8 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,15 +37,7 @@ from diloco.observe.events import CheckpointWritten, Event, Remark, Warned
 from diloco.outer.line import Line, UncommittedProgress, adopt
 from diloco.outer.merge import Eager
 from diloco.outer.state import OuterState
-from diloco.storage.checkpoint import (
-    Checkpoint,
-    flat_buffers,
-    fragment_slices,
-    outer_state,
-    read_together,
-    save,
-    save_part,
-)
+from diloco.storage.checkpoint import Checkpoint, flat_buffers, flat_slices, outer_state, read_together, save, save_part
 from diloco.storage.disk import JsonValue
 
 logger = logging.getLogger(__name__)
@@ -82,7 +73,7 @@ class Saver:
     def save(
         self, directory: Path, version: int, kept: Slices, live: Slices, meta: Mapping[str, JsonValue], keep: int
     ) -> Future[Written]:
-        """Begin a checkpoint on rank 0. `live` is copied, `kept` nobody may write to. The future may raise ResourceError."""
+        """Begin a checkpoint on rank 0: `live` is copied, `kept` must not change. The future raises ResourceError."""
         mine = self._taken(kept, live)
 
         def write() -> Written:
@@ -98,7 +89,7 @@ class Saver:
     def finish(self, timeout_s: float | None = None) -> None:
         """Wait until no checkpoint is being written, whether or not it succeeds."""
         if self._writing is not None:
-            wait_for([self._writing], timeout_s)
+            wait([self._writing], timeout_s)
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         found: Future[T] = Future()
@@ -157,7 +148,7 @@ class Keeper:
     def __init__(
         self, publish: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
     ) -> None:
-        """`publish` takes an event of the run, `remark` one of this process. `begin` has all ranks begin a checkpoint."""
+        """`publish` takes an event of the run, `remark` one of this process. `begin`: all ranks begin a checkpoint."""
         self._publish, self._remark, self._begin = publish, remark, begin
         self._begun: _Begun | None = None
 
@@ -241,18 +232,18 @@ def line_slices(line: Line) -> dict[str, list[Slice]]:
     own_share = line.merge.own if isinstance(line.merge, Eager) else {}
     own = [(f"{index}/{name}", slot) for index, state in own_share.items() for name, slot in state.slots.items()]
     return {
-        "outer": _flat_slices(line, line.state.buffers()),
-        "residual": _flat_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
-        "own": _flat_slices(line, own),
+        "outer": _line_slices(line, line.state.buffers()),
+        "residual": _line_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
+        "own": _line_slices(line, own),
     }
 
 
-def _flat_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
+def _line_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
     """Slices of a line's flat buffers, whose names begin with their fragment's index."""
     slices = []
     for name, flat in buffers:
         fragment = line.layout.fragments[int(name.partition("/")[0])]
-        slices += fragment_slices(name, fragment, flat)
+        slices += flat_slices(name, fragment, flat)
     return slices
 
 
