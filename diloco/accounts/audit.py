@@ -115,7 +115,7 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
     result.forks = list(_forks(books, chain))
     result.peers = [_row(book, chain) for book in books]
     if chain.commits:
-        head = chain.commits[chain.heads()[0]]
+        head = chain.heads()[0]
         result.versions, result.tokens = head.version, head.tokens
     return result
 
@@ -136,8 +136,7 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
     for commit in chain.commits.values():
         before = chain.states.get(commit.previous)
         if before and commit.state_digest not in before:
-            text = f"made on state {commit.state_digest[:12]}, which nobody held"
-            yield Finding("I1", "", commit.version, 0, text)
+            yield Finding("I1", "", commit.version, 0, f"made on state {commit.state_digest[:12]}, which nobody held")
 
 
 # ---------------------------------------------------------------- I2
@@ -181,7 +180,7 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
     """Violations of I2 in the totals of a life: at each record, and at its end against the sum of its records."""
     for peer, life in lives:
         version, credited, given_up = life.opening["version"], 0, 0
-        for line, record in life.lines:
+        for record in life.records:
             fields, totals = record.fields, record.totals
             version = fields.get("commit", fields).get("version", version)
             if not totals.balanced:
@@ -189,7 +188,7 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
                     f"{totals.committed} committed + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
                 )
                 text = f"tokens do not add up: {totals.trained} trained, {kinds}"
-                yield Finding("I2", peer, version, line, text)
+                yield Finding("I2", peer, version, record.line, text)
             if record.kind == "commit" and fields["own"]:  # the name alone may be that of an earlier life
                 entries = fields["commit"]["counted"]
                 credited += sum(entry["tokens"] for entry in entries if entry["peer"] == peer)
@@ -197,7 +196,7 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
             given_up += fields.get("discarded", 0)
         if life.of("gap"):
             continue  # the records that no disk had room for may hold the difference
-        last, end = life.lines[-1][0], life.totals
+        last, end = life.records[-1].line, life.totals
         if credited != end.committed:
             text = f"{end.committed} tokens are booked as committed, the commits count {credited}"
             yield Finding("I2", peer, version, last, text)
@@ -214,7 +213,7 @@ def _kept_and_counted(lives: Iterable[tuple[str, Life]], chain: Chain) -> Iterat
     """
     for peer, life in lives:
         before, given_up = "", 0
-        for line, record in life.lines:
+        for record in life.records:
             claimed = record.fields.get("counted", 0)
             given_up += record.fields.get("discarded", 0) + claimed
             at = "" if record.kind == "gap" else record.fields.get("digest", before)
@@ -224,10 +223,10 @@ def _kept_and_counted(lives: Iterable[tuple[str, Life]], chain: Chain) -> Iterat
             entry = _contribution(life, before, passed, chain) if passed else None
             if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
                 text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
-                yield Finding("I2", peer, passed.version, line, text)
+                yield Finding("I2", peer, passed.version, record.line, text)
             if passed and claimed > (entry.tokens if entry else 0):
                 text = f"it does not count the {claimed} tokens that this life took for counted"
-                yield Finding("I2", peer, passed.version, line, text)
+                yield Finding("I2", peer, passed.version, record.line, text)
             before, given_up = at, 0
 
 
@@ -260,8 +259,7 @@ def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Coun
 
 def _missing(chain: Chain) -> Iterator[Finding]:
     """Violations of I5: no ledger has a commit's predecessor, though one has an older commit."""
-    for digest in chain.roots():
-        commit = chain.commits[digest]
+    for commit in chain.roots():
         older = [other.version for other in chain.commits.values() if other.version < commit.version]
         if older:
             text = f"version {commit.version - 1}, on which it was made, is in no ledger; {max(older)} is"
@@ -318,12 +316,11 @@ def saved_state(checkpoint: Checkpoint) -> OuterState:
 
 def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
     """Violations of I8. Both where the chain forks and where a lineage begins, only a founding may do it."""
-    for previous in chain.forks():
-        plain = [digest for digest in chain.children[previous] if chain.commits[digest].fragment >= 0]
+    for children in chain.forks():
+        plain = [commit for commit in children if commit.fragment >= 0]
         if len(plain) > 1:
-            version = chain.commits[plain[0]].version
-            names = ", ".join(digest[:12] for digest in sorted(plain))
-            yield Finding("I8", "", version, 0, f"one commit has several successors: {names}")
+            names = ", ".join(sorted(commit.digest[:12] for commit in plain))
+            yield Finding("I8", "", plain[0].version, 0, f"one commit has several successors: {names}")
     for commit in chain.commits.values():
         before = chain.commits.get(commit.previous)
         if before and commit.fragment >= 0 and before.lineage != commit.lineage:
@@ -337,27 +334,27 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
         founded |= {life.opening["lineage"] for life in book.lives if life.opening["founds"]}
         if not any(life.of("gap") for life in book.lives):  # a peer whose disk was full may have founded any lineage
             named |= {(book.peer, life.opening["lineage"]) for life in book.lives}
-            commits = (record.commit for life in book.lives for _, record in life.of("commit"))
+            commits = (record.commit for life in book.lives for record in life.of("commit"))
             named |= {(book.peer, commit.lineage) for commit in commits}
     for commit in chain.commits.values():
         here = all((member.peer, commit.lineage) in named for member in commit.view)
         if here and commit.fragment < 0 and commit.lineage not in founded:
-            text = f"lineage {commit.lineage} begins here, and nobody founded it"
-            yield Finding("I8", "", commit.version, 0, text)
+            yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
 
 
 def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
     """Forks of the chain, which only `continue` allows, with the tokens that they discarded."""
     main = {commit.digest for head in chain.heads()[:1] for commit in chain.path(head)}
-    for previous in chain.forks():
-        children = sorted(chain.children[previous], key=lambda digest: digest not in main)
-        lost = [digest for digest in children if digest not in main]
-        for digest in lost:
-            lost += chain.children.get(digest, ())  # the loop comes to these, too: all that stand on a lost commit
-        discarded = sum(counted.tokens for digest in lost for counted in chain.commits[digest].counted)
-        stranded = [book for book in books if book.lives[-1].head in lost and book.lives[-1].closed]
-        lineages = tuple(dict.fromkeys(chain.commits[digest].lineage for digest in children))
-        yield ChainFork(chain.commits[children[0]].version, lineages, discarded, not stranded)
+    for found in chain.forks():
+        children = sorted(found, key=lambda commit: commit.digest not in main)
+        lost = [commit for commit in children if commit.digest not in main]
+        for commit in lost:
+            lost += chain.children.get(commit.digest, ())  # the loop comes to these, too: all that stand on a lost one
+        digests = {commit.digest for commit in lost}
+        discarded = sum(counted.tokens for commit in lost for counted in commit.counted)
+        stranded = [book for book in books if book.lives[-1].head in digests and book.lives[-1].closed]
+        lineages = tuple(dict.fromkeys(commit.lineage for commit in children))
+        yield ChainFork(children[0].version, lineages, discarded, not stranded)
 
 
 # ---------------------------------------------------------------- notes and the table
@@ -365,8 +362,7 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
 
 def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
     """Notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
-    for digest in chain.roots()[:1]:
-        first = chain.commits[digest]
+    for first in chain.roots()[:1]:
         if first.version > 0 or first.fragment >= 0:  # else it founds the run
             yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")
     for book in books:
@@ -374,18 +370,18 @@ def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
             text = f"the ledger ends in {book.torn_bytes} bytes of a record that was never finished"
             yield Finding("", book.peer, -1, 0, text)
         for life in book.lives:
-            for line, record in life.of("gap"):
-                yield Finding("", book.peer, -1, line, f"{record.fields['dropped']} records found no room on the disk")
+            for gap in life.of("gap"):
+                yield Finding("", book.peer, -1, gap.line, f"{gap.fields['dropped']} records found no room on the disk")
 
 
 def _row(book: Book, chain: Chain) -> dict[str, Any]:
     """Sums over all lives in a peer's ledger."""
     totals, last = [life.totals for life in book.lives], book.lives[-1]
     # What a life took over from a checkpoint, it counts as trained. So did the life before, which left it uncommitted.
-    taken_over = sum(life.lines[0][1].totals.trained for life in book.lives)
+    taken_over = sum(life.records[0].totals.trained for life in book.lives)
     committed = sum(one.committed for one in totals)
     at = chain.commits.get(last.head)
-    states = [record.fields["state"] for _, record in last.lines if "state" in record.fields]
+    states = [record.fields["state"] for record in last.records if "state" in record.fields]
     entries = (entry for commit in chain.commits.values() for entry in commit.counted)
     counted = sum(entry.tokens for entry in entries if entry.peer == book.peer)
     return {

@@ -26,81 +26,73 @@ class Chain:
     """Digest of the commit -> digest of the state after it -> the first ledger line with it."""
     places: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
     """Lineage and version -> digest of the commit -> the first ledger line with it. More than one is a broken run."""
-    children: dict[str, list[str]] = field(default_factory=dict)
-    """Digest -> digests of the commits that name it as `previous`."""
+    children: dict[str, list[Commit]] = field(default_factory=dict)
+    """Digest -> commits that name it as `previous`."""
 
     def add(self, commit: Commit, state_digest: str, source: str) -> None:
         """Take in a commit, known or new, that `source` applied, and the state that it then held."""
         digest = commit.digest
         if digest not in self.commits:
             self.commits[digest] = commit
-            self.children.setdefault(commit.previous, []).append(digest)
+            self.children.setdefault(commit.previous, []).append(commit)
         self.states.setdefault(digest, {}).setdefault(state_digest, source)
         self.places.setdefault((commit.lineage, commit.version), {}).setdefault(digest, source)
 
-    def roots(self) -> list[str]:
-        """Digests of the commits whose `previous` is in no ledger, oldest first."""
+    def roots(self) -> list[Commit]:
+        """Commits whose `previous` is in no ledger, oldest first, and a founding before what follows it."""
+        found = [commit for commit in self.commits.values() if commit.previous not in self.commits]
+        return sorted(found, key=lambda commit: (commit.version, commit.fragment >= 0, commit.lineage))
 
-        def order(digest: str) -> tuple[int, bool, str]:
-            commit = self.commits[digest]
-            return commit.version, commit.fragment >= 0, commit.lineage  # a founding before what follows it
+    def heads(self) -> list[Commit]:
+        """Commits without a successor, the one that goes on first."""
 
-        return sorted(
-            (digest for digest, commit in self.commits.items() if commit.previous not in self.commits), key=order
-        )
+        def rank(head: Commit) -> tuple[int, int, str]:  # as `diloco.protocol.parting.goes_on` compares lineages
+            return head.tokens, len({commit.lineage for commit in self.path(head)}), head.lineage
 
-    def heads(self) -> list[str]:
-        """Digests of the commits without a successor, the one that goes on first."""
+        found = [commit for digest, commit in self.commits.items() if digest not in self.children]
+        return sorted(found, key=rank, reverse=True)
 
-        def rank(head: str) -> tuple[int, int, str]:  # as `diloco.protocol.parting.goes_on` compares them
-            commit = self.commits[head]
-            return commit.tokens, len({before.lineage for before in self.path(head)}), commit.lineage
-
-        return sorted((digest for digest in self.commits if digest not in self.children), key=rank, reverse=True)
-
-    def path(self, head: str) -> Iterator[Commit]:
+    def path(self, head: Commit) -> Iterator[Commit]:
         """Commits from `head` back to its root."""
-        at: str | None = head
-        while at in self.commits:
-            commit = self.commits[at]
+        commit: Commit | None = head
+        while commit is not None:
             yield commit
-            at = commit.previous
+            commit = self.commits.get(commit.previous)
 
-    def forks(self) -> list[str]:
-        """Digests of the commits with more than one successor."""
-        return [digest for digest, children in self.children.items() if len(children) > 1]
+    def forks(self) -> list[list[Commit]]:
+        """Successors of each commit that has several."""
+        return [children for children in self.children.values() if len(children) > 1]
 
 
 @dataclass
 class Life:
     """The records of one life of a peer in its ledger."""
 
-    lines: list[tuple[int, Record]]
-    """Each record with the number of its line in the ledger."""
+    records: list[Record]
 
     @property
     def opening(self) -> Mapping[str, Any]:
         """Fields of the `open` record of this life."""
-        return self.lines[0][1].fields
+        return self.records[0].fields
 
     @property
     def totals(self) -> Totals:
         """Token totals at the end of this life."""
-        return self.lines[-1][1].totals
+        return self.records[-1].totals
 
     @property
     def closed(self) -> bool:
         """Whether the life ended in good order."""
-        return self.lines[-1][1].kind == "close"
+        return self.records[-1].kind == "close"
 
-    def of(self, kind: str) -> list[tuple[int, Record]]:
-        """Records of one kind, each with the number of its line."""
-        return [(line, record) for line, record in self.lines if record.kind == kind]
+    def of(self, kind: str) -> list[Record]:
+        """Records of one kind."""
+        return [record for record in self.records if record.kind == kind]
 
     @property
     def head(self) -> str:
         """Digest of the last commit that the peer applied in this life; empty before any."""
-        return str([record.fields["digest"] for _, record in self.lines if "digest" in record.fields][-1])
+        return str([record.fields["digest"] for record in self.records if "digest" in record.fields][-1])
 
 
 @dataclass(frozen=True)
@@ -169,11 +161,11 @@ def open_books(directories: Sequence[Path]) -> tuple[list[Book], dict[Path, Stat
 def book_of(directory: Path, found: Scan) -> Book:
     """Book of a peer from the records of its ledger. Raises ValueError for a ledger without a life."""
     lives: list[Life] = []
-    for line, record in enumerate(found.records, 1):
+    for record in found.records:
         if record.kind == "open":
             lives.append(Life([]))
         if lives:  # else a full disk refused the opening itself: the gap says so
-            lives[-1].lines.append((line, record))
+            lives[-1].records.append(record)
     if not lives:
         raise ValueError("has no life in it")
     last = lives[-1].opening
@@ -186,7 +178,7 @@ def chain_of(books: Iterable[Book]) -> Chain:
     chain = Chain()
     for book in books:
         for life in book.lives:
-            for line, record in life.of("commit"):
+            for record in life.of("commit"):
                 commit = chain.commits.get(record.commit_digest) or record.commit
-                chain.add(commit, record.fields["state"], f"{book.peer}, line {line}")
+                chain.add(commit, record.fields["state"], f"{book.peer}, line {record.line}")
     return chain

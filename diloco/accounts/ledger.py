@@ -30,7 +30,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_type_hints
 
 from xxhash import xxh3_64_hexdigest
 
@@ -41,20 +41,6 @@ from diloco.base.types import Commit, Member
 
 FORMAT = 1
 LEDGER = "ledger.jsonl"
-FIELDS: Mapping[str, Mapping[str, type]] = {
-    "open": {
-        "peer": str, "incarnation": int, "run": str, "contract_digest": str, "lineage": str, "founds": bool,
-        "resumed": bool, "version": int, "digest": str, "state": str, "contract": dict,
-    },
-    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
-    "adopt": {"version": int, "digest": str, "state": str, "discarded": int},
-    "discard": {"discarded": int, "version": int, "reason": str},
-    "close": {"reason": str},
-    "gap": {"dropped": int},
-}  # fmt: skip
-"""Fields of each kind of record, beside its tokens."""
-_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
-"""Type of every field, also of one that older ledgers lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +86,32 @@ class Position:
     """Digest of anchor and outer state (`OuterState.digest`)."""
 
 
+FIELDS: Mapping[str, Mapping[str, type]] = {
+    "open": {**get_type_hints(Opening), **get_type_hints(Position), "contract": dict},
+    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
+    "adopt": {**get_type_hints(Position), "discarded": int},
+    "discard": {"discarded": int, "version": int, "reason": str},
+    "close": {"reason": str},
+    "gap": {"dropped": int},
+}
+"""Fields of each kind of record, beside its tokens."""
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
+"""Type of every field, also of one that older ledgers lack."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One line of a ledger."""
 
     number: int
+    """Number of the record in the ledger, from 0."""
     kind: str
     fields: Mapping[str, Any]
+
+    @property
+    def line(self) -> int:
+        """Number of the line in the ledger, from 1."""
+        return self.number + 1
 
     @property
     def totals(self) -> Totals:
@@ -185,10 +190,10 @@ def scan(data: bytes) -> Scan:
             if any(unsealed(later) is not None for later in lines[number:]):
                 raise DamagedLine(number, "was changed: its checksum does not fit, or it holds no record")
             break
-        record = Record(tree.pop("n", -1), tree.pop("kind", ""), tree)
-        if record.number != len(records):
-            raise DamagedLine(number, f"holds record {record.number}, record {len(records)} was expected")
-        records.append(record)
+        found = tree.pop("n", -1)
+        if found != len(records):
+            raise DamagedLine(number, f"holds record {found}, record {len(records)} was expected")
+        records.append(Record(len(records), tree.pop("kind", ""), tree))
         whole_bytes += len(line) + 1
     return Scan(tuple(records), whole_bytes, len(data) - whole_bytes)
 
@@ -366,11 +371,11 @@ def read_ledger(path: Path, *checks: Callable[[Record], None]) -> Scan:
     except DamagedLine as error:
         raise _damaged(path, error) from error
     for check in (check_record, *checks):
-        for line, record in enumerate(found.records, 1):
+        for record in found.records:
             try:
                 check(record)
             except ValueError as error:
-                cause = f"ledger {path}: line {line} is no record of a peer: {error}"
+                cause = f"ledger {path}: line {record.line} is no record of a peer: {error}"
                 fix = "ask whoever sent it for the ledger as the peer wrote it, or leave it out"
                 raise StateError(cause[:400], fix) from error
     return found

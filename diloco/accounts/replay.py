@@ -22,7 +22,7 @@ from typing import Any
 
 from diloco.accounts.audit import saved_state
 from diloco.accounts.books import Chain, chain_of, read_books
-from diloco.accounts.recording import Recording, recordings
+from diloco.accounts.journal import Recording, recordings
 from diloco.base.errors import StateError, UsageError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit
@@ -60,7 +60,7 @@ class Replayed:
     detail: str = ""
 
 
-class NotReproducedError(Exception):
+class Unreproduced(Exception):
     """A verdict other than REPRODUCED, and its detail: the arguments."""
 
 
@@ -109,59 +109,56 @@ class Workshop:
     def replay(self, progress: Callable[[int, int], None]) -> Replay:
         """Walk the whole chain. `progress` gets the number of versions done, and of all. Raises StateError."""
         result = Replay()
-        todo: list[tuple[str, OuterState | None]] = []
+        todo: list[tuple[Commit, OuterState | None]] = []
         for root in self.chain.roots()[::-1]:
-            commit = self.chain.commits[root]
-            founds_run = commit.fragment < 0 and commit.version == 0
+            founds_run = root.fragment < 0 and root.version == 0
             todo.append((root, self.seeded() if founds_run else None))
         while todo:
-            digest, before = todo.pop()
-            commit = self.chain.commits[digest]
+            commit, before = todo.pop()
             verdict, detail, after = Verdict.REPRODUCED, "", None
             try:
                 after = self._after(commit, before)
-            except NotReproducedError as why:
+            except Unreproduced as why:
                 verdict, detail = why.args
             result.versions.append(Replayed(commit.version, commit.lineage, verdict, detail))
-            if after is None and digest in self.saved:
-                after = self.saved[digest]()
-            todo += [(child, after) for child in self.chain.children.get(digest, ())]
+            if after is None and commit.digest in self.saved:
+                after = self.saved[commit.digest]()
+            todo += [(child, after) for child in self.chain.children.get(commit.digest, ())]
             progress(len(result.versions), len(self.chain.commits))
         return result
 
     def _after(self, commit: Commit, before: OuterState | None) -> OuterState:
-        """The state after a version, which is the ledgers' state. Raises NotReproducedError."""
+        """The state after a version, which is the ledgers' state. Raises Unreproduced."""
         fragment, parts = self._mean(commit) if commit.fragment >= 0 else (None, [])
         if before is None:
-            raise NotReproducedError(Verdict.MEAN if fragment else Verdict.MISSING, "no state to step from")
+            raise Unreproduced(Verdict.MEAN if fragment else Verdict.MISSING, "no state to step from")
         if before.digest != commit.state_digest:
-            text = f"made on state {commit.state_digest[:12]}, not {before.digest[:12]}"
-            raise NotReproducedError(Verdict.MISMATCH, text)
+            raise Unreproduced(Verdict.MISMATCH, f"made on state {commit.state_digest[:12]}, not {before.digest[:12]}")
         after = before
         if fragment:
             held = before.fragments
             if fragment.index >= len(held) or held[fragment.index].anchor.numel() != fragment.total:
-                raise NotReproducedError(Verdict.MISMATCH, f"fragment {commit.fragment} is not the model's")
+                raise Unreproduced(Verdict.MISMATCH, f"fragment {commit.fragment} is not the model's")
             mean = unpack(parts, fragment, self.codecs)
             share = self.weighing.share(commit.counted, commit.view)
             stepped = self.optimizer.step(held[fragment.index], mean, share=share)
             after = before.replace(fragment.index, stepped, commit.version)
         known = self.chain.states[commit.digest]
         if after.digest not in known:
-            text = f"state {after.digest[:12]}, the ledgers say {next(iter(known))[:12]}"
-            raise NotReproducedError(Verdict.MISMATCH, text)
+            why = f"state {after.digest[:12]}, the ledgers say {next(iter(known))[:12]}"
+            raise Unreproduced(Verdict.MISMATCH, why)
         return after
 
     def _mean(self, commit: Commit) -> tuple[Fragment, list[bytes]]:
         """The encoded mean with the commit's digest. Where a peer recorded two contributions with the same counts, in
-        two lives, the digest decides which one was counted. Raises NotReproducedError."""
+        two lives, the digest decides which one was counted. Raises Unreproduced."""
         candidates: list[list[Recording]] = []
         for counted in commit.counted:
             found = self.shelf.get((counted.peer, counted.base_version, commit.fragment), ())
             candidates.append([recording for recording in found if recording.counted == counted])
         missing = [counted.peer for counted, found in zip(commit.counted, candidates, strict=True) if not found]
         if missing:
-            raise NotReproducedError(Verdict.MISSING, f"no contribution of {', '.join(missing)}")
+            raise Unreproduced(Verdict.MISSING, f"no contribution of {', '.join(missing)}")
         why = "it counts nobody"
         for chosen in itertools.product(*candidates) if candidates else ():
             try:
@@ -172,7 +169,7 @@ class Workshop:
             if mean_digest(parts) == commit.mean_digest:
                 return chosen[0].fragment, parts
             why = f"mean {mean_digest(parts)[:12]}, the commit says {commit.mean_digest[:12]}"
-        raise NotReproducedError(Verdict.MISMATCH, why)
+        raise Unreproduced(Verdict.MISMATCH, why)
 
     def _fold(self, commit: Commit, chosen: Sequence[Recording]) -> Iterator[bytes]:
         """Encoded parts of the mean of recorded contributions. Raises PayloadError, ValueError where the recordings
@@ -234,10 +231,9 @@ def _seeded_state(contract: Contract, checkpoint: Checkpoint | None, data_root: 
     `checkpoint`: any of the run, which saves opening the data for the size of the vocabulary."""
     if contract.model.kind == "external":
         return None
-    if checkpoint is not None:
-        vocab_size = checkpoint.value("vocab_size", int)
-    else:
-        vocab_size = open_dataset(contract.data, data_root).vocab_size
+    vocab_size = (
+        checkpoint.value("vocab_size", int) if checkpoint else open_dataset(contract.data, data_root).vocab_size
+    )
     parameters = named_parameters(build_model(contract.model, vocab_size, contract.run.seed, data_root))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
     optimizer = open_outer(contract.outer)

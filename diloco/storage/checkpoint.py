@@ -100,13 +100,11 @@ class Checkpoint:
             raise StateError(error.cause[:300], "use a checkpoint that `diloco peer` of this release wrote") from error
 
 
+_ALONE = Alone()
+
+
 def save(
-    directory: Path,
-    version: int,
-    groups: Slices,
-    meta: Mapping[str, disk.JsonValue],
-    keep: int,
-    ranks: Ranks = Alone(),  # noqa: B008
+    directory: Path, version: int, groups: Slices, meta: Mapping[str, disk.JsonValue], keep: int, ranks: Ranks = _ALONE
 ) -> Path:
     """Write the checkpoint of `version` and keep the newest `keep` up to it. Returns its folder.
 
@@ -199,9 +197,8 @@ def _retain(directory: Path, version: int, keep: int) -> None:
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
-        leftover = disk.path_beside(path, "tmp")
         try:
-            path.rename(leftover)  # half deleted, it must not look like a checkpoint
+            leftover = path.rename(disk.path_beside(path, "tmp"))  # half deleted, it must not look like a checkpoint
         except OSError as error:
             logger.warning("cannot delete %s: %s", path, disk.reason(error))
         else:

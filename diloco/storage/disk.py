@@ -119,10 +119,8 @@ def _is_running(pid: int) -> bool:
         return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # a process of another user's
+    except OSError as error:
+        return isinstance(error, PermissionError)  # a process of another user
     return True
 
 

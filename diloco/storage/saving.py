@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -230,21 +230,16 @@ def save_line(line: Line, contract: Contract) -> Contents:
 def line_slices(line: Line) -> dict[str, list[Slice]]:
     """Slices that this rank holds of a line's outer state, its residuals, and its own shares in `eager` steps."""
     own_share = line.merge.own if isinstance(line.merge, Eager) else {}
-    own = [(f"{index}/{name}", slot) for index, state in own_share.items() for name, slot in state.slots.items()]
-    return {
-        "outer": _line_slices(line, line.state.buffers()),
-        "residual": _line_slices(line, [(str(index), tensor) for index, tensor in line.residuals.items()]),
-        "own": _line_slices(line, own),
+    buffers = {  # by group; each name begins with its fragment's index
+        "outer": [*line.state.buffers()],
+        "residual": [(str(index), tensor) for index, tensor in line.residuals.items()],
+        "own": [(f"{index}/{name}", slot) for index, state in own_share.items() for name, slot in state.slots.items()],
     }
-
-
-def _line_slices(line: Line, buffers: Iterable[tuple[str, Tensor]]) -> list[Slice]:
-    """Slices of a line's flat buffers, whose names begin with their fragment's index."""
-    slices = []
-    for name, flat in buffers:
-        fragment = line.layout.fragments[int(name.partition("/")[0])]
-        slices += flat_slices(name, fragment, flat)
-    return slices
+    groups: dict[str, list[Slice]] = {group: [] for group in buffers}
+    for group, named in buffers.items():
+        for name, flat in named:
+            groups[group] += flat_slices(name, line.layout.fragments[int(name.partition("/")[0])], flat)
+    return groups
 
 
 def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
