@@ -24,14 +24,11 @@ from typing import Any
 
 from diloco.accounts.books import Book, Chain, Life, chain_of, open_books, peer_folders
 from diloco.accounts.ledger import Record
-from diloco.base.errors import ConfigError, StateError
+from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted
-from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import open_outer
-from diloco.outer.state import OuterState
 from diloco.protocol.leases import front
-from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
+from diloco.storage.checkpoint import load, saved_state
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,8 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
             fields, totals = record.fields, record.totals
             version = fields.get("commit", fields).get("version", version)
             if not totals.balanced:
-                kinds = (
-                    f"{totals.committed} committed + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
-                )
-                text = f"tokens do not add up: {totals.trained} trained, {kinds}"
+                text = f"tokens do not add up: {totals.trained} trained, {totals.committed} committed"
+                text += f" + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
                 yield Finding("I2", peer, version, record.line, text)
             if record.kind == "commit" and fields["own"]:  # the name alone may be that of an earlier life
                 entries = fields["commit"]["counted"]
@@ -299,16 +294,6 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
     for path, cause in damaged.items():
         findings = result.notes if path.parent in whole else result.violations
         findings.append(Finding("I5", path.parent.parent.name, -1, 0, cause))
-
-
-def saved_state(checkpoint: Checkpoint) -> OuterState:
-    """The outer state of a checkpoint, for any model. Raises StateError."""
-    try:
-        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
-    except ConfigError as error:
-        cause = f"checkpoint {checkpoint.path}: its contract does not fit its model: {error.cause}"
-        raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
-    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
 
 
 # ---------------------------------------------------------------- I8 and forks

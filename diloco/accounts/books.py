@@ -112,8 +112,8 @@ def peer_folders(directories: Sequence[Path]) -> list[Path]:
         inside = sorted(path.parent for path in directory.glob(f"*/{LEDGER}"))
         own = [directory] if (directory / LEDGER).is_file() else inside
         if not own:
-            cause = f"no {LEDGER} in {directory.absolute()}"
-            raise StateError(cause, "give folders of peers, or the --out folder of a simulation")
+            fix = "give folders of peers, or the --out folder of a simulation"
+            raise StateError(f"no {LEDGER} in {directory.absolute()}", fix)
         found += own
     return list(dict.fromkeys(found))
 

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.audit import saved_state
 from diloco.accounts.books import Chain, chain_of, read_books
 from diloco.accounts.journal import Recording, recordings
 from diloco.base.errors import StateError, UsageError
@@ -36,7 +35,7 @@ from diloco.outer.fragments import Fragment, Layout, named_parameters, read_frag
 from diloco.outer.optimizers import open_outer
 from diloco.outer.state import OuterOptimizer, OuterState
 from diloco.outer.weighing import Weighing
-from diloco.storage.checkpoint import Checkpoint, load
+from diloco.storage.checkpoint import Checkpoint, load, saved_state
 
 
 class Verdict(StrEnum):

@@ -43,6 +43,7 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.island.slices import Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
+from diloco.outer.optimizers import open_outer
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
 from diloco.storage import disk
 
@@ -76,9 +77,12 @@ class Checkpoint:
         """Field `name` of `meta`. Raises StateError unless it is there and of this JSON type."""
         found = self.meta.get(name)
         if not isinstance(found, kind):
-            cause = f"checkpoint {self.path}: its {name} should be of type {kind.__name__}, but is {found!r}"
-            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote")
+            raise self.malformed(f"its {name} should be of type {kind.__name__}, but is {found!r}")
         return found
+
+    def malformed(self, what: str) -> StateError:
+        """Error for a checkpoint that no peer writes so, though its hashes are right."""
+        return StateError(f"checkpoint {self.path}: {what}"[:300], "use a checkpoint that `diloco peer` wrote")
 
     @property
     def commit(self) -> Commit | None:
@@ -88,8 +92,7 @@ class Checkpoint:
         try:
             return Commit.from_bytes(self.value("commit", str).encode())
         except ValueError as error:
-            cause = f"checkpoint {self.path}: its commit is malformed: {error}"
-            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+            raise self.malformed(f"its commit is malformed: {error}") from error
 
     @property
     def contract(self) -> Contract:
@@ -250,6 +253,15 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
         anchor, *slots = (flats[f"{fragment.index}/{name}"] for name in buffers)
         fragments.append(FragmentState(anchor, dict(zip(optimizer.slot_names, slots, strict=True)), count, fragment))
     return OuterState(checkpoint.version, tuple(fragments))
+
+
+def saved_state(checkpoint: Checkpoint) -> OuterState:
+    """Whole outer state in a peer's checkpoint, laid out as its own contract says. Raises StateError."""
+    try:
+        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
+    except ConfigError as error:
+        raise checkpoint.malformed(f"its contract does not fit its model: {error.cause}") from error
+    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
 
 
 def flat_buffers(

@@ -158,11 +158,13 @@ class Keeper:
         A full disk must not end a run: the next version tries again, and the last checkpoint is still there.
         """
         self.look()
-        if self._begun is None:
-            self._start(version)
-        else:
+        if self._begun is not None:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
             self._remark(Remark(text))
+            return
+        since_s = monotonic_s()
+        written = self._begin()
+        self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
 
     @property
     def busy(self) -> bool:
@@ -191,16 +193,11 @@ class Keeper:
         if self._begun is not None:
             with suppress(ResourceError):
                 yield from answered(self._begun.written)
-            self.look()
-        written = yield from answered(self._start(version).written)
+        self.due(version)
+        assert self._begun is not None  # nothing was being written any more
+        written = yield from answered(self._begun.written)
         self.look()
         return written.path
-
-    def _start(self, version: int) -> _Begun:
-        since_s = monotonic_s()
-        written = self._begin()
-        self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
-        return self._begun
 
 
 # ---------------------------------------------------------------- a line's contents
