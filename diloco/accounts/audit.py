@@ -313,14 +313,11 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
             yield Finding("I8", "", commit.version, 0, text)
     if books[0].lives[-1].opening["contract"]["membership"].get("without_majority", "wait") != "wait":
         return
-    founded: set[str] = set()
-    named: set[tuple[str, str]] = set()
-    for book in books:
-        founded |= {life.opening["lineage"] for life in book.lives if life.opening["founds"]}
-        if not any(life.of("gap") for life in book.lives):  # a peer whose disk was full may have founded any lineage
-            named |= {(book.peer, life.opening["lineage"]) for life in book.lives}
-            commits = (record.commit for life in book.lives for record in life.of("commit"))
-            named |= {(book.peer, commit.lineage) for commit in commits}
+    founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
+    # Lineages that each ledger names. One with a gap is left out: its peer may have founded any lineage there.
+    lives = [(book.peer, life) for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
+    named = {(peer, life.opening["lineage"]) for peer, life in lives}
+    named |= {(peer, record.fields["commit"]["lineage"]) for peer, life in lives for record in life.of("commit")}
     for commit in chain.commits.values():
         here = all((member.peer, commit.lineage) in named for member in commit.view)
         if here and commit.fragment < 0 and commit.lineage not in founded:

@@ -168,14 +168,12 @@ class Journal:
         self.trained_tokens = line.trained.tokens
         self.committed_tokens = 0
         self.discarded_tokens = 0
-        self._ledger = ledger
+        self._ledger = open_ledger(directory, warn) if directory is not None else ledger
         self.recorder: Recorder | None = None
         self._recorded: Contribution | None = None
-        if directory is not None:
-            self._ledger = open_ledger(directory, warn)
-            if storage.record:
-                where = directory / RECORDED
-                self.recorder = Recorder(where, opening.peer, opening.incarnation, storage.record_versions, warn)
+        if directory is not None and storage.record:
+            where = directory / RECORDED
+            self.recorder = Recorder(where, opening.peer, opening.incarnation, storage.record_versions, warn)
 
     @property
     def totals(self) -> Totals:

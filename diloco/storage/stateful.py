@@ -50,26 +50,10 @@ class UserState:
         tree: dict[str, Any] = {}
         slices: list[Slice] = []
         for name, value in self._objects.items():
-            if not isinstance(value, torch.optim.Optimizer):
+            if isinstance(value, torch.optim.Optimizer):
+                tree[name] = self._of_optimizer(name, value, slices)
+            else:
                 tree[name] = _flat(value.state_dict(), tensors, f"state[{name!r}]")
-                continue
-            groups, values = [], {}
-            for group in value.param_groups:
-                members = self._names_of(name, group)
-                # A learning rate may be a tensor of one element. It is saved as a number, and read into a tensor again.
-                rest = {
-                    key: one.item() if isinstance(one, Tensor) and one.numel() == 1 else one
-                    for key, one in group.items()
-                    if key != "params"
-                }
-                groups.append({"params": members, "rest": _flat(rest, [], f"state[{name!r}]")})
-                for member, parameter in zip(members, group["params"], strict=True):
-                    for key, one in value.state.get(parameter, {}).items():
-                        if isinstance(one, Tensor):
-                            slices.append(held(f"{name}/{member}/{key}", one))
-                        else:
-                            values[f"{member}/{key}"] = one
-            tree[name] = {"groups": groups, "values": values}
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
         slices += [Slice.whole(f"{self._rank}/{number}", tensor) for number, tensor in enumerate(tensors)]
         return [*slices, Slice.whole(f"{self._rank}/json", text)]
@@ -101,6 +85,21 @@ class UserState:
             raise UsageError(cause, "give the optimizer of this model's parameters")
         return [self._names[id(parameter)] for parameter in group["params"]]
 
+    def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer, slices: list[Slice]) -> Any:
+        """State of an optimizer as JSON values, by parameter; its tensors go into `slices`. Raises UsageError."""
+        groups, values = [], {}
+        for group in optimizer.param_groups:
+            members = self._names_of(name, group)
+            rest = {key: _number(value) for key, value in group.items() if key != "params"}
+            groups.append({"params": members, "rest": _flat(rest, [], f"state[{name!r}]")})
+            for member, parameter in zip(members, group["params"], strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        slices.append(held(f"{name}/{member}/{key}", value))
+                    else:
+                        values[f"{member}/{key}"] = value
+        return {"groups": groups, "values": values}
+
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, tree: Any, pieces: Pieces) -> None:
         """Restore an optimizer of this rank's parameters, whatever mesh it was saved on."""
         if [group["params"] for group in tree["groups"]] != [self._names_of(name, g) for g in optimizer.param_groups]:
@@ -126,6 +125,11 @@ class UserState:
         for entry, value in tree["values"].items():
             member, _, key = entry.rpartition("/")
             optimizer.state[self._parameters[member]][key] = value
+
+
+def _number(value: Any) -> Any:
+    """A learning rate that is a tensor as a number, which `load` puts into a tensor again."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
