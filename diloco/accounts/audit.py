@@ -111,8 +111,7 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
     result.notes += _notes(books, chain)
     result.forks = list(_forks(books, chain))
     result.peers = [_row(book, chain) for book in books]
-    if chain.commits:
-        head = chain.heads()[0]
+    for head in chain.heads()[:1]:
         result.versions, result.tokens = head.version, head.tokens
     return result
 
@@ -281,16 +280,13 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
         whole.add(path.parent)
         if commit is None:
             continue  # saved before the run began: nothing is committed yet
-        known = chain.states.get(commit.digest)
-        text = f"checkpoint {checkpoint.path.name} "
-        if known is None:
-            text += f"is of commit {commit.digest[:12]}, which is in no ledger"
-        elif state not in known:
-            text += f"holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
-        else:
-            continue
-        peer = str(checkpoint.meta.get("peer"))
-        result.violations.append(Finding("I5", peer, commit.version, 0, text))
+        known = chain.states.get(commit.digest, {})
+        if state not in known:
+            text = f"is of commit {commit.digest[:12]}, which is in no ledger"
+            if known:
+                text = f"holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
+            peer, name = str(checkpoint.meta.get("peer")), checkpoint.path.name
+            result.violations.append(Finding("I5", peer, commit.version, 0, f"checkpoint {name} {text}"))
     for path, cause in damaged.items():
         findings = result.notes if path.parent in whole else result.violations
         findings.append(Finding("I5", path.parent.parent.name, -1, 0, cause))

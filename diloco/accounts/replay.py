@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +245,7 @@ def _seeded_state(contract: Contract, checkpoint: Checkpoint | None, data_root: 
 def replay_text(result: Replay) -> str:
     """A replay for people to read: versions that are not reproduced, neighbours on one line, and a summary."""
     lines = []
-    for (verdict, _, detail), group in itertools.groupby(
-        result.versions, lambda one: (one.verdict, one.lineage, one.detail)
-    ):
+    for (verdict, _, detail), group in itertools.groupby(result.versions, attrgetter("verdict", "lineage", "detail")):
         if verdict is Verdict.REPRODUCED:
             continue
         versions = [one.version for one in group]

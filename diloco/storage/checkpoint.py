@@ -176,14 +176,13 @@ def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]
     """Entries for the manifest from the reports of all ranks. Raises ResourceError unless all files are here."""
     files: dict[str, Any] = {}
     for rank, report in enumerate(map(json.loads, reports)):
-        who = f"rank {rank}: " if rank else ""
+        failed = f"cannot write checkpoint {target}: " + (f"rank {rank}: " if rank else "")
         if "refused" in report:
-            raise ResourceError(f"cannot write checkpoint {target}: {who}{report['refused']}", report["fix"])
+            raise ResourceError(failed + report["refused"], report["fix"])
         for name, entry in report["files"].items():
             file = beside / name
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                cause = f"cannot write checkpoint {target}: {who}{name} was written, and is not here"
-                raise ResourceError(cause, _ONE_FILE_SYSTEM)
+                raise ResourceError(f"{failed}{name} was written, and is not here", _ONE_FILE_SYSTEM)
         files |= report["files"]
     return files
 
@@ -298,15 +297,12 @@ def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
 
 def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
     """Result of reading a checkpoint on this rank. Raises StateError on all ranks when it does on one."""
-    found: list[T] = []
-    refused = ""
     try:
-        found.append(read())
+        found, refused = [read()], ""
     except StateError as error:
-        refused = json.dumps([error.cause, error.fix])
-    for answer in ranks.gather(refused):
-        if answer:
-            raise StateError(*json.loads(answer))
+        found, refused = [], json.dumps([error.cause, error.fix])
+    for answer in filter(None, ranks.gather(refused)):
+        raise StateError(*json.loads(answer))
     return found[0]
 
 
@@ -334,10 +330,8 @@ def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(version, folder) of all checkpoints, newest first; one that was put aside comes after the one in its place."""
-    if not directory.is_dir():
-        return []
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir())
-    found = [(int(match[1] or match[2]), path) for match, path in matches if match]
+    paths = directory.iterdir() if directory.is_dir() else ()
+    found = [(int(match[1] or match[2]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
     return sorted(found, key=lambda pair: (pair[0], pair[1].name), reverse=True)  # "v" sorts after "."
 
 

@@ -43,6 +43,7 @@ from diloco.storage.disk import JsonValue
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Emit = Callable[[Event], None]
 Contents = tuple[dict[str, list[Slice]], dict[str, JsonValue]]
 """Contents of a checkpoint: groups of tensors that nobody writes to, and numbers."""
 
@@ -145,9 +146,7 @@ class _Begun:
 class Keeper:
     """Schedule of a peer's checkpoints on rank 0: begins each when the last is complete, and publishes its event."""
 
-    def __init__(
-        self, publish: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
-    ) -> None:
+    def __init__(self, publish: Emit, remark: Emit, begin: Callable[[], Future[Written]]) -> None:
         """`publish` takes an event of the run, `remark` one of this process. `begin`: all ranks begin a checkpoint."""
         self._publish, self._remark, self._begin = publish, remark, begin
         self._begun: _Begun | None = None
@@ -212,7 +211,7 @@ def save_line(line: Line, contract: Contract) -> Contents:
     groups = line_slices(line)
     if line.trained.tokens:
         groups["local"] = []
-    about: dict[str, JsonValue] = {
+    return groups, {
         "peer": line.peer,
         "contract": contract.to_json(),
         "commit": line.commit.to_bytes().decode() if line.commit else None,
@@ -221,7 +220,6 @@ def save_line(line: Line, contract: Contract) -> Contents:
         "blocks": line.trained.blocks,
         "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
     }
-    return groups, about
 
 
 def line_slices(line: Line) -> dict[str, list[Slice]]:
