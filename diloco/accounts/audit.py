@@ -105,9 +105,8 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
     lives = [(book.peer, life) for book in books for life in book.lives]
     result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(lives)]
     result.violations += [*_kept_and_counted(lives, chain), *_lineage_findings(books, chain)]
-    # Where a disk was full, records are missing for a known reason. Then a missing version is no violation.
-    full = any(life.of("gap") for _, life in lives)
-    (result.notes if full else result.violations).extend(_missing(chain))
+    # Where a disk was full, records are missing for a known reason. Then a missing version is only a note.
+    (result.notes if any(life.of("gap") for _, life in lives) else result.violations).extend(_missing(chain))
     result.notes += _notes(books, chain)
     result.forks = list(_forks(books, chain))
     result.peers = [_row(book, chain) for book in books]
@@ -184,8 +183,7 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
                 text += f" + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
                 yield Finding("I2", peer, version, record.line, text)
             if record.kind == "commit" and fields["own"]:  # the name alone may be that of an earlier life
-                entries = fields["commit"]["counted"]
-                credited += sum(entry["tokens"] for entry in entries if entry["peer"] == peer)
+                credited += sum(entry["tokens"] for entry in fields["commit"]["counted"] if entry["peer"] == peer)
             credited += fields.get("counted", 0)
             given_up += fields.get("discarded", 0)
         if life.of("gap"):
@@ -242,8 +240,7 @@ def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Coun
     """Entry in commit `passed` for a contribution of this very life, which the view before it names; None without."""
     peer = life.opening["peer"]
     member = chain.commits[before].member(peer)
-    since = member.incarnation - life.opening["incarnation"] if member is not None else -1
-    if not 0 <= since < MAX_LIVES_OF_A_PROCESS:
+    if member is None or not 0 <= member.incarnation - life.opening["incarnation"] < MAX_LIVES_OF_A_PROCESS:
         return None
     return next((entry for entry in passed.counted if entry.peer == peer), None)
 

@@ -159,15 +159,13 @@ def open_books(directories: Sequence[Path]) -> tuple[list[Book], dict[Path, Stat
 
 
 def book_of(directory: Path, found: Scan) -> Book:
-    """Book of a peer from the records of its ledger. Raises ValueError for a ledger without a life."""
+    """Book of a peer from the records of its ledger, which has a life."""
     lives: list[Life] = []
     for record in found.records:
         if record.kind == "open":
             lives.append(Life([]))
         if lives:  # else a full disk refused the opening itself: the gap says so
             lives[-1].records.append(record)
-    if not lives:
-        raise ValueError("has no life in it")
     last = lives[-1].opening
     same = tuple(life for life in lives if life.opening["contract_digest"] == last["contract_digest"])
     return Book(last["peer"], directory, same, found.torn_bytes)

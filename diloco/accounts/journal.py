@@ -166,8 +166,7 @@ class Journal:
         """
         self.opening, self.line = opening, line
         self.trained_tokens = line.trained.tokens
-        self.committed_tokens = 0
-        self.discarded_tokens = 0
+        self.committed_tokens = self.discarded_tokens = 0
         self._ledger = open_ledger(directory, warn) if directory is not None else ledger
         self.recorder: Recorder | None = None
         self._recorded: Contribution | None = None

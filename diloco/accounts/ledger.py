@@ -257,8 +257,7 @@ class DiskFile:
     def __init__(self, path: Path) -> None:
         """Open the file, or create it. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._path, self._descriptor = path, os.open(path, flags, 0o644)
+        self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         sync_path(path.parent)
 
     def read(self) -> bytes:
@@ -292,8 +291,7 @@ class Ledger:
         """
         found = scan(file.read())
         self._file, self._warn = file, warn
-        self._number, self._bytes = len(found.records), found.whole_bytes
-        self._dropped = 0
+        self._number, self._bytes, self._dropped = len(found.records), found.whole_bytes, 0
         if found.torn_bytes:
             warn(f"the ledger ended in {found.torn_bytes} bytes of a record that was never finished: cut off")
             file.truncate(self._bytes)

@@ -109,10 +109,10 @@ class Workshop:
     def replay(self, progress: Callable[[int, int], None]) -> Replay:
         """Walk the whole chain. `progress` gets the number of versions done, and of all. Raises StateError."""
         result = Replay()
-        todo: list[tuple[Commit, OuterState | None]] = []
-        for root in self.chain.roots()[::-1]:
-            founds_run = root.fragment < 0 and root.version == 0
-            todo.append((root, self.seeded() if founds_run else None))
+        todo: list[tuple[Commit, OuterState | None]] = [
+            (root, self.seeded() if root.fragment < 0 and root.version == 0 else None)  # known where the run begins
+            for root in self.chain.roots()[::-1]
+        ]
         while todo:
             commit, before = todo.pop()
             verdict, detail, after = Verdict.REPRODUCED, "", None
@@ -145,8 +145,7 @@ class Workshop:
             after = before.replace(fragment.index, stepped, commit.version)
         known = self.chain.states[commit.digest]
         if after.digest not in known:
-            why = f"state {after.digest[:12]}, the ledgers say {next(iter(known))[:12]}"
-            raise Unreproduced(Verdict.MISMATCH, why)
+            raise Unreproduced(Verdict.MISMATCH, f"state {after.digest[:12]}, the ledgers say {next(iter(known))[:12]}")
         return after
 
     def _mean(self, commit: Commit) -> tuple[Fragment, list[bytes]]:
@@ -203,7 +202,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         with suppress(StateError):  # `diloco audit` reports the damaged ones
             checkpoint = load(path)
             checkpoints.append((checkpoint, checkpoint.commit))
-    workshop = Workshop(
+    return Workshop(
         chain_of(books),
         shelf,
         open_codecs(contract.codec),
@@ -212,8 +211,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         lambda: _seeded_state(contract, checkpoints[0][0] if checkpoints else None, data_root),
         {commit.digest: partial(saved_state, checkpoint) for checkpoint, commit in checkpoints if commit},
         contract.outer.averaging == "radial",
-    )
-    return workshop.replay(progress)
+    ).replay(progress)
 
 
 def shelve(found: Iterable[Recording]) -> Shelf:
@@ -236,10 +234,9 @@ def _seeded_state(contract: Contract, checkpoint: Checkpoint | None, data_root: 
     )
     parameters = named_parameters(build_model(contract.model, vocab_size, contract.run.seed, data_root))
     shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-    optimizer = open_outer(contract.outer)
     fragments = Layout.agreed(shapes, contract).fragments
     anchor = [read_fragment(parameters, fragment) for fragment in fragments]
-    return OuterState(0, tuple(map(optimizer.start, anchor, fragments)))
+    return OuterState(0, tuple(map(open_outer(contract.outer).start, anchor, fragments)))
 
 
 def replay_text(result: Replay) -> str:

@@ -127,8 +127,7 @@ def save(
         with disk.replacing(target, "checkpoint") as beside:
             begun = True
             ranks.share(str(beside.resolve()))
-            reports = ranks.gather(_report(beside, groups, ranks.rank))
-            files = _files(target, beside, reports)
+            files = _files(target, beside, ranks.gather(_report(beside, groups, ranks.rank)))
             # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
             fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
             (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))

@@ -244,12 +244,9 @@ def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
     """
 
     def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
-        checkpoint, layout, optimizer = opened(), line.layout, line.optimizer
-        return (
-            outer_state(checkpoint, layout, optimizer),
-            flat_buffers(checkpoint, "residual", layout),
-            flat_buffers(checkpoint, "own", layout, optimizer.slot_names),
-        )
+        checkpoint, layout, slots = opened(), line.layout, line.optimizer.slot_names
+        state = outer_state(checkpoint, layout, line.optimizer)
+        return state, flat_buffers(checkpoint, "residual", layout), flat_buffers(checkpoint, "own", layout, slots)
 
     state, residuals, own_share = read_together(line.ranks, read)
     adopt(line, state)
