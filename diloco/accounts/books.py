@@ -164,7 +164,7 @@ def book_of(directory: Path, found: Scan) -> Book:
     for record in found.records:
         if record.kind == "open":
             lives.append(Life([]))
-        if lives:  # else a full disk refused the opening itself: the gap says so
+        if lives:  # else a full disk refused the opening itself: there is a gap
             lives[-1].records.append(record)
     last = lives[-1].opening
     same = tuple(life for life in lives if life.opening["contract_digest"] == last["contract_digest"])

@@ -16,7 +16,7 @@ over from a checkpoint counts as trained in it, too.
 
 A record is on the disk when `write` returns, and a peer goes on only then. Measured on ext4 with four peers in the
 view: 1.6 kB and 0.75 ms per version (of 20 the slowest: 6.3 ms), of which 0.13 ms is encoding and the rest fsync. A
-full disk ends no training: the record is dropped with one warning, and a `gap` says so once there is room again.
+full disk ends no training: the record is dropped with one warning, and a `gap` follows once there is room again.
 
 `scan` and `encode` are pure; `LogFile` is the seam to the disk, behind which a simulated one may forget what was not
 synced. Nothing here imports torch.

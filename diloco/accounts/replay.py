@@ -100,7 +100,7 @@ class Workshop:
     optimizer: OuterOptimizer
     weighing: Weighing
     seeded: Callable[[], OuterState | None]
-    """Builds the state that the run begins with; None where the contract does not say how."""
+    """Builds the state that the run begins with; None for a model that only the library's caller can build."""
     saved: Mapping[str, Callable[[], OuterState]]
     """Loads a checkpoint's state, by the digest of the commit that made it."""
     radial: bool = False

@@ -254,7 +254,7 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
 
 
 def saved_state(checkpoint: Checkpoint) -> OuterState:
-    """Whole outer state in a peer's checkpoint, laid out as its own contract says. Raises StateError."""
+    """Whole outer state in a peer's checkpoint, in the layout of its own contract. Raises StateError."""
     try:
         layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
     except ConfigError as error:

@@ -62,7 +62,7 @@ class Saver:
     """One rank's part in saving. One checkpoint is written at a time; all ranks begin each together."""
 
     def __init__(self, island: Island) -> None:
-        """All ranks make theirs together."""
+        """Make the saver of this rank, together with all other ranks."""
         self._island, self._aside = island, island.aside()
         self._offer = ""
         """Slices that this rank holds, as `offered` named them last."""

@@ -25,7 +25,7 @@ class Stateful(Protocol):
     """A user's object that a checkpoint can save: an optimizer, a scheduler, a scaler, a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All state of the object."""
+        """Return all state of the object."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Go on from a state that `state_dict` returned."""
@@ -45,7 +45,7 @@ class UserState:
         self.slices()
 
     def slices(self) -> list[Slice]:
-        """All state as this rank holds it: views, which inner steps change. Raises UsageError."""
+        """State of all objects as slices for a checkpoint: views, which inner steps change. Raises UsageError."""
         tensors: list[Tensor] = []
         tree: dict[str, Any] = {}
         slices: list[Slice] = []
