@@ -9,7 +9,7 @@ from diloco.outer.state import FragmentState
 from diloco.round import apply, measure
 from diloco.simulate.virtual.training import adopt_state, drop_progress, step_outer, take_back
 from diloco.storage.checkpoint import Checkpoint
-from diloco.storage.line_state import book_restored, restore_line
+from diloco.storage.saving import book_restored, restore_line
 from tests.fronts import drive
 
 

@@ -21,7 +21,7 @@ from diloco.outer.fragments import Weights
 from diloco.peer.terms import open_line
 from diloco.protocol.leases import advance, found
 from diloco.storage.checkpoint import save
-from diloco.storage.line_state import save_line
+from diloco.storage.saving import save_line
 from tests.lines import adopt_state, measured, step_outer
 
 VOCAB = 64

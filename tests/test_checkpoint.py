@@ -28,9 +28,9 @@ from diloco.island.slices import Slice, Slices, whole_slices
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import Nesterov, Sgd
 from diloco.outer.state import OuterState
-from diloco.storage import checkpoint, tensor_files
+from diloco.storage import checkpoint, disk
 from diloco.storage.checkpoint import Checkpoint, latest, load, outer_state
-from diloco.storage.tensor_files import JsonValue
+from diloco.storage.disk import JsonValue
 from tests.peers import DEADLINE_S
 
 META = {
@@ -308,9 +308,7 @@ def test_a_truncated_file_is_named_with_its_size(tmp_path: Path) -> None:
 def test_one_that_is_deleted_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """safetensors opens a file for its header, torch opens it again to map it: between them its owner may delete it."""
     path = save(tmp_path, 1, groups(), META, keep=1)
-    monkeypatch.setattr(
-        tensor_files, "load_file", lambda file: torch.UntypedStorage.from_file(f"{file}.gone", False, 8)
-    )
+    monkeypatch.setattr(disk, "load_file", lambda file: torch.UntypedStorage.from_file(f"{file}.gone", False, 8))
     with pytest.raises(StateError, match=r"is damaged: .*No such file"):
         load(path)
 
@@ -534,7 +532,7 @@ def test_ranks_without_one_file_system(tmp_path: Path, monkeypatch: pytest.Monke
 def forge_file(path: Path, name: str, tensors: dict[str, Tensor], slices: Any) -> None:
     """A file of tensors that tells this of its slices, with the right hash and manifest."""
     text = slices if isinstance(slices, str) else json.dumps(slices)
-    tensor_files.write_tensors(path / name, tensors, {"slices": text})
+    disk.write_tensors(path / name, tensors, {"slices": text})
     data = (path / name).read_bytes()
     files = json.loads((path / "manifest.json").read_bytes())["files"]
     forge(path, files={**files, name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})

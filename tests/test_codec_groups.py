@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from diloco.accounts.journal import RECORDED, recordings
 from diloco.accounts.ledger import sealed_line
-from diloco.accounts.recording import RECORDED, recordings
 from diloco.accounts.replay import Verdict, replay
 from diloco.base.errors import ConfigError, StateError
 from diloco.base.types import Omitted

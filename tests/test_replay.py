@@ -12,8 +12,8 @@ import torch
 
 from diloco.accounts.audit import audit, audit_text
 from diloco.accounts.books import chain_of, read_books
+from diloco.accounts.journal import RECORDED, Recorder, recordings
 from diloco.accounts.ledger import sealed_line
-from diloco.accounts.recording import RECORDED, Recorder, recordings
 from diloco.accounts.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
 from diloco.base.errors import StateError, UsageError
 from diloco.base.types import Contribution, Omitted

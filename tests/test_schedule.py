@@ -28,7 +28,7 @@ from diloco.peer.schedule import MIN_SHARE, Cadence, RunEnd, Stopwatch
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
 from diloco.storage.checkpoint import load
-from diloco.storage.line_state import save_line
+from diloco.storage.saving import save_line
 from tests.lines import adopt_state, drop_progress, measured, restored, step_outer, take_back
 from tests.paper import VOCAB, PaperRun, contract
 

@@ -1,44 +1,39 @@
-"""`diloco audit`: the ledgers of several peers laid side by side. Did the run lose, double or fork anything?
+"""`diloco audit`: compares the ledgers and checkpoints of a run's peers. Did the run lose, double or fork anything?
 
     I1  every peer that applied a version has the same commit and holds the same state
     I2  a contribution and a data block are in at most one version; tokens trained = committed + discarded + uncommitted
-        and what a version counts of a life, that life took for counted or gave up
-    I5  every checkpoint is a committed version, with its state; no version is missing between the first and the last
-    I8  under `wait` a commit has one successor; a new lineage begins only where somebody founded it anew
+        and the tokens that a version counts of a life, that life books as committed or as discarded
+    I5  every checkpoint is of a committed version, with its state; no version is missing between the first and the last
+    I8  under `wait` a commit has one successor; a new lineage begins only where a peer founded it
 
 A ledger that is damaged, or that no peer wrote so, is left out and reported as a violation (`ledger`).
 
-Under `continue` a fork is no violation: it is reported with what it discarded, and whether everybody is on one lineage
-again. A life without a goodbye runs still or was killed: what its last record calls uncommitted, and what was trained
-after it, is then lost with the crash, unless a later life took it over from a checkpoint.
+Under `continue` a fork is no violation: it is reported with the tokens that it discarded, and whether all peers are on
+one lineage again. A life without a `close` record still runs or was killed. The tokens that its last record calls
+uncommitted, and those trained after it, are then lost with the crash, unless a later life took them over from a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.books import Book, Chain, Life, _open_books, chain_of, peer_folders
-from diloco.accounts.ledger import Record, Totals
-from diloco.base.errors import ConfigError, StateError
+from diloco.accounts.books import Book, Chain, Life, chain_of, open_books, peer_folders
+from diloco.accounts.ledger import Record
+from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
 from diloco.base.types import Commit, Counted
-from diloco.outer.fragments import Layout
-from diloco.outer.optimizers import open_outer
-from diloco.outer.state import OuterState
 from diloco.protocol.leases import front
-from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
-
-MAX_LIVES_OF_A_PROCESS = 1000
-"""A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
+from diloco.storage.checkpoint import load, saved_state
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that must not be, or that one should know."""
+    """A violation of an invariant, or a note, about a place in a run's ledgers."""
 
     rule: str
     peer: str
@@ -50,24 +45,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class ChainFork:
-    """A place where the chain parts."""
+    """A commit of the chain with several successors."""
 
     version: int
     lineages: tuple[str, ...]
     """The one that went on first."""
     discarded_tokens: int
-    """Committed in lineages that did not go on."""
+    """Tokens committed in lineages that did not go on."""
     healed: bool
-    """Whether nobody's last record stands in a lineage that did not go on, except of peers that died there."""
+    """Whether every peer that closed its ledger did so in the lineage that went on."""
 
 
 @dataclass
 class Audit:
-    """Findings of an audit, with the numbers that it rests on."""
+    """Findings of an audit of ledgers and checkpoints, with the numbers that it rests on."""
 
     peers: list[dict[str, Any]] = field(default_factory=list)
     versions: int = 0
-    """On the longest way through the chain."""
+    """Version of the head that went on."""
     tokens: int = 0
     lineages: int = 0
     checkpoints: int = 0
@@ -81,21 +76,21 @@ class Audit:
         return not self.violations
 
     def tree(self) -> dict[str, Any]:
-        """For JSON."""
+        """The audit as JSON values."""
         return {"clean": self.clean, **asdict(self)}
 
 
-# ---------------------------------------------------------------- reading
-
-
-# ---------------------------------------------------------------- auditing
-
-
 def audit(directories: Sequence[Path]) -> Audit:
-    """Check everything. A damaged ledger is a violation, and the others are checked without it. Raises UsageError and
-    StateError when there is nothing that can be checked, PermissionError for checkpoints that may not be listed."""
-    kept = [path for folder in peer_folders(directories) for path in _checkpoints(folder)]
-    books, damaged = _open_books(directories)  # after the checkpoints were listed: a peer writes its ledger first
+    """Audit of the ledgers and checkpoints in folders of peers.
+
+    A damaged ledger is a violation, and the others are checked without it. Raises UsageError and StateError when there
+    is nothing that can be checked, PermissionError for checkpoints that may not be listed.
+    """
+    folders = [folder / "checkpoints" for folder in peer_folders(directories)]
+    listed = [sorted(folder.iterdir()) if folder.is_dir() else [] for folder in folders]  # `glob` hides a refusal
+    kept = [path for path in itertools.chain(*listed) if path.match("v*") and (path / "manifest.json").is_file()]
+    # Only now the ledgers: a peer writes its ledger first, so that all checkpoints listed above must be in it.
+    books, damaged = open_books(directories)
     chain = chain_of(books)
     result = examine(books, chain)
     result.violations += [Finding("ledger", path.name, -1, 0, error.cause) for path, error in damaged.items()]
@@ -105,23 +100,26 @@ def audit(directories: Sequence[Path]) -> Audit:
 
 
 def examine(books: Sequence[Book], chain: Chain) -> Audit:
-    """Audit of ledgers, wherever they are from; `chain` is built from their commits."""
+    """Audit of ledgers without checkpoints, from files or from memory; `chain` is built from their commits."""
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
-    result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(books)]
-    result.violations += [*_kept_and_counted(books, chain), *_lineage_findings(books, chain)]
-    full = any(life.of("gap") for book in books for life in book.lives)  # what is missing found no room on a disk
-    (result.notes if full else result.violations).extend(_missing(chain))
-    result.notes += [*_beginnings(chain), *_notes(books)]
+    lives = [(book.peer, life) for book in books for life in book.lives]
+    result.violations += [*_agreement(chain), *_exactly_once(chain), *_balances(lives)]
+    result.violations += [*_kept_and_counted(lives, chain), *_lineage_findings(books, chain)]
+    # Where a disk was full, records are missing for a known reason. Then a missing version is only a note.
+    (result.notes if any(life.of("gap") for _, life in lives) else result.violations).extend(_missing(chain))
+    result.notes += _notes(books, chain)
     result.forks = list(_forks(books, chain))
     result.peers = [_row(book, chain) for book in books]
-    if chain.commits:
-        head = chain.commits[chain.heads()[0]]
+    for head in chain.heads()[:1]:
         result.versions, result.tokens = head.version, head.tokens
     return result
 
 
+# ---------------------------------------------------------------- I1
+
+
 def _agreement(chain: Chain) -> Iterator[Finding]:
-    """I1."""
+    """Violations of I1: several commits of a version, several states of a commit."""
     for (lineage, version), digests in chain.places.items():
         if len(digests) > 1:
             named = "; ".join(f"{digest[:12]} ({source})" for digest, source in digests.items())
@@ -133,23 +131,20 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
     for commit in chain.commits.values():
         before = chain.states.get(commit.previous)
         if before and commit.state_digest not in before:
-            text = f"made on state {commit.state_digest[:12]}, which nobody held"
-            yield Finding("I1", "", commit.version, 0, text)
+            yield Finding("I1", "", commit.version, 0, f"made on state {commit.state_digest[:12]}, which nobody held")
 
 
-def _exactly_once(chain: Chain) -> Iterator[Finding]:
-    """I2 on every way through the chain."""
-    found = set()
-    for head in chain.heads():
-        path = list(chain.path(head))[::-1]
-        for finding in itertools.chain(_contributions_once(path), _blocks_once(path), _tokens_add_up(path)):
-            if finding not in found:
-                found.add(finding)
-                yield finding
+# ---------------------------------------------------------------- I2
 
 
-def _contributions_once(path: Sequence[Commit]) -> Iterator[Finding]:
-    """Violations of I2: contributions that two versions of the audited chain count."""
+def _exactly_once(chain: Chain) -> list[Finding]:
+    """Violations of I2 on every path from a root of the chain to a head. Paths share commits: each finding once."""
+    paths = (list(chain.path(head))[::-1] for head in chain.heads())
+    return list(dict.fromkeys(finding for path in paths for finding in _counted_twice(path)))
+
+
+def _counted_twice(path: Sequence[Commit]) -> Iterator[Finding]:
+    """Contributions and data blocks that two commits of a path count, and sums of tokens that do not fit them."""
     seen: dict[tuple[str, int, int], int] = {}
     for commit in path:
         for counted in commit.counted:
@@ -158,10 +153,7 @@ def _contributions_once(path: Sequence[Commit]) -> Iterator[Finding]:
                 text = f"its contribution on version {counted.base_version} is already in version {seen[key]}"
                 yield Finding("I2", counted.peer, commit.version, 0, text)
             seen.setdefault(key, commit.version)
-
-
-def _blocks_once(path: Sequence[Commit]) -> Iterator[Finding]:
-    """Blocks are counted over all epochs, so that a position is trained once."""
+    # Blocks are numbered over all epochs, so that even in the next epoch no number comes again.
     used = sorted(
         (blocks.start, blocks.stop, counted.peer, commit.version)
         for before, commit in itertools.pairwise(path)
@@ -172,70 +164,66 @@ def _blocks_once(path: Sequence[Commit]) -> Iterator[Finding]:
     for (_, stop, peer, version), (start, _, other, again) in itertools.pairwise(used):
         if start < stop:
             yield Finding("I2", other, again, 0, f"block {start} was trained for version {version} by {peer} already")
-
-
-def _tokens_add_up(path: Sequence[Commit]) -> Iterator[Finding]:
     for before, commit in itertools.pairwise(path):
-        counted = sum(counted.tokens for counted in commit.counted)
-        if commit.tokens != before.tokens + counted:
-            text = f"{commit.tokens} tokens, but {before.tokens} were committed before and {counted} are counted"
+        tokens = sum(counted.tokens for counted in commit.counted)
+        if commit.tokens != before.tokens + tokens:
+            text = f"{commit.tokens} tokens, but {before.tokens} were committed before and {tokens} are counted"
             yield Finding("I2", "", commit.version, 0, text)
 
 
-def _balances(books: Iterable[Book]) -> Iterator[Finding]:
-    """I2 of every life: its totals at each record, and against what the commits credit it with."""
-    for book in books:
-        for life in book.lives:
-            version = life.opening["version"]
-            for line, record in life.lines:
-                version = record.fields.get("commit", record.fields).get("version", version)
-                if not record.totals.balanced:
-                    yield Finding("I2", book.peer, version, line, f"tokens do not add up: {_sum(record.totals)}")
-            credited = sum(_credit(book.peer, record) for _, record in life.of("commit"))
-            credited += sum(_claimed(record) for _, record in life.lines)
-            if credited != life.totals.committed and not life.of("gap"):
-                text = f"{life.totals.committed} tokens are booked as committed, the commits count {credited}"
-                yield Finding("I2", book.peer, version, life.lines[-1][0], text)
-            reported = sum(_discarded(record) for _, record in life.lines)
-            if reported != life.totals.discarded and not life.of("gap"):
-                text = f"{life.totals.discarded} tokens are booked as discarded, the records tell of {reported}"
-                yield Finding("I2", book.peer, version, life.lines[-1][0], text)
+def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
+    """Violations of I2 in the totals of a life: at each record, and at its end against the sum of its records."""
+    for peer, life in lives:
+        version, credited, given_up = life.opening["version"], 0, 0
+        for record in life.records:
+            fields, totals = record.fields, record.totals
+            version = fields.get("commit", fields).get("version", version)
+            if not totals.balanced:
+                text = f"tokens do not add up: {totals.trained} trained, {totals.committed} committed"
+                text += f" + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
+                yield Finding("I2", peer, version, record.line, text)
+            if record.kind == "commit" and fields["own"]:  # the name alone may be that of an earlier life
+                credited += sum(entry["tokens"] for entry in fields["commit"]["counted"] if entry["peer"] == peer)
+            credited += fields.get("counted", 0)
+            given_up += fields.get("discarded", 0)
+        if life.of("gap"):
+            continue  # the records that no disk had room for may hold the difference
+        last, end = life.records[-1].line, life.totals
+        if credited != end.committed:
+            text = f"{end.committed} tokens are booked as committed, the commits count {credited}"
+            yield Finding("I2", peer, version, last, text)
+        if given_up != end.discarded:
+            text = f"{end.discarded} tokens are booked as discarded, the records tell of {given_up}"
+            yield Finding("I2", peer, version, last, text)
 
 
-def _discarded(record: Record) -> int:
-    """Tokens that a record says were given up."""
-    return int(record.fields.get("discarded", 0))
+def _kept_and_counted(lives: Iterable[tuple[str, Life]], chain: Chain) -> Iterator[Finding]:
+    """Violations of I2 where a peer passed over a version, for instance when it copied a later state.
 
-
-def _claimed(record: Record) -> int:
-    """Tokens that a version counts of this life, as the record of a copied state says."""
-    return int(record.fields.get("counted", 0))
-
-
-def _kept_and_counted(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
-    """I2: progress that a version counts, and that its maker, who went past that version, neither took for counted nor
-    gave up, is trained upon, and counted once more. And what its maker took for counted over a copied state is."""
-    for book in books:
-        for life in book.lives:
-            before, given_up = "", 0
-            for line, record in life.lines:
-                given_up += _discarded(record) + _claimed(record)
-                at = "" if record.kind == "gap" else record.fields.get("digest", before)
-                if at == before:
-                    continue
-                passed = _first_after(before, record, chain)
-                entry = _contribution(life, before, passed, chain) if passed else None
-                if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
-                    text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
-                    yield Finding("I2", book.peer, passed.version, line, text)
-                if passed and _claimed(record) > (entry.tokens if entry else 0):
-                    text = f"it does not count the {_claimed(record)} tokens that this life took for counted"
-                    yield Finding("I2", book.peer, passed.version, line, text)
-                before, given_up = at, 0
+    If that version counts progress of this life, and the life neither booked it as committed nor discarded it, then the
+    progress stays in the weights and is counted once more. Conversely, a version must count what a life booked so.
+    """
+    for peer, life in lives:
+        before, given_up = "", 0
+        for record in life.records:
+            claimed = record.fields.get("counted", 0)
+            given_up += record.fields.get("discarded", 0) + claimed
+            at = "" if record.kind == "gap" else record.fields.get("digest", before)
+            if at == before:
+                continue
+            passed = _first_after(before, record, chain)
+            entry = _contribution(life, before, passed, chain) if passed else None
+            if passed and entry and entry.tokens > given_up and not record.fields.get("own", False):
+                text = f"it counts {entry.tokens} tokens of this life, which says that it gave up {given_up}"
+                yield Finding("I2", peer, passed.version, record.line, text)
+            if passed and claimed > (entry.tokens if entry else 0):
+                text = f"it does not count the {claimed} tokens that this life took for counted"
+                yield Finding("I2", peer, passed.version, record.line, text)
+            before, given_up = at, 0
 
 
 def _first_after(before: str, record: Record, chain: Chain) -> Commit | None:
-    """The version after the one that a peer was at, when a record brings it further. None: it leads elsewhere."""
+    """First commit on the path from a peer's last commit `before` to a record's; None where no path is known."""
     if before not in chain.commits:
         return None
     commit = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None
@@ -244,238 +232,171 @@ def _first_after(before: str, record: Record, chain: Chain) -> Commit | None:
     return commit
 
 
+MAX_LIVES_OF_A_PROCESS = 1000
+"""A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
+
+
 def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Counted | None:
-    """Contribution of this very life that a version counts and that the view before it knows; None: there is none."""
-    member = chain.commits[before].member(life.peer)
-    since = member.incarnation - life.opening["incarnation"] if member is not None else -1
-    if not 0 <= since < MAX_LIVES_OF_A_PROCESS:
+    """Entry in commit `passed` for a contribution of this very life, which the view before it names; None without."""
+    peer = life.opening["peer"]
+    member = chain.commits[before].member(peer)
+    if member is None or not 0 <= member.incarnation - life.opening["incarnation"] < MAX_LIVES_OF_A_PROCESS:
         return None
-    return next((entry for entry in passed.counted if entry.peer == life.peer), None)
+    return next((entry for entry in passed.counted if entry.peer == peer), None)
 
 
-def _credit(peer: str, record: Record) -> int:
-    """Tokens that a commit counts of this life; the name alone may be that of an earlier one."""
-    counted = record.fields["commit"]["counted"] if record.fields["own"] else ()
-    return sum(entry["tokens"] for entry in counted if entry["peer"] == peer)
-
-
-def _sum(totals: Totals) -> str:
-    kinds = f"{totals.committed} committed + {totals.discarded} discarded + {totals.uncommitted} uncommitted"
-    return f"{totals.trained} trained, {kinds}"
+# ---------------------------------------------------------------- I5
 
 
 def _missing(chain: Chain) -> Iterator[Finding]:
-    """I5: below a commit whose predecessor nobody has, somebody has older ones."""
-    for digest in chain.roots():
-        commit = chain.commits[digest]
+    """Violations of I5: no ledger has a commit's predecessor, though one has an older commit."""
+    for commit in chain.roots():
         older = [other.version for other in chain.commits.values() if other.version < commit.version]
-        if older and not _founds(commit, chain):
+        if older:
             text = f"version {commit.version - 1}, on which it was made, is in no ledger; {max(older)} is"
             yield Finding("I5", "", commit.version, 0, text)
 
 
-def _founds(commit: Commit, chain: Chain) -> bool:
-    """Whether it begins the run: the only commit that needs no other."""
-    return commit.fragment < 0 and commit.version == 0 and commit.previous not in chain.commits
-
-
-def _beginnings(chain: Chain) -> Iterator[Finding]:
-    roots = chain.roots()
-    if roots and not _founds(chain.commits[roots[0]], chain):
-        version = chain.commits[roots[0]].version
-        yield Finding("", "", version, 0, f"the ledgers given begin at version {version}")
-
-
-def _notes(books: Iterable[Book]) -> Iterator[Finding]:
-    for book in books:
-        if book.torn_bytes:
-            text = f"the ledger ends in {book.torn_bytes} bytes of a record that was never finished"
-            yield Finding("", book.peer, -1, 0, text)
-        for life in book.lives:
-            for line, record in life.of("gap"):
-                yield Finding("", book.peer, -1, line, f"{record.fields['dropped']} records found no room on the disk")
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def _checkpoints(directory: Path) -> list[Path]:
-    inside = directory / "checkpoints"
-    found = inside.iterdir() if inside.is_dir() else ()  # unlike `glob`, it raises where it may not read
-    return sorted(path for path in found if path.match("v*") and (path / "manifest.json").is_file())
-
-
 def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> None:
-    """I5. A damaged one beside a whole one is a note: whoever resumes passes it over, and a peer that is killed while
-    it deletes an old one leaves such a folder."""
+    """Add violations of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
+
+    A damaged one beside a whole one is a note: resuming passes it over, and a peer that is killed while it deletes an
+    old one leaves such a folder.
+    """
     whole: set[Path] = set()
     damaged: dict[Path, str] = {}
     for path in paths:
         try:
-            finding = _checkpoint_finding(load(path), chain)
+            checkpoint = load(path)
+            commit = checkpoint.commit
+            state = saved_state(checkpoint).digest if commit is not None else ""
         except StateError as error:
             if path.exists():  # a running peer may just have deleted it
                 damaged[path] = error.cause
             continue
         whole.add(path.parent)
-        result.violations += [finding] if finding else []
+        if commit is None:
+            continue  # saved before the run began: nothing is committed yet
+        known = chain.states.get(commit.digest, {})
+        if state not in known:
+            text = f"is of commit {commit.digest[:12]}, which is in no ledger"
+            if known:
+                text = f"holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
+            peer, name = str(checkpoint.meta.get("peer")), checkpoint.path.name
+            result.violations.append(Finding("I5", peer, commit.version, 0, f"checkpoint {name} {text}"))
     for path, cause in damaged.items():
         findings = result.notes if path.parent in whole else result.violations
         findings.append(Finding("I5", path.parent.parent.name, -1, 0, cause))
 
 
-def _checkpoint_finding(checkpoint: Checkpoint, chain: Chain) -> Finding | None:
-    commit = checkpoint.commit
-    if commit is None:
-        return None  # saved before the run began: nothing is committed yet
-    known = chain.states.get(commit.digest)
-    name, state = str(checkpoint.meta.get("peer")), saved_state(checkpoint).digest
-    if known is None:
-        why = f"checkpoint {checkpoint.path.name} is of commit {commit.digest[:12]}, which is in no ledger"
-    elif state not in known:
-        why = f"checkpoint {checkpoint.path.name} holds state {state[:12]}, the ledgers say {next(iter(known))[:12]}"
-    else:
-        return None
-    return Finding("I5", name, commit.version, 0, why)
-
-
-def saved_state(checkpoint: Checkpoint) -> OuterState:
-    """The outer state of a checkpoint, whatever the model. Raises StateError."""
-    try:
-        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
-    except ConfigError as error:
-        cause = f"checkpoint {checkpoint.path}: its contract does not fit its model: {error.cause}"
-        raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
-    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
-
-
-# ---------------------------------------------------------------- lineages
+# ---------------------------------------------------------------- I8 and forks
 
 
 def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
-    """I8. The same rule where the chain parts and where a lineage begins: only a founding may do it."""
-    waits = books[0].lives[-1].opening["contract"]["membership"].get("without_majority", "wait") == "wait"
-    for previous in chain.forks():
-        plain = [digest for digest in chain.children[previous] if chain.commits[digest].fragment >= 0]
+    """Violations of I8. Both where the chain forks and where a lineage begins, only a founding may do it."""
+    for children in chain.forks():
+        plain = [commit for commit in children if commit.fragment >= 0]
         if len(plain) > 1:
-            version = chain.commits[plain[0]].version
-            names = ", ".join(digest[:12] for digest in sorted(plain))
-            yield Finding("I8", "", version, 0, f"one commit has several successors: {names}")
+            names = ", ".join(sorted(commit.digest[:12] for commit in plain))
+            yield Finding("I8", "", plain[0].version, 0, f"one commit has several successors: {names}")
     for commit in chain.commits.values():
         before = chain.commits.get(commit.previous)
         if before and commit.fragment >= 0 and before.lineage != commit.lineage:
             text = f"goes on in lineage {commit.lineage} after {before.lineage} without a founding"
             yield Finding("I8", "", commit.version, 0, text)
+    if books[0].lives[-1].opening["contract"]["membership"].get("without_majority", "wait") != "wait":
+        return
     founded = {life.opening["lineage"] for book in books for life in book.lives if life.opening["founds"]}
-    given = {(book.peer, lineage) for book in books for lineage in _named_lineages(book)}
+    # Lineages that each ledger names. One with a gap is left out: its peer may have founded any lineage there.
+    lives = [(book.peer, life) for book in books if not any(one.of("gap") for one in book.lives) for life in book.lives]
+    named = {(peer, life.opening["lineage"]) for peer, life in lives}
+    named |= {(peer, record.fields["commit"]["lineage"]) for peer, life in lives for record in life.of("commit")}
     for commit in chain.commits.values():
-        here = all((member.peer, commit.lineage) in given for member in commit.view)
-        if waits and here and commit.fragment < 0 and commit.lineage not in founded:
-            text = f"lineage {commit.lineage} begins here, and nobody founded it"
-            yield Finding("I8", "", commit.version, 0, text)
-
-
-def _named_lineages(book: Book) -> set[str]:
-    """Lineages that a ledger names; none where its disk was full: it may have founded any."""
-    if any(life.of("gap") for life in book.lives):
-        return set()
-    joined = {str(life.opening["lineage"]) for life in book.lives}
-    return joined | {record.commit.lineage for life in book.lives for _, record in life.of("commit")}
+        here = all((member.peer, commit.lineage) in named for member in commit.view)
+        if here and commit.fragment < 0 and commit.lineage not in founded:
+            yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
 
 
 def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
-    heads = chain.heads()
-    if not heads:
-        return
-    main = {commit.digest for commit in chain.path(heads[0])}
-    for previous in chain.forks():
-        children = sorted(chain.children[previous], key=lambda digest: digest not in main)
-        lost = _descendants(chain, [digest for digest in children if digest not in main])
-        discarded = sum(counted.tokens for digest in lost for counted in chain.commits[digest].counted)
-        stranded = [book for book in books if book.lives[-1].head in lost and book.lives[-1].closed]
-        lineages = tuple(dict.fromkeys(chain.commits[digest].lineage for digest in children))
-        yield ChainFork(chain.commits[children[0]].version, lineages, discarded, not stranded)
+    """Forks of the chain, which only `continue` allows, with the tokens that they discarded."""
+    main = {commit.digest for head in chain.heads()[:1] for commit in chain.path(head)}
+    for found in chain.forks():
+        children = sorted(found, key=lambda commit: commit.digest not in main)
+        lost = [commit for commit in children if commit.digest not in main]
+        for commit in lost:
+            lost += chain.children.get(commit.digest, ())  # the loop comes to these, too: all that stand on a lost one
+        digests = {commit.digest for commit in lost}
+        discarded = sum(counted.tokens for commit in lost for counted in commit.counted)
+        stranded = [book for book in books if book.lives[-1].head in digests and book.lives[-1].closed]
+        lineages = tuple(dict.fromkeys(commit.lineage for commit in children))
+        yield ChainFork(children[0].version, lineages, discarded, not stranded)
 
 
-def _descendants(chain: Chain, digests: Sequence[str]) -> set[str]:
-    found, todo = set(digests), list(digests)
-    while todo:
-        below = chain.children.get(todo.pop(), [])
-        found.update(below)
-        todo += below
-    return found
+# ---------------------------------------------------------------- notes and the table
 
 
-# ---------------------------------------------------------------- the table
+def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
+    """Notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
+    for first in chain.roots()[:1]:
+        if first.version > 0 or first.fragment >= 0:  # else it founds the run
+            yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")
+    for book in books:
+        if book.torn_bytes:
+            text = f"the ledger ends in {book.torn_bytes} bytes of a record that was never finished"
+            yield Finding("", book.peer, -1, 0, text)
+        for life in book.lives:
+            for gap in life.of("gap"):
+                yield Finding("", book.peer, -1, gap.line, f"{gap.fields['dropped']} records found no room on the disk")
 
 
 def _row(book: Book, chain: Chain) -> dict[str, Any]:
-    """A peer's lives in sum; what a life took over from a checkpoint was trained, and left uncommitted, before it."""
-    totals = [life.totals for life in book.lives]
-    taken_over = sum(life.lines[0][1].totals.trained for life in book.lives)
-    at = chain.commits.get(book.lives[-1].head)
+    """Sums over all lives in a peer's ledger."""
+    totals, last = [life.totals for life in book.lives], book.lives[-1]
+    # What a life took over from a checkpoint, it counts as trained. So did the life before, which left it uncommitted.
+    taken_over = sum(life.records[0].totals.trained for life in book.lives)
+    committed = sum(one.committed for one in totals)
+    at = chain.commits.get(last.head)
+    states = [record.fields["state"] for record in last.records if "state" in record.fields]
+    entries = (entry for commit in chain.commits.values() for entry in commit.counted)
+    counted = sum(entry.tokens for entry in entries if entry.peer == book.peer)
     return {
         "peer": book.peer,
         "lives": len(book.lives),
-        "version": at.version if at else book.lives[-1].opening["version"],
-        "state": _state(book.lives[-1]),
+        "version": at.version if at else last.opening["version"],
+        "state": str(states[-1]),
         "trained": sum(one.trained for one in totals) - taken_over,
-        "committed": sum(one.committed for one in totals),
+        "committed": committed,
         "discarded": sum(one.discarded for one in totals),
-        "counted_elsewhere": _counted_elsewhere(book, chain),
+        # By versions that this peer did not apply: it was gone, or copied a state past them.
+        "counted_elsewhere": counted - committed,
         "without_goodbye": sum(not life.closed for life in book.lives),
         "uncommitted": sum(one.uncommitted for one in totals) - taken_over,
     }
 
 
-def _state(life: Life) -> str:
-    return str([record.fields["state"] for _, record in life.lines if "state" in record.fields][-1])
-
-
-def _counted_elsewhere(book: Book, chain: Chain) -> int:
-    """Tokens of this peer that versions count which it did not apply: it was gone, or copied a state past them."""
-    counted = sum(
-        entry.tokens for commit in chain.commits.values() for entry in commit.counted if entry.peer == book.peer
-    )
-    return counted - sum(life.totals.committed for life in book.lives)
+_WIDTHS = {
+    "lives": 6, "without_goodbye": 17, "version": 9, "trained": 15, "committed": 15, "discarded": 12, "uncommitted": 12,
+}  # fmt: skip
+"""Columns of numbers in the table of peers: key of a row, and characters."""
 
 
 def audit_text(result: Audit) -> str:
-    """For people: a line per peer, then what is wrong."""
+    """An audit for people to read: a line for each peer, then forks, notes and violations."""
     head = f"{result.versions} versions, {result.tokens:,} tokens, lineages {result.lineages}"
-    lines = [f"{head}, checkpoints {result.checkpoints}", "", _TITLES]
-    lines += [_row_text(row) for row in result.peers]
-    lines += [_fork_text(fork) for fork in result.forks]
+    titles = "".join(name.replace("_", " ").rjust(width) for name, width in _WIDTHS.items())
+    lines = [f"{head}, checkpoints {result.checkpoints}", "", f"{'peer':20}{titles}  state"]
+    for row in result.peers:
+        numbers = "".join(f"{row[name]:,}".rjust(width) for name, width in _WIDTHS.items())
+        lines.append(f"{readable_text(row['peer'], 19):20}{numbers}  {row['state'][:12]}")
+    for fork in result.forks:
+        goes_on, *others = (readable_text(lineage) for lineage in fork.lineages)
+        lost = f"{fork.discarded_tokens:,} committed tokens of {', '.join(others) or 'the others'} do not count"
+        healed = "all are on one lineage again" if fork.healed else "NOT HEALED"
+        lines.append(f"fork at version {fork.version}: {goes_on} goes on, {lost}; {healed}")
     lines += [f"note: {_finding_text(finding)}" for finding in result.notes]
     lines += [f"VIOLATION {finding.rule}: {_finding_text(finding)}" for finding in result.violations]
     verdict = f"{len(result.violations)} violations" if result.violations else "no violations of I1, I2, I5, I8"
     return "\n".join([*lines, "", verdict])
-
-
-_COLUMNS = {
-    "lives": 6,
-    "without_goodbye": 17,
-    "version": 9,
-    "trained": 15,
-    "committed": 15,
-    "discarded": 12,
-    "uncommitted": 12,
-}
-_TITLES = (
-    "peer".ljust(20) + "".join(name.replace("_", " ").rjust(width) for name, width in _COLUMNS.items()) + "  state"
-)
-
-
-def _row_text(row: Mapping[str, Any]) -> str:
-    numbers = "".join(f"{row[name]:,}".rjust(width) for name, width in _COLUMNS.items())
-    return readable_text(row["peer"], 19).ljust(20) + numbers + f"  {row['state'][:12]}"
-
-
-def _fork_text(fork: ChainFork) -> str:
-    goes_on, *others = (readable_text(lineage) for lineage in fork.lineages)
-    lost = f"{fork.discarded_tokens:,} committed tokens of {', '.join(others) or 'the others'} do not count"
-    healed = "all are on one lineage again" if fork.healed else "NOT HEALED"
-    return f"fork at version {fork.version}: {goes_on} goes on, {lost}; {healed}"
 
 
 def _finding_text(finding: Finding) -> str:

@@ -4,8 +4,8 @@
 
     open     a life begins: peer, incarnation, contract, lineage, the version and state it stands on
     commit   a version was applied: the commit itself, the digest of the state *after* it, whether it counts us
-    adopt    a state was copied: version, digests, the tokens that a version counts which was passed over for it, and
-             those that were given up
+    adopt    a state was copied: version, digests, the tokens of this life that a version counts which was passed over
+             (`counted`), and those that were given up (`discarded`)
     discard  tokens that will never be counted, and why
     close    the life ended in good order
     gap      records that a full disk refused
@@ -16,7 +16,7 @@ over from a checkpoint counts as trained in it, too.
 
 A record is on the disk when `write` returns, and a peer goes on only then. Measured on ext4 with four peers in the
 view: 1.6 kB and 0.75 ms per version (of 20 the slowest: 6.3 ms), of which 0.13 ms is encoding and the rest fsync. A
-full disk ends no training: the record is dropped with one warning, and a `gap` says so once there is room again.
+full disk ends no training: the record is dropped with one warning, and a `gap` follows once there is room again.
 
 `scan` and `encode` are pure; `LogFile` is the seam to the disk, behind which a simulated one may forget what was not
 synced. Nothing here imports torch.
@@ -28,10 +28,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, get_type_hints
 
 from xxhash import xxh3_64_hexdigest
 
@@ -42,26 +41,11 @@ from diloco.base.types import Commit, Member
 
 FORMAT = 1
 LEDGER = "ledger.jsonl"
-CHECKSUM_DIGITS = 16
-FIELDS: Mapping[str, Mapping[str, type]] = {
-    "open": {
-        "peer": str, "incarnation": int, "run": str, "contract_digest": str, "lineage": str, "founds": bool,
-        "resumed": bool, "version": int, "digest": str, "state": str, "contract": dict,
-    },
-    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
-    "adopt": {"version": int, "digest": str, "state": str, "discarded": int},
-    "discard": {"discarded": int, "version": int, "reason": str},
-    "close": {"reason": str},
-    "gap": {"dropped": int},
-}  # fmt: skip
-"""Fields of each kind of record, beside its tokens."""
-_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
-"""Type of every field, also of one that older ledgers lack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens of one life of a peer."""
+    """Token totals of one life of a peer."""
 
     trained: int
     committed: int
@@ -71,7 +55,7 @@ class Totals:
 
     @property
     def balanced(self) -> bool:
-        """I2: every token that was trained is in one place."""
+        """Whether every token that was trained is in one place (I2)."""
         return self.uncommitted >= 0 and self.trained == self.committed + self.discarded + self.uncommitted
 
 
@@ -81,34 +65,53 @@ class Opening:
 
     peer: str
     incarnation: int
-    """At its start: a peer that was out of the view for a while goes on under another."""
+    """At the start of the life: a peer that was out of the view for a while goes on under another."""
     run: str
     contract_digest: str
     lineage: str
     founds: bool
     """Whether the lineage is new and begins with this life."""
     resumed: bool
-    """Whether it goes on from a checkpoint."""
+    """Whether the life goes on from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in the chain."""
+    """A place in the chain of commits, as a ledger records it."""
 
     version: int
     digest: str
-    """Digest of the commit that made it; empty before the founding."""
+    """Digest of the commit that made the version; empty before the founding."""
     state: str
     """Digest of anchor and outer state (`OuterState.digest`)."""
 
 
+FIELDS: Mapping[str, Mapping[str, type]] = {
+    "open": {**get_type_hints(Opening), **get_type_hints(Position), "contract": dict},
+    "commit": {"commit": dict, "digest": str, "state": str, "own": bool},
+    "adopt": {**get_type_hints(Position), "discarded": int},
+    "discard": {"discarded": int, "version": int, "reason": str},
+    "close": {"reason": str},
+    "gap": {"dropped": int},
+}
+"""Fields of each kind of record, beside its tokens."""
+_TYPES = {name: kind for fields in FIELDS.values() for name, kind in fields.items()} | {"counted": int}
+"""Type of every field, also of one that older ledgers lack."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line."""
+    """One line of a ledger."""
 
     number: int
+    """Number of the record in the ledger, from 0."""
     kind: str
     fields: Mapping[str, Any]
+
+    @property
+    def line(self) -> int:
+        """Number of the line in the ledger, from 1."""
+        return self.number + 1
 
     @property
     def totals(self) -> Totals:
@@ -125,7 +128,7 @@ class Record:
 
     @property
     def commit_digest(self) -> str:
-        """`Commit.digest` of it, without the work of parsing it (20 µs instead of 800)."""
+        """`Commit.digest` of a `commit` record, without parsing the commit (20 µs instead of 800)."""
         return hashlib.sha256(_canonical(self.fields["commit"])).hexdigest()
 
 
@@ -133,7 +136,7 @@ class Record:
 
 
 def encode(record: Record) -> bytes:
-    """The line of one record."""
+    """A record as a line of the ledger."""
     return sealed_line({**record.fields, "n": record.number, "kind": record.kind})
 
 
@@ -144,9 +147,9 @@ def sealed_line(tree: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any] | None:
-    """Record in a line that `sealed_line` wrote (without the line's end), or None for anything else."""
-    checksum, blank, data = line[:CHECKSUM_DIGITS], line[CHECKSUM_DIGITS : CHECKSUM_DIGITS + 1], line[17:]
-    if blank != b" " or checksum != xxh3_64_hexdigest(data).encode():
+    """JSON object in a line that `sealed_line` wrote (without the line's end), or None for anything else."""
+    checksum, _, data = line.partition(b" ")
+    if checksum != xxh3_64_hexdigest(data).encode():
         return None
     try:
         tree = json.loads(data)
@@ -157,7 +160,7 @@ def unsealed(line: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Content of a ledger's bytes."""
+    """Records in a ledger's bytes."""
 
     records: tuple[Record, ...]
     whole_bytes: int
@@ -166,7 +169,7 @@ class Scan:
 
 
 class DamagedLine(Exception):
-    """A line is not what was written, and whole lines follow: no crash does that."""
+    """A line of a ledger is not as it was written, and whole lines follow: no crash does that."""
 
     def __init__(self, line: int, why: str) -> None:
         super().__init__(f"line {line} {why}")
@@ -174,34 +177,25 @@ class DamagedLine(Exception):
 
 
 def scan(data: bytes) -> Scan:
-    """All records up to a torn tail: half a line, zeros, or any bytes behind which no whole record follows.
+    """Records of a ledger up to a torn tail: half a line, zeros, or any bytes behind which no whole record follows.
 
     Raises DamagedLine, which counts lines from 1, for damage that a crash cannot explain.
     """
     records: list[Record] = []
     whole_bytes = 0
-    for index, line in enumerate(_lines(data)):
+    lines = data.split(b"\n")[:-1]  # what follows the last end of a line is never whole
+    for number, line in enumerate(lines, 1):
         tree = unsealed(line)
         if tree is None:
-            _refuse_damage(data[whole_bytes:], index + 1)
+            if any(unsealed(later) is not None for later in lines[number:]):
+                raise DamagedLine(number, "was changed: its checksum does not fit, or it holds no record")
             break
-        record = Record(tree.pop("n", -1), tree.pop("kind", ""), tree)
-        if record.number != len(records):
-            raise DamagedLine(index + 1, f"holds record {record.number}, record {len(records)} was expected")
-        records.append(record)
+        found = tree.pop("n", -1)
+        if found != len(records):
+            raise DamagedLine(number, f"holds record {found}, record {len(records)} was expected")
+        records.append(Record(len(records), tree.pop("kind", ""), tree))
         whole_bytes += len(line) + 1
     return Scan(tuple(records), whole_bytes, len(data) - whole_bytes)
-
-
-def _refuse_damage(rest: bytes, line: int) -> None:
-    """Raises DamagedLine when a whole record follows in what should be a torn tail."""
-    if any(unsealed(later) is not None for later in _lines(rest)):
-        raise DamagedLine(line, "was changed: its checksum does not fit, or it holds no record")
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """Complete lines, without their ends."""
-    return data.split(b"\n")[:-1]
 
 
 def _canonical(tree: Any) -> bytes:
@@ -209,8 +203,8 @@ def _canonical(tree: Any) -> bytes:
 
 
 def check_record(record: Record) -> None:
-    """Raises ValueError unless a record has the fields of its kind, as they should be: a ledger from elsewhere may have
-    anything under the right checksum. Whether its commit is one, `Record.commit` tells, at forty times the cost."""
+    """Raises ValueError unless a record has the fields of its kind: a ledger from elsewhere may hold anything under the
+    right checksum. The commit in a record is not parsed: `Record.commit` does that, at forty times the cost."""
     if not isinstance(record.kind, str) or record.kind not in FIELDS:
         raise ValueError("it is of no kind that there is")
     fields, tokens = record.fields, record.fields.get("tokens")
@@ -220,8 +214,11 @@ def check_record(record: Record) -> None:
     wrong = [name for name, value in fields.items() if name in _TYPES and not _is(value, _TYPES[name])]
     if wrong:
         raise ValueError(f"its {wrong[0]} is malformed")
-    names = {one.name for one in dataclass_fields(Totals)}
-    if not isinstance(tokens, dict) or tokens.keys() != names or not all(_is(one, int) for one in tokens.values()):
+    if (
+        not isinstance(tokens, dict)
+        or tokens.keys() != set(Totals.__slots__)
+        or not all(_is(one, int) for one in tokens.values())
+    ):
         raise ValueError("its tokens are malformed")
     if record.kind == "open" and not isinstance(fields["contract"].get("membership"), dict):
         raise ValueError("its contract is malformed")
@@ -233,14 +230,14 @@ def _is(value: object, kind: type) -> bool:
     return type(value) is kind and (kind is not int or -(2**63) <= cast(int, value) < 2**63)
 
 
-# ---------------------------------------------------------------- the seam
+# ---------------------------------------------------------------- the file
 
 
 class LogFile(Protocol):
-    """A file that grows at its end. Every method raises OSError."""
+    """A ledger's file, which grows at its end; in memory for tests and the simulator. Every method raises OSError."""
 
     def read(self) -> bytes:
-        """All of it."""
+        """All bytes of the file."""
 
     def append(self, data: bytes) -> None:
         """Write at the end; after an error any part of it may be there."""
@@ -255,13 +252,12 @@ class LogFile(Protocol):
 
 
 class DiskFile:
-    """The real thing."""
+    """A ledger's file on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Creates the file when it is not there. Raises OSError."""
+        """Open the file, or create it. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._path, self._descriptor = path, os.open(path, flags, 0o644)
+        self._path, self._descriptor = path, os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         sync_path(path.parent)
 
     def read(self) -> bytes:
@@ -286,74 +282,71 @@ class DiskFile:
 
 
 class Ledger:
-    """The writing end. One peer, one ledger; for one thread at a time."""
+    """Writer of a peer's ledger, for one thread at a time."""
 
     def __init__(self, file: LogFile, warn: Callable[[str], None]) -> None:
-        """Cut off a torn tail and go on behind the last whole record. `warn` is told of that, and of a full disk.
+        """Cut off a torn tail and go on behind the last whole record. `warn` gets that, and a full disk, as a sentence.
 
         Raises DamagedLine and OSError.
         """
         found = scan(file.read())
         self._file, self._warn = file, warn
-        self._number, self._bytes = len(found.records), found.whole_bytes
-        self._dropped = 0
+        self._number, self._bytes, self._dropped = len(found.records), found.whole_bytes, 0
         if found.torn_bytes:
             warn(f"the ledger ended in {found.torn_bytes} bytes of a record that was never finished: cut off")
             file.truncate(self._bytes)
             file.sync()
 
     def opened(self, opening: Opening, contract: Mapping[str, Any], position: Position, totals: Totals) -> None:
-        """A life begins, at a checkpoint's version or at the model as it was built."""
+        """Record that a life begins, at a checkpoint's version or with the model as it was built."""
         fields = {"format": FORMAT, **asdict(opening), **asdict(position), "contract": dict(contract)}
         self.write("open", fields, totals)
 
     def committed(self, commit: Commit, state_digest: str, own: bool, totals: Totals) -> None:
-        """A version was applied; `state_digest` is that of the state it made."""
+        """Record that the peer applied a version. `state_digest`: of the state after it."""
         fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
     def adopted(self, position: Position, counted: int, discarded: int, totals: Totals) -> None:
-        """A state was copied. Tokens of a contribution that others hold: `counted`, as a version says that was passed
-        over; or `discarded`, and a version may count it."""
+        """Record that the peer copied a state. Tokens of its last contribution are `counted` where a version that was
+        passed over counts them, or else `discarded`, though a later version may count them."""
         self.write("adopt", {**asdict(position), "counted": counted, "discarded": discarded}, totals)
 
     def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
-        """Progress on the anchor of `version` was thrown away."""
+        """Record that the peer threw away progress on the anchor of `version`."""
         self.write("discard", {"discarded": tokens, "version": version, "reason": reason}, totals)
 
     def closed(self, reason: str, totals: Totals) -> None:
-        """The life ended in good order."""
+        """Record that the life ended in good order."""
         self.write("close", {"reason": reason}, totals)
 
     def write(self, kind: str, fields: Mapping[str, Any], totals: Totals) -> None:
         """Append a record and sync it; where the disk refuses, warn once and count it for the next `gap`."""
-        tokens = asdict(totals)
-        records = [Record(self._number, kind, {**fields, "tokens": tokens})]
+        tokens = {"tokens": asdict(totals)}
+        lines = []
         if self._dropped:
-            gap = Record(self._number, "gap", {"dropped": self._dropped, "tokens": tokens})
-            records = [gap, replace(records[0], number=self._number + 1)]
-        data = b"".join(map(encode, records))
+            lines.append(encode(Record(self._number, "gap", {"dropped": self._dropped, **tokens})))
+        lines.append(encode(Record(self._number + len(lines), kind, {**fields, **tokens})))
+        data = b"".join(lines)
         try:
             if self._dropped:
                 self._file.truncate(self._bytes)  # half a record must not stay: the next one would stand behind it
             self._file.append(data)
             self._file.sync()
         except OSError as error:
-            self._on_refused(kind, error)
+            if not self._dropped:
+                self._warn(f"no {kind} record in the ledger: {error.strerror}; training goes on, and a gap will tell")
+            self._dropped += 1
             return
-        self._number, self._bytes, self._dropped = self._number + len(records), self._bytes + len(data), 0
-
-    def _on_refused(self, kind: str, error: OSError) -> None:
-        if not self._dropped:
-            self._warn(f"no {kind} record in the ledger: {error.strerror}; training goes on, and a gap will tell")
-        self._dropped += 1
+        self._number, self._bytes, self._dropped = self._number + len(lines), self._bytes + len(data), 0
 
     def close(self) -> None:
+        """Close the file. Nothing is written any more."""
         self._file.close()
 
 
 def open_ledger(directory: Path, warn: Callable[[str], None]) -> Ledger:
-    """The ledger in a peer's folder, a new one or to be continued. Raises ResourceError and StateError."""
+    """Writer of the ledger in a peer's folder, a new one or continued. Raises ResourceError and StateError."""
     path = directory / LEDGER
     try:
         return Ledger(DiskFile(path), warn)
@@ -364,31 +357,38 @@ def open_ledger(directory: Path, warn: Callable[[str], None]) -> Ledger:
         raise _damaged(path, error) from error
 
 
-def read_ledger(path: Path) -> Scan:
-    """The records of a file, which may be growing, as `check_record` wants them. Raises StateError."""
+def read_ledger(path: Path, *checks: Callable[[Record], None]) -> Scan:
+    """Records of a ledger's file, which may be growing, that `check_record` and then `checks` let pass.
+
+    Raises StateError, also in place of a check's ValueError.
+    """
     try:
         found = scan(path.read_bytes())
     except OSError as error:
         raise StateError(f"ledger {path} cannot be read: {error.strerror}", "give the folder of a peer") from error
     except DamagedLine as error:
         raise _damaged(path, error) from error
-    for line, record in enumerate(found.records, 1):
-        try:
-            check_record(record)
-        except ValueError as error:
-            raise forged(path, line, error) from error
+    for check in (check_record, *checks):
+        for record in found.records:
+            try:
+                check(record)
+            except ValueError as error:
+                cause = f"ledger {path}: line {record.line} is no record of a peer: {error}"
+                fix = "ask whoever sent it for the ledger as the peer wrote it, or leave it out"
+                raise StateError(cause[:400], fix) from error
     return found
 
 
-def forged(path: Path, line: int, why: ValueError) -> StateError:
-    """Error for a line that no peer writes, though its checksum is right."""
-    cause = f"ledger {path}: line {line} is no record of a peer: {why}"
-    return StateError(cause[:400], "ask whoever sent it for the ledger as the peer wrote it, or leave it out")
+def _damaged(path: Path, error: DamagedLine) -> StateError:
+    return StateError(f"ledger {path}: {error}", "move it away, and keep it: no crash of a peer does that")
+
+
+# ---------------------------------------------------------------- the life before
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOff:
-    """Position of a peer at the end of its last life."""
+    """Position of a peer at the end of the last life in its ledger."""
 
     peer: str
     contract_digest: str
@@ -396,7 +396,7 @@ class LeftOff:
     """Start of that life in microseconds (`new_incarnation`)."""
     version: int
     commit: Commit | None
-    """The last that it applied in the run that it founded or joined last; None when it died before the first."""
+    """The last that the peer applied in the run that it founded or joined last; None when it died before the first."""
 
     @property
     def others(self) -> tuple[Member, ...]:
@@ -423,7 +423,3 @@ def left_off(records: Sequence[Record]) -> LeftOff | None:
         return None
     commit = last.commit if last else None
     return LeftOff(opening["peer"], opening["contract_digest"], opening["incarnation"], version, commit)
-
-
-def _damaged(path: Path, error: DamagedLine) -> StateError:
-    return StateError(f"ledger {path}: {error}", "move it away, and keep it: no crash of a peer does that")

@@ -47,8 +47,7 @@ from diloco.peer.schedule import Stopwatch
 from diloco.peer.terms import check_alike
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
-from diloco.storage.line_state import book_restored, save_line
-from diloco.storage.saving import Keeper
+from diloco.storage.saving import Keeper, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.endpoint import Endpoint
 from diloco.transport.runtime import reachable

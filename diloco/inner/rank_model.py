@@ -36,8 +36,8 @@ from diloco.observe.events import RankMemory
 from diloco.outer.fragments import Weights, named_parameters
 from diloco.plan.model import flops_per_token
 from diloco.storage.checkpoint import Checkpoint, read_together
+from diloco.storage.disk import JsonValue
 from diloco.storage.saving import Contents
-from diloco.storage.tensor_files import JsonValue
 
 
 class RankModel:

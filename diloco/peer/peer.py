@@ -48,8 +48,7 @@ from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
-from diloco.storage.line_state import book_restored, save_line
-from diloco.storage.saving import Keeper
+from diloco.storage.saving import Keeper, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.runtime import reachable
 from diloco.transport.sockets import SocketBytes

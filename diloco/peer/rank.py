@@ -33,8 +33,7 @@ from diloco.outer.state import OuterState
 from diloco.peer.terms import lane_terms, lanes_of, open_line
 from diloco.round import Seconds, apply, measure
 from diloco.storage.checkpoint import Checkpoint, reopen
-from diloco.storage.line_state import line_slices, restore_line
-from diloco.storage.saving import Contents, Saver, Written
+from diloco.storage.saving import Contents, Saver, Written, line_slices, restore_line
 from diloco.transport.address import join_address, split_address
 from diloco.transport.runtime import Runtime, reachable
 from diloco.transport.sockets import SocketCounter

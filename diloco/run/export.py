@@ -29,8 +29,7 @@ from diloco.models.hf import llama_config, to_llama
 from diloco.outer.fragments import Layout, named_parameters
 from diloco.outer.optimizers import open_outer
 from diloco.storage.checkpoint import Checkpoint, load, noted_shapes, outer_state
-from diloco.storage.replacing import replacing
-from diloco.storage.tensor_files import read_tensors, write_tensors
+from diloco.storage.disk import read_tensors, replacing, write_tensors
 
 WEIGHTS, CONFIG, ABOUT = "model.safetensors", "config.json", "diloco.json"
 HERE = Path(".")

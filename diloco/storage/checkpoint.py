@@ -43,19 +43,9 @@ from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.island.slices import Pieces, Slice, Slices
 from diloco.outer.fragments import Fragment, Layout, NamedShapes
+from diloco.outer.optimizers import open_outer
 from diloco.outer.state import FragmentState, OuterOptimizer, OuterState
-from diloco.storage.replacing import FREE_SPACE, path_beside, remove, replacing, sweep, writing
-from diloco.storage.tensor_files import (
-    COPY_AGAIN,
-    FILE,
-    UNREADABLE,
-    JsonValue,
-    TensorFile,
-    groups_of,
-    reason,
-    sha256,
-    write_slices,
-)
+from diloco.storage import disk
 
 logger = logging.getLogger(__name__)
 
@@ -73,23 +63,26 @@ HASHING = 4
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint as `load` found it, verified."""
+    """A checkpoint on the disk, verified by `load`."""
 
     version: int
     groups: Mapping[str, Pieces]
-    """By group, then by name; host tensors, mapped from the files. A group saved empty is absent."""
+    """Tensors by group, then by name: host tensors, mapped from the files. A group saved empty is absent."""
     meta: Mapping[str, Any]
     path: Path
     digest: str = ""
-    """Digest of the manifest, and so of everything."""
+    """Digest of the manifest, and so of all files."""
 
     def value(self, name: str, kind: type[T]) -> T:
-        """`meta[name]`. Raises StateError unless it is there and of this JSON type."""
+        """Field `name` of `meta`. Raises StateError unless it is there and of this JSON type."""
         found = self.meta.get(name)
         if not isinstance(found, kind):
-            cause = f"checkpoint {self.path}: its {name} should be of type {kind.__name__}, but is {found!r}"
-            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote")
+            raise self.malformed(f"its {name} should be of type {kind.__name__}, but is {found!r}")
         return found
+
+    def malformed(self, what: str) -> StateError:
+        """Error for a checkpoint that no peer writes so, though its hashes are right."""
+        return StateError(f"checkpoint {self.path}: {what}"[:300], "use a checkpoint that `diloco peer` wrote")
 
     @property
     def commit(self) -> Commit | None:
@@ -99,8 +92,7 @@ class Checkpoint:
         try:
             return Commit.from_bytes(self.value("commit", str).encode())
         except ValueError as error:
-            cause = f"checkpoint {self.path}: its commit is malformed: {error}"
-            raise StateError(cause[:300], "use a checkpoint that `diloco peer` wrote") from error
+            raise self.malformed(f"its commit is malformed: {error}") from error
 
     @property
     def contract(self) -> Contract:
@@ -111,13 +103,11 @@ class Checkpoint:
             raise StateError(error.cause[:300], "use a checkpoint that `diloco peer` of this release wrote") from error
 
 
+_ALONE = Alone()
+
+
 def save(
-    directory: Path,
-    version: int,
-    groups: Slices,
-    meta: Mapping[str, JsonValue],
-    keep: int,
-    ranks: Ranks = Alone(),  # noqa: B008
+    directory: Path, version: int, groups: Slices, meta: Mapping[str, disk.JsonValue], keep: int, ranks: Ranks = _ALONE
 ) -> Path:
     """Write the checkpoint of `version` and keep the newest `keep` up to it. Returns its folder.
 
@@ -132,32 +122,31 @@ def save(
     target = directory / f"v{version:08d}"
     begun = False
     try:
-        with writing("checkpoint", target):
-            sweep(directory)
-        with replacing(target, "checkpoint") as beside:
+        with disk.writing("checkpoint", target):
+            disk.sweep(directory)
+        with disk.replacing(target, "checkpoint") as beside:
             begun = True
             ranks.share(str(beside.resolve()))
-            reports = ranks.gather(_report(beside, groups, ranks.rank))
-            files = _files(target, beside, reports)
+            files = _files(target, beside, ranks.gather(_report(beside, groups, ranks.rank)))
             # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
             fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
             (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
     finally:
         if not begun:
-            ranks.share("")
+            ranks.share("")  # the other ranks wait for a folder in `save_part`: there is none
     _retain(directory, version, keep)
     return target
 
 
 def save_part(groups: Slices, ranks: Ranks) -> None:
-    """On the other ranks, while rank 0 calls `save`: write what this rank has of it. Rank 0 says what went wrong."""
+    """Write this rank's files of a checkpoint, while rank 0 calls `save`. Rank 0 raises what goes wrong here."""
     folder = ranks.share()
     if folder:
         ranks.gather(_report(Path(folder), groups, ranks.rank))
 
 
 def _report(folder: Path, groups: Slices, rank: int) -> str:
-    """Write a rank's files. What rank 0 must know of them: sizes and hashes by name, or why it cannot be."""
+    """Write a rank's files of a checkpoint. Returns their sizes and hashes by name, or why it cannot, as JSON."""
     try:
         # Listing asks a network's file system anew, where looking up a name may remember that it was not there.
         if rank and not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
@@ -165,57 +154,56 @@ def _report(folder: Path, groups: Slices, rank: int) -> str:
         return json.dumps({"files": _write_groups(folder, groups, rank)})
     except Exception as error:  # the other ranks wait for this report
         logger.debug("cannot write %s", folder, exc_info=True)
-        return json.dumps({"refused": reason(error), "fix": FREE_SPACE})
+        return json.dumps({"refused": disk.reason(error), "fix": disk.FREE_SPACE})
 
 
-def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, JsonValue]:
-    files: dict[str, JsonValue] = {}
+def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, disk.JsonValue]:
+    """Write a file for each group that is not empty. Returns their entries for the manifest."""
+    files: dict[str, disk.JsonValue] = {}
     for group, slices in groups.items():
         if slices:
             file = folder / (f"{group}.{rank}.safetensors" if rank else f"{group}.safetensors")
-            assert FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
-            write_slices(file, slices)
+            assert disk.FILE.fullmatch(file.name), f"group {group!r} is not in lower-case letters"
+            disk.write_slices(file, slices)
             failpoints.hit("mid-checkpoint")
             sync_path(file)
-            files[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": disk.sha256(file)}
     return files
 
 
 def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]:
-    """All files that the ranks told of. Raises ResourceError unless they are here."""
+    """Entries for the manifest from the reports of all ranks. Raises ResourceError unless all files are here."""
     files: dict[str, Any] = {}
     for rank, report in enumerate(map(json.loads, reports)):
-        who = f"rank {rank}: " if rank else ""
+        failed = f"cannot write checkpoint {target}: " + (f"rank {rank}: " if rank else "")
         if "refused" in report:
-            raise ResourceError(f"cannot write checkpoint {target}: {who}{report['refused']}", report["fix"])
+            raise ResourceError(failed + report["refused"], report["fix"])
         for name, entry in report["files"].items():
             file = beside / name
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
-                cause = f"cannot write checkpoint {target}: {who}{name} was written, and is not here"
-                raise ResourceError(cause, _ONE_FILE_SYSTEM)
+                raise ResourceError(f"{failed}{name} was written, and is not here", _ONE_FILE_SYSTEM)
         files |= report["files"]
     return files
 
 
 def _retain(directory: Path, version: int, keep: int) -> None:
-    """Delete all but the newest `keep` up to `version`, if they can be deleted: the new one is there. Later ones belong
-    to a history that was left: not ours."""
+    """Delete all checkpoints up to `version` but the newest `keep`. Later ones belong to a history that this run left:
+    they stay. A checkpoint that cannot be deleted is a warning: the new one is complete."""
     try:
         found = [(number, path) for number, path in _checkpoints(directory) if not path.name.startswith(".")]
     except OSError as error:
-        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, reason(error))
+        logger.warning("cannot tell which checkpoints in %s are old: %s", directory, disk.reason(error))
         return
     later = [path.name for number, path in found if number > version]
     if later:
         logger.warning("%s holds %s, later than the version %d just saved", directory, ", ".join(later), version)
     for _, path in [(number, path) for number, path in found if number <= version][keep:]:
-        leftover = path_beside(path, "tmp")
         try:
-            path.rename(leftover)  # half deleted, it must not look like a checkpoint
+            leftover = path.rename(disk.path_beside(path, "tmp"))  # half deleted, it must not look like a checkpoint
         except OSError as error:
-            logger.warning("cannot delete %s: %s", path, reason(error))
+            logger.warning("cannot delete %s: %s", path, disk.reason(error))
         else:
-            remove(leftover)
+            disk.remove(leftover)
 
 
 def load(path: Path) -> Checkpoint:
@@ -239,7 +227,7 @@ def load(path: Path) -> Checkpoint:
         except StateError as error:
             logger.warning("passed over: %s", error.cause)
             causes.append(error.cause)
-    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", COPY_AGAIN)
+    raise StateError(f"no valid checkpoint in {path.absolute()}: {'; '.join(causes)}", disk.COPY_AGAIN)
 
 
 def latest(directory: Path) -> Path | None:
@@ -250,7 +238,7 @@ def latest(directory: Path) -> Path | None:
 def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimizer) -> OuterState:
     """Part of the outer state in a peer's checkpoint that `layout` holds, from group `outer` and `meta["steps"]`.
 
-    Raises StateError when it does not fit; whether it is the run's, `OuterState.digest` tells.
+    Raises StateError when it does not fit. The caller compares `OuterState.digest` with the run's.
     """
     buffers = ("anchor", *optimizer.slot_names)
     flats = flat_buffers(checkpoint, "outer", layout, buffers)
@@ -258,16 +246,20 @@ def outer_state(checkpoint: Checkpoint, layout: Layout, optimizer: OuterOptimize
     counts = all(type(count) is int and count >= 0 for count in steps) and len(steps) == len(layout.fragments)
     if not counts or len(flats) < len(steps) * len(buffers):
         raise _unfit(checkpoint, "outer")
-    fragments = (
-        FragmentState(
-            flats[f"{fragment.index}/anchor"],
-            {name: flats[f"{fragment.index}/{name}"] for name in optimizer.slot_names},
-            count,
-            fragment,
-        )
-        for fragment, count in zip(layout.fragments, steps, strict=True)
-    )
+    fragments = []
+    for fragment, count in zip(layout.fragments, steps, strict=True):
+        anchor, *slots = (flats[f"{fragment.index}/{name}"] for name in buffers)
+        fragments.append(FragmentState(anchor, dict(zip(optimizer.slot_names, slots, strict=True)), count, fragment))
     return OuterState(checkpoint.version, tuple(fragments))
+
+
+def saved_state(checkpoint: Checkpoint) -> OuterState:
+    """Whole outer state in a peer's checkpoint, in the layout of its own contract. Raises StateError."""
+    try:
+        layout = Layout.agreed(noted_shapes(checkpoint), checkpoint.contract)
+    except ConfigError as error:
+        raise checkpoint.malformed(f"its contract does not fit its model: {error.cause}") from error
+    return outer_state(checkpoint, layout, open_outer(checkpoint.contract.outer))
 
 
 def flat_buffers(
@@ -282,7 +274,19 @@ def flat_buffers(
     homes = {f"{fragment.index}{end}": fragment for fragment in layout.fragments for end in ends}
     if not all(name in homes and pieces.shape(name) == (homes[name].total,) for name in pieces):
         raise _unfit(checkpoint, group)
-    return {name: fragment_flat(pieces, name, homes[name]) for name in pieces}
+    flats: dict[str, Tensor] = {}
+    for name in pieces:
+        fragment = homes[name]
+        if pieces.dtype(name) != torch.float32:
+            cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
+            raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
+        if fragment.lanes == 1 and fragment.cuts:
+            flats[name] = pieces[name]  # saved as a whole, it is not copied
+            continue
+        flats[name] = floats(fragment.elements)
+        for one in flat_slices(name, fragment, flats[name]):
+            pieces.read(one)
+    return flats
 
 
 def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
@@ -292,39 +296,23 @@ def _unfit(checkpoint: Checkpoint, group: str) -> StateError:
 
 def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
     """Result of reading a checkpoint on this rank. Raises StateError on all ranks when it does on one."""
-    found: list[T] = []
-    refused = ""
     try:
-        found.append(read())
+        found, refused = [read()], ""
     except StateError as error:
-        refused = json.dumps([error.cause, error.fix])
-    for answer in ranks.gather(refused):
-        if answer:
-            raise StateError(*json.loads(answer))
+        found, refused = [], json.dumps([error.cause, error.fix])
+    for answer in filter(None, ranks.gather(refused)):
+        raise StateError(*json.loads(answer))
     return found[0]
 
 
-def fragment_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
-    """Slices of a flat buffer that are held here: by part, where other ranks hold other parts."""
+def flat_slices(name: str, fragment: Fragment, flat: Tensor) -> list[Slice]:
+    """Slices of a fragment's flat buffer for a checkpoint: by part, where other ranks hold other parts."""
     if fragment.lanes == 1:
         return [Slice.whole(name, flat)] if fragment.cuts else []
     cuts = fragment.cuts.items()
     return [
         Slice.of(name, [fragment.total], [fragment.place_of(part)[0]], flat[start:stop]) for part, (start, stop) in cuts
     ]
-
-
-def fragment_flat(pieces: Pieces, name: str, fragment: Fragment) -> Tensor:
-    """The reverse: flat fp32. It is not copied where it was saved as a whole and is held as one. Raises StateError."""
-    if pieces.dtype(name) != torch.float32:
-        cause = f"{name} in the checkpoint does not fit the model: it is not in fp32"
-        raise StateError(cause, "use a checkpoint that `diloco peer` wrote")
-    if fragment.lanes == 1 and fragment.cuts:
-        return pieces[name]
-    flat = floats(fragment.elements)
-    for one in fragment_slices(name, fragment, flat):
-        pieces.read(one)
-    return flat
 
 
 def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
@@ -340,45 +328,44 @@ def noted_shapes(checkpoint: Checkpoint) -> NamedShapes:
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(version, folder) of all checkpoints, newest first; one that was put aside after the one in its place."""
-    if not directory.is_dir():
-        return []
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in directory.iterdir())
-    found = [(int(match[1] or match[2]), path) for match, path in matches if match]
+    """(version, folder) of all checkpoints, newest first; one that was put aside comes after the one in its place."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    found = [(int(match[1] or match[2]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
     return sorted(found, key=lambda pair: (pair[0], pair[1].name), reverse=True)  # "v" sorts after "."
 
 
 def _read(path: Path) -> Checkpoint:
+    """The checkpoint in a folder, with all hashes verified and all files mapped. Raises StateError."""
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
-        files = [TensorFile(path / name, entry) for name, entry in manifest["files"].items()]
+        files = [disk.TensorFile(path / name, entry) for name, entry in manifest["files"].items()]
         with ThreadPoolExecutor(HASHING) as pool:
-            list(pool.map(TensorFile.verify, files))
-        groups = groups_of(files)
+            list(pool.map(disk.TensorFile.verify, files))
+        groups = disk.groups_of(files)
         for file in files:
-            file.map()
-    except (ValueError, *UNREADABLE) as error:
-        raise StateError(f"checkpoint {path} is damaged: {reason(error)}", COPY_AGAIN) from error
+            file.map()  # now, so that the files may be deleted while their tensors are in use
+    except (ValueError, *disk.UNREADABLE) as error:
+        raise StateError(f"checkpoint {path} is damaged: {disk.reason(error)}", disk.COPY_AGAIN) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, manifest["digest"])
 
 
 def reopen(path: Path, digest: str) -> Checkpoint:
-    """On the other ranks of an island: the checkpoint that rank 0 has loaded and verified.
+    """The checkpoint that rank 0 has loaded and verified, for another rank of its island.
 
-    Files are verified once more, and mapped, as far as tensors are read from them. Raises StateError, then, too.
+    A file is verified once more, and mapped, when the first tensor is read from it. Raises StateError, then, too.
     """
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
         if manifest["digest"] != digest:
             raise ValueError("it is not the one that rank 0 has")
-        groups = groups_of([TensorFile(path / name, entry) for name, entry in manifest["files"].items()])
-    except (ValueError, *UNREADABLE) as error:
-        raise StateError(f"this rank cannot read checkpoint {path}: {reason(error)}", _ONE_FILE_SYSTEM) from error
+        groups = disk.groups_of([disk.TensorFile(path / name, entry) for name, entry in manifest["files"].items()])
+    except (ValueError, *disk.UNREADABLE) as error:
+        raise StateError(f"this rank cannot read checkpoint {path}: {disk.reason(error)}", _ONE_FILE_SYSTEM) from error
     return Checkpoint(manifest["version"], groups, manifest["meta"], path, digest)
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The manifest, if it is one, to the last byte as `save` wrote it. Raises ValueError, RecursionError."""
+    """Fields of a checkpoint's manifest. Raises ValueError and RecursionError unless `save` wrote each byte of it."""
     try:
         tree = json.loads(data)
     except ValueError as error:
@@ -388,19 +375,22 @@ def _parse(data: bytes) -> dict[str, Any]:
     fields = {name: value for name, value in tree.items() if name != "digest"}
     if tree.get("digest") != _digest(fields) or _encode(tree) != data:
         raise ValueError(f"{MANIFEST} was changed: its digest does not fit")
-    if fields.keys() != {"format", "version", "files", "meta"} or not _well_formed(fields):
+    version, files, meta = (fields.get(name) for name in ("version", "files", "meta"))
+    if (
+        fields.keys() != {"format", "version", "files", "meta"}
+        or not (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
+        or not all(disk.FILE.fullmatch(name) and _is_entry(entry) for name, entry in files.items())
+    ):
         raise ValueError(f"{MANIFEST} does not have the fields it should")
     return tree
 
 
-def _well_formed(fields: Mapping[str, Any]) -> bool:
-    version, files, meta = fields["version"], fields["files"], fields["meta"]
-    return (
-        (type(version) is int and version >= 0 and isinstance(meta, dict) and isinstance(files, dict))
-        and all(FILE.fullmatch(name) and isinstance(entry, dict) for name, entry in files.items())
-        and all(entry.keys() == {"bytes", "sha256"} and type(entry["bytes"]) is int for entry in files.values())
-        and all(isinstance(entry["sha256"], str) and _SHA256.fullmatch(entry["sha256"]) for entry in files.values())
-    )
+def _is_entry(entry: Any) -> bool:
+    """Whether a manifest's entry of a file has a size and a SHA-256."""
+    match entry:
+        case {"bytes": int(size), "sha256": str(sha256), **rest}:
+            return type(size) is int and not rest and _SHA256.fullmatch(sha256) is not None
+    return False
 
 
 def _encode(tree: Mapping[str, Any]) -> bytes:

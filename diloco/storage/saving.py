@@ -1,10 +1,11 @@
-"""Saving while training goes on: the training thread takes a copy in host memory, and another thread writes it.
+"""Saving and restoring a peer: the contents of its line's checkpoint, written while training goes on.
 
-Every rank of an island has a `Saver` and writes what `writers_of` gives it. Rank 0 has a `Keeper`, which tells what
-came of it.
+Every rank of an island has a `Saver` and writes the slices that `writers_of` gives it. Rank 0 has a `Keeper`, which
+begins checkpoints and publishes their events.
 
     training thread    copies what inner steps will move (`live`), keeps references to what nobody writes to (`kept`)
-    writing thread     waits for rank 0's folder; writes, syncs and hashes this rank's files; tells rank 0, which ends
+    writing thread     waits for rank 0's folder; writes, syncs and hashes this rank's files; reports to rank 0, which
+                       ends the checkpoint
 
 Host memory: what this rank writes of `live`, once, used again by the next checkpoint; and of `kept` what is replaced
 while it is being written.
@@ -16,10 +17,9 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,46 +30,51 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.life import Life, answered
+from diloco.config.contract import Contract
 from diloco.island import Island
 from diloco.island.slices import Slice, Slices, chosen, offered, writers_of
 from diloco.observe.events import CheckpointWritten, Event, Remark, Warned
-from diloco.storage.checkpoint import save, save_part
-from diloco.storage.tensor_files import JsonValue
+from diloco.outer.line import Line, UncommittedProgress, adopt
+from diloco.outer.merge import Eager
+from diloco.outer.state import OuterState
+from diloco.storage.checkpoint import Checkpoint, flat_buffers, flat_slices, outer_state, read_together, save, save_part
+from diloco.storage.disk import JsonValue
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Emit = Callable[[Event], None]
 Contents = tuple[dict[str, list[Slice]], dict[str, JsonValue]]
-"""Groups of tensors that nobody writes to, and numbers."""
+"""Contents of a checkpoint: groups of tensors that nobody writes to, and numbers."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is complete."""
+    """A complete checkpoint on the disk."""
 
     path: Path
     size_bytes: int
     at_s: float
-    """By `monotonic_s`."""
+    """Time of its completion, by `monotonic_s`."""
 
 
 class Saver:
     """One rank's part in saving. One checkpoint is written at a time; all ranks begin each together."""
 
     def __init__(self, island: Island) -> None:
-        """All ranks make theirs together."""
+        """Make the saver of this rank, together with all other ranks."""
         self._island, self._aside = island, island.aside()
         self._offer = ""
-        """What this rank offered last."""
+        """Slices that this rank holds, as `offered` named them last."""
         self._writers: dict[str, int] = {}
-        """What came of it."""
+        """The rank that writes each slice, agreed upon from the offers of all ranks."""
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[object] | None = None
 
     def save(
         self, directory: Path, version: int, kept: Slices, live: Slices, meta: Mapping[str, JsonValue], keep: int
     ) -> Future[Written]:
-        """On rank 0: begin a checkpoint. `live` is copied, `kept` nobody may write to. It may come to ResourceError."""
+        """Begin a checkpoint on rank 0: `live` is copied, `kept` must not change. The future raises ResourceError."""
         mine = self._taken(kept, live)
 
         def write() -> Written:
@@ -79,44 +84,46 @@ class Saver:
         return self._begin(write)
 
     def save_part(self, kept: Slices, live: Slices) -> None:
-        """On the other ranks, with rank 0."""
+        """Begin a checkpoint on another rank, together with rank 0."""
         self._begin(partial(save_part, self._taken(kept, live), self._aside))
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Until nothing is being written any more, whatever comes of it."""
+        """Wait until no checkpoint is being written, whether or not it succeeds."""
         if self._writing is not None:
-            wait_for([self._writing], timeout_s)
+            wait([self._writing], timeout_s)
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         found: Future[T] = Future()
         self._writing = found  # type: ignore[assignment]
+
+        def run() -> None:
+            try:
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
+
         # A daemon: a process that must end does not wait for a disk. What was begun is then swept away.
-        threading.Thread(target=_run, args=(found, work), name="checkpoint", daemon=True).start()
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return found
 
     def _taken(self, kept: Slices, live: Slices) -> Slices:
-        """What this rank writes, such that nobody writes to it."""
+        """Slices that this rank writes, none of which changes any more: `live` ones are copied."""
         self.finish()  # on other ranks than 0 the last one's thread may still have to end; its copies are used again
         groups = {name: [*kept.get(name, ()), *live.get(name, ())] for name in {**kept, **live}}
+        before, self._offer = self._offer, json.dumps(offered(groups))
+        if self._island.mean(float(self._offer != before)) > 0:  # some rank holds other slices than at the last one
+            self._writers = writers_of(list(map(json.loads, self._island.gather(self._offer))))
         moving = {id(one) for slices in live.values() for one in slices}
-        mine = chosen(groups, self._agreed(offered(groups)), self._island.rank)
         taken = {
             group: [self._copy(group, one) if id(one) in moving else one for one in slices]
-            for group, slices in mine.items()
+            for group, slices in chosen(groups, self._writers, self._island.rank).items()
         }
         if self._island.device.type == "cuda":
             torch.cuda.synchronize(self._island.device)
         return taken
 
-    def _agreed(self, offer: dict[str, int]) -> dict[str, int]:
-        """Who writes what. The ranks tell each other what they hold only when that has changed on one of them."""
-        before, self._offer = self._offer, json.dumps(offer)
-        if self._island.mean(float(self._offer != before)) > 0:
-            self._writers = writers_of(list(map(json.loads, self._island.gather(self._offer))))
-        return self._writers
-
     def _copy(self, group: str, one: Slice) -> Slice:
-        """In memory that is used again by the next checkpoint: fresh pages cost more than the copy."""
+        """Copy of a slice in memory that the next checkpoint uses again: fresh pages cost more than the copy."""
         key = f"{group}/{one.box.key}"
         copy = self._copies.get(key)
         if copy is None or copy.shape != one.local.shape or copy.dtype != one.local.dtype:
@@ -125,29 +132,22 @@ class Saver:
         return Slice(one.box, copy.copy_(one.local.detach(), non_blocking=True))
 
 
-def _run(found: Future[T], work: Callable[[], T]) -> None:
-    try:
-        found.set_result(work())
-    except BaseException as error:
-        found.set_exception(error)
-
-
 @dataclass(frozen=True)
 class _Begun:
+    """A checkpoint that is being written."""
+
     version: int
     since_s: float
     held_s: float
-    """How long the training thread was held up."""
+    """Seconds for which the training thread was held up."""
     written: Future[Written]
 
 
 class Keeper:
-    """A peer's checkpoints, on rank 0: when there is time for one, and what is told of it."""
+    """Schedule of a peer's checkpoints on rank 0: begins each when the last is complete, and publishes its event."""
 
-    def __init__(
-        self, publish: Callable[[Event], None], remark: Callable[[Event], None], begin: Callable[[], Future[Written]]
-    ) -> None:
-        """`publish`: an event of the run's; `remark`: one of this process's. `begin`: has all ranks begin one."""
+    def __init__(self, publish: Emit, remark: Emit, begin: Callable[[], Future[Written]]) -> None:
+        """`publish` takes an event of the run, `remark` one of this process. `begin`: all ranks begin a checkpoint."""
         self._publish, self._remark, self._begin = publish, remark, begin
         self._begun: _Begun | None = None
 
@@ -157,48 +157,111 @@ class Keeper:
         A full disk must not end a run: the next version tries again, and the last checkpoint is still there.
         """
         self.look()
-        if self._begun is None:
-            self._start(version)
-        else:
+        if self._begun is not None:
             text = f"no checkpoint of version {version}: that of version {self._begun.version} is still being written"
             self._remark(Remark(text))
-
-    @property
-    def busy(self) -> bool:
-        """Whether one is being written."""
-        return self._begun is not None and not self._begun.written.done()
-
-    def look(self) -> None:
-        """Say what came of the last one, if that is known by now."""
-        if self._begun is not None and self._begun.written.done():
-            begun, self._begun = self._begun, None
-            error = begun.written.exception()
-            if error is None:
-                self._written(begun, begun.written.result())
-            elif isinstance(error, ResourceError):
-                logger.warning("%s; %s", error.cause, error.fix)
-                self._remark(Warned(f"no checkpoint: {error.cause}"))
-            else:
-                raise error
-
-    def last(self, version: int) -> Life[Path]:
-        """Write one, after the one that is being written. Raises ResourceError."""
-        if self._begun is not None:
-            with suppress(ResourceError):
-                yield from answered(self._begun.written)
-            self.look()
-        begun = self._start(version)
-        written = yield from answered(begun.written)
-        self._begun = None
-        self._written(begun, written)
-        return written.path
-
-    def _start(self, version: int) -> _Begun:
+            return
         since_s = monotonic_s()
         written = self._begin()
         self._begun = _Begun(version, since_s, monotonic_s() - since_s, written)
-        return self._begun
 
-    def _written(self, begun: _Begun, written: Written) -> None:
-        total_s = written.at_s - begun.since_s
-        self._publish(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._begun is not None and not self._begun.written.done()
+
+    def look(self) -> None:
+        """Publish the event of the last checkpoint, or warn that it failed, if it is done by now."""
+        begun = self._begun
+        if begun is None or not begun.written.done():
+            return
+        self._begun = None
+        error = begun.written.exception()
+        if error is None:
+            written = begun.written.result()
+            total_s = written.at_s - begun.since_s
+            self._publish(CheckpointWritten(begun.version, total_s, begun.held_s, written.size_bytes))
+        elif isinstance(error, ResourceError):
+            logger.warning("%s; %s", error.cause, error.fix)
+            self._remark(Warned(f"no checkpoint: {error.cause}"))
+        else:
+            raise error
+
+    def last(self, version: int) -> Life[Path]:
+        """Write a checkpoint, after the one that is being written. Returns its folder. Raises ResourceError."""
+        if self._begun is not None:
+            with suppress(ResourceError):
+                yield from answered(self._begun.written)
+        self.due(version)
+        assert self._begun is not None  # nothing was being written any more
+        written = yield from answered(self._begun.written)
+        self.look()
+        return written.path
+
+
+# ---------------------------------------------------------------- a line's contents
+
+
+def save_line(line: Line, contract: Contract) -> Contents:
+    """Contents of a line's checkpoint: references to buffers that are not overwritten meanwhile.
+
+    Group `local` is there, empty, when the line has uncommitted progress: the caller adds the weights as the ranks hold
+    them (under `diloco.outer.line.weights_to_keep`).
+    """
+    groups = line_slices(line)
+    if line.trained.tokens:
+        groups["local"] = []
+    return groups, {
+        "peer": line.peer,
+        "contract": contract.to_json(),
+        "commit": line.commit.to_bytes().decode() if line.commit else None,
+        "steps": [fragment.steps for fragment in line.state.fragments],
+        "tokens": line.trained.tokens,
+        "blocks": line.trained.blocks,
+        "parameters": [[name, list(shape)] for name, shape in line.weights.shapes],
+    }
+
+
+def line_slices(line: Line) -> dict[str, list[Slice]]:
+    """Slices that this rank holds of a line's outer state, its residuals, and its own shares in `eager` steps."""
+    own_share = line.merge.own if isinstance(line.merge, Eager) else {}
+    buffers = {  # by group; each name begins with its fragment's index
+        "outer": [*line.state.buffers()],
+        "residual": [(str(index), tensor) for index, tensor in line.residuals.items()],
+        "own": [(f"{index}/{name}", slot) for index, state in own_share.items() for name, slot in state.slots.items()],
+    }
+    groups: dict[str, list[Slice]] = {group: [] for group in buffers}
+    for group, named in buffers.items():
+        for name, flat in named:
+            groups[group] += flat_slices(name, line.layout.fragments[int(name.partition("/")[0])], flat)
+    return groups
+
+
+def restore_line(line: Line, opened: Callable[[], Checkpoint]) -> None:
+    """Take a line's outer state, residuals and own shares in `eager` steps from a checkpoint. All ranks together.
+
+    Sets the parameters to the anchor; the caller reads local weights. Raises StateError on all ranks when one cannot.
+    """
+
+    def read() -> tuple[OuterState, dict[str, Tensor], dict[str, Tensor]]:
+        checkpoint, layout, slots = opened(), line.layout, line.optimizer.slot_names
+        state = outer_state(checkpoint, layout, line.optimizer)
+        return state, flat_buffers(checkpoint, "residual", layout), flat_buffers(checkpoint, "own", layout, slots)
+
+    state, residuals, own_share = read_together(line.ranks, read)
+    adopt(line, state)
+    line.residuals.update((int(index), flat) for index, flat in residuals.items())
+    if isinstance(line.merge, Eager):
+        for name, flat in own_share.items():
+            index, _, slot = name.partition("/")
+            own = line.merge.own.setdefault(int(index), line.optimizer.start(torch.zeros_like(flat)))
+            line.merge.own[int(index)] = replace(own, slots={**own.slots, slot: flat})
+
+
+def book_restored(line: Line, checkpoint: Checkpoint) -> None:
+    """Take a line's commit and the counts of its uncommitted progress from a checkpoint, after `restore_line`.
+
+    Rank 0 only. Raises StateError."""
+    line.commit = checkpoint.commit
+    line.trained = UncommittedProgress(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
+    line.since = line.state.version

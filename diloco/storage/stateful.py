@@ -1,4 +1,4 @@
-"""Objects of other people's in a checkpoint: whatever has `state_dict` and `load_state_dict`. Nothing is pickled.
+"""A user's objects in a checkpoint: any that have `state_dict` and `load_state_dict`. Nothing is pickled.
 
 A torch optimizer is saved by parameter, in slices as the ranks hold them, and read again on any mesh. Of any other
 object, each rank saves its own: dicts, lists, tensors and JSON values, in one JSON text with the tensors beside it.
@@ -22,17 +22,17 @@ TENSOR, PAIRS, TUPLE = "tensor", "pairs", "tuple"
 
 
 class Stateful(Protocol):
-    """What can be saved and restored: an optimizer, a scheduler, a scaler, a loader."""
+    """A user's object that a checkpoint can save: an optimizer, a scheduler, a scaler, a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything it takes to go on."""
+        """Return all state of the object."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go on from there."""
+        """Go on from a state that `state_dict` returned."""
 
 
 class UserState:
-    """Objects by name, on one rank."""
+    """A user's objects by name, as one rank saves them in checkpoints and restores them."""
 
     def __init__(self, objects: Mapping[str, Stateful], parameters: Mapping[str, Tensor], rank: int) -> None:
         """`parameters`: what this rank holds of the model, by name. Raises UsageError for what cannot be saved."""
@@ -45,14 +45,13 @@ class UserState:
         self.slices()
 
     def slices(self) -> list[Slice]:
-        """All of it as this rank holds it: views, which inner steps move. Raises UsageError."""
+        """State of all objects as slices for a checkpoint: views, which inner steps change. Raises UsageError."""
         tensors: list[Tensor] = []
         tree: dict[str, Any] = {}
         slices: list[Slice] = []
         for name, value in self._objects.items():
             if isinstance(value, torch.optim.Optimizer):
-                tree[name], found = self._of_optimizer(name, value)
-                slices += found
+                tree[name] = self._of_optimizer(name, value, slices)
             else:
                 tree[name] = _flat(value.state_dict(), tensors, f"state[{name!r}]")
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
@@ -60,7 +59,7 @@ class UserState:
         return [*slices, Slice.whole(f"{self._rank}/json", text)]
 
     def load(self, pieces: Pieces) -> None:
-        """Put everything back. Raises StateError when it is not of these objects."""
+        """Restore the objects from a checkpoint's group. Raises StateError when it is not of these objects."""
         key = f"{self._rank}/json"
         if key not in pieces:
             raise StateError("the checkpoint has no state of this rank", "resume with as many ranks as wrote it")
@@ -79,33 +78,31 @@ class UserState:
                 cause = f"state[{name!r}] does not take what the checkpoint has: {error!r}"
                 raise StateError(cause[:500], "resume with the same optimizer and objects") from error
 
-    def _name_of(self, name: str, parameter: Tensor) -> str:
-        found = self._names.get(id(parameter))
-        if found is None:
+    def _names_of(self, name: str, group: Mapping[str, Any]) -> list[str]:
+        """Names of the parameters in an optimizer's group. Raises UsageError."""
+        if not all(id(parameter) in self._names for parameter in group["params"]):
             cause = f"state[{name!r}] optimizes a tensor that is no trainable parameter of the model"
             raise UsageError(cause, "give the optimizer of this model's parameters")
-        return found
+        return [self._names[id(parameter)] for parameter in group["params"]]
 
-    def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> tuple[Any, list[Slice]]:
-        slices, values = [], {}
-        groups = []
+    def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer, slices: list[Slice]) -> Any:
+        """State of an optimizer as JSON values, by parameter; its tensors go into `slices`. Raises UsageError."""
+        groups, values = [], {}
         for group in optimizer.param_groups:
-            members = [self._name_of(name, parameter) for parameter in group["params"]]
-            rest = {key: value for key, value in group.items() if key != "params"}
-            numbers = {key: _number(value) for key, value in rest.items()}  # a rate may be a tensor
-            groups.append({"params": members, "rest": _flat(numbers, [], f"state[{name!r}]")})
+            members = self._names_of(name, group)
+            rest = {key: _number(value) for key, value in group.items() if key != "params"}
+            groups.append({"params": members, "rest": _flat(rest, [], f"state[{name!r}]")})
             for member, parameter in zip(members, group["params"], strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         slices.append(held(f"{name}/{member}/{key}", value))
                     else:
                         values[f"{member}/{key}"] = value
-        return {"groups": groups, "values": values}, slices
+        return {"groups": groups, "values": values}
 
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, tree: Any, pieces: Pieces) -> None:
-        if [group["params"] for group in tree["groups"]] != [
-            [self._name_of(name, parameter) for parameter in group["params"]] for group in optimizer.param_groups
-        ]:
+        """Restore an optimizer of this rank's parameters, whatever mesh it was saved on."""
+        if [group["params"] for group in tree["groups"]] != [self._names_of(name, g) for g in optimizer.param_groups]:
             raise ValueError("other groups of parameters")
         for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
             for key, value in _whole(saved["rest"], lambda number: None).items():
@@ -119,7 +116,7 @@ class UserState:
             if owner != name or parameter is None:
                 continue
             shape = pieces.shape(entry)
-            if shape == tuple(parameter.shape):
+            if shape == tuple(parameter.shape):  # sharded as its parameter is
                 value = torch.empty_like(parameter.detach(), dtype=pieces.dtype(entry))
             else:
                 value = torch.empty(shape, dtype=pieces.dtype(entry), device="cpu")
@@ -131,11 +128,12 @@ class UserState:
 
 
 def _number(value: Any) -> Any:
+    """A learning rate that is a tensor as a number, which `load` puts into a tensor again."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """`value` as JSON, its tensors set aside. Raises UsageError."""
+    """State of a user's object as JSON values; its tensors go into `tensors`. Raises UsageError."""
     if isinstance(value, JSON_TYPES):
         return value
     if isinstance(value, Tensor) and sharded(value):
@@ -144,13 +142,9 @@ def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
         tensors.append(value.detach())
         return {TENSOR: len(tensors) - 1}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) for key in value) and not {TENSOR, PAIRS, TUPLE} & set(value):
-            return {key: _flat(one, tensors, f"{where}[{key!r}]") for key, one in value.items()}
-        return {
-            PAIRS: [
-                [_flat(key, tensors, where), _flat(one, tensors, f"{where}[{key!r}]")] for key, one in value.items()
-            ]
-        }
+        plain = all(isinstance(key, str) for key in value) and not {TENSOR, PAIRS, TUPLE} & set(value)
+        pairs = [[_flat(key, tensors, where), _flat(one, tensors, f"{where}[{key!r}]")] for key, one in value.items()]
+        return dict(pairs) if plain else {PAIRS: pairs}
     if isinstance(value, tuple | list):
         flat = [_flat(one, tensors, f"{where}[{index}]") for index, one in enumerate(value)]
         return {TUPLE: flat} if isinstance(value, tuple) else flat
@@ -161,6 +155,7 @@ def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def _whole(value: Any, tensor: Callable[[int], Any]) -> Any:
+    """State of a user's object from the JSON values that `_flat` made; `tensor` returns each tensor by its number."""
     if isinstance(value, list):
         return [_whole(one, tensor) for one in value]
     if not isinstance(value, dict):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from diloco.accounts.books import Chain
-from diloco.accounts.recording import Recording
+from diloco.accounts.journal import Recording
 from diloco.accounts.replay import Replay, Workshop, shelve
 from diloco.base.types import Counted
 from diloco.compress import Codec
