@@ -23,9 +23,8 @@ from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
 from diloco.run.launch import fetch_contract
-from diloco.transport import runtime
-from diloco.transport.endpoint import Endpoint
-from diloco.transport.runtime import Runtime, StartingError
+from diloco.transport import endpoint as runtime
+from diloco.transport.endpoint import Endpoint, Runtime, StartingError
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S
 

@@ -51,7 +51,7 @@ from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.line_state import book_restored, save_line
 from diloco.storage.saving import Keeper
 from diloco.transport.dht import Presence
-from diloco.transport.runtime import reachable
+from diloco.transport.endpoint import reachable
 from diloco.transport.sockets import SocketBytes
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from diloco.base.errors import DilocoError, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
+from diloco.transport.endpoint import Runtime, short, unanswered
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
-from diloco.transport.runtime import Runtime, short, unanswered
 
 T = TypeVar("T")
 

@@ -29,8 +29,7 @@ from diloco.run.launch import event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
 from diloco.run.past import peer_name
 from diloco.transport.dht import Presence
-from diloco.transport.endpoint import Endpoint, listening
-from diloco.transport.runtime import reachable
+from diloco.transport.endpoint import Endpoint, listening, reachable
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from diloco.config.site import Site
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
-from diloco.transport.outbox import Outbox
-from diloco.transport.pace import RateLimit
+from diloco.transport.pace import Outbox, RateLimit
 
 T = TypeVar("T")
 
@@ -224,7 +223,7 @@ def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
 
 
 class MemoryRuntime:
-    """`diloco.transport.runtime.Runtime` for one address of that network."""
+    """`diloco.transport.endpoint.Runtime` for one address of that network."""
 
     def __init__(self, network: MemoryNetwork, loop: asyncio.AbstractEventLoop, address: str, rpc_s: float) -> None:
         self.loop, self.link = loop, network.link(rpc_s)
