@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from diloco.base.errors import DilocoError, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
-from diloco.transport.endpoint import Runtime, short, unanswered
+from diloco.transport.endpoint import Runtime, unanswered
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 T = TypeVar("T")
@@ -72,4 +72,4 @@ def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
     try:
         return runtime.run(question, ANSWER_S + 5.0)
     except (LinkDown, LinkSlow, LinkRefused) as error:
-        raise unanswered(address, short(error)) from error
+        raise unanswered(address, error) from error

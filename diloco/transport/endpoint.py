@@ -10,7 +10,7 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from diloco.base import failpoints
@@ -68,45 +68,9 @@ class Runtime:
         """Run a coroutine on the exchange's loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def hello(
-        self,
-        addresses: Sequence[str],
-        check: Callable[[str, Welcome], T],
-        say: Callable[[str], None],
-        wanted: Callable[[], bool],
-    ) -> tuple[T, Welcome]:
-        """Ask each address in turn for a member's welcome; returns the result of `check` and the first that passes it.
-
-        `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits. Raises
-        UnreachableError when no address answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or a
-        DilocoError of `check`, when one answered and none passed: another run's peer may be there by now.
-        """
-        began_s, said = monotonic_s(), ""
-        while True:
-            silent: list[UnreachableError] = []
-            others: list[DilocoError] = []
-            for address in addresses:
-                try:
-                    welcome = self._hello(address)
-                    return check(address, welcome), welcome
-                except UnreachableError as error:
-                    silent.append(error)
-                except DilocoError as error:
-                    others.append(error)
-            if others:
-                raise others[0]
-            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else JOIN_PATIENCE_S
-            why = "; ".join(error.cause for error in silent)
-            if not wanted():
-                raise Interrupted(f"stopped before anybody answered: {why}")
-            if monotonic_s() - began_s >= patience_s:
-                raise UnreachableError(why, silent[-1].fix) from silent[-1]
-            if why != said:
-                said = why
-                say(f"{why}: trying for {patience_s:g} s")
-            self.run(asyncio.sleep(0.25), 5.0)
-
-    def _hello(self, address: str) -> Welcome:
+    def hello(self, address: str) -> Welcome:
+        """The welcome of the member at `address`. Raises StartingError, UnreachableError, TicketError, or
+        IncompatibleError (it does not speak our protocol)."""
         try:
             return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
         except LinkRefused as error:
@@ -114,12 +78,12 @@ class Runtime:
                 raise StartingError(f"{address} is still starting", "try again, or through another member") from error
             raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
         except (LinkDown, LinkSlow) as error:
-            raise unanswered(address, short(error)) from error
+            raise unanswered(address, error) from error
 
     def answer_of(self, address: str) -> Welcome | None:
         """The present welcome of the member at `address`; None where no member of our protocol answers."""
         try:
-            return self._hello(address)
+            return self.hello(address)
         except (UnreachableError, TicketError, IncompatibleError):
             return None
 
@@ -164,23 +128,43 @@ class Endpoint:
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
         """The contract of the member at `HOST:PORT[/DIGEST]`; of several, with commas, the first that answers and
-        trains the contract of that digest.
+        trains the contract of that digest. Keeps that member's welcome.
 
-        `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits.
-        Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
-        ticket.
+        `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits. Raises UsageError.
+        Raises UnreachableError when no member answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or
+        TicketError (another contract than the ticket's), when one answered and none fits: at an address where one peer
+        was, another run's may be by now.
         """
-        doors = dict(split_ticket(ticket) for ticket in tickets.split(","))
-
-        def checked(address: str, welcome: Welcome) -> Contract:
-            contract, expected = contract_from_json(welcome.contract), doors[address]
-            if not contract.digest.startswith(expected):
-                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
-                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
-            return contract
-
-        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
-        return contract
+        digests = dict(split_ticket(ticket) for ticket in tickets.split(","))
+        began_s, said = monotonic_s(), ""
+        while True:
+            silent: list[UnreachableError] = []
+            others: list[DilocoError] = []
+            for address, digest in digests.items():
+                try:
+                    welcome = self.runtime.hello(address)
+                    contract = contract_from_json(welcome.contract)
+                    if not contract.digest.startswith(digest):
+                        cause = f"{address} trains contract {contract.digest[:12]}, the address given names {digest}"
+                        raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+                    self.welcome = welcome
+                    return contract
+                except UnreachableError as error:
+                    silent.append(error)
+                except DilocoError as error:
+                    others.append(error)
+            if others:
+                raise others[0]
+            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else JOIN_PATIENCE_S
+            why = "; ".join(error.cause for error in silent)
+            if not wanted():
+                raise Interrupted(f"stopped before anybody answered: {why}")
+            if monotonic_s() - began_s >= patience_s:
+                raise UnreachableError(why, silent[-1].fix) from silent[-1]
+            if why != said:
+                said = why
+                say(f"{why}: trying for {patience_s:g} s")
+            self.runtime.run(asyncio.sleep(0.25), 5.0)
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """Take part in the peer directory of the run. A joiner that finds no node goes on without: it hears of others
@@ -231,21 +215,17 @@ def listening(site: Site, tickets: str | None) -> Site:
     return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
 
 
-def unanswered(address: str, why: str) -> UnreachableError | TicketError:
-    """The error where no peer answers at `address`, or it does not let us in. `why`: a text of `short`."""
+def unanswered(address: str, error: Exception) -> UnreachableError | TicketError:
+    """The error for a person where a call to `address` ended with LinkDown or LinkSlow."""
+    clause = str(error).rpartition(": ")[2]  # the last clause of gRPC's text is all that a person needs
+    opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
+    why = (clause if opened else clause.rstrip("])")) or "no connection"
     if VARIABLE in why:
         advice = f"export the {VARIABLE} with which the run was founded"
         return TicketError(f"{address} does not let us in: {why}", advice)
     return UnreachableError(
         f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
     )
-
-
-def short(error: Exception) -> str:
-    """The last clause of gRPC's error text for a failed call, which is all that a person needs."""
-    clause = str(error).rpartition(": ")[2]
-    opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
-    return (clause if opened else clause.rstrip("])")) or "no connection"
 
 
 def reachable(served: str, toward: str | None) -> str:
