@@ -75,28 +75,25 @@ class Directory:
         )
         inner.close()
 
-    @classmethod
-    def start(
-        cls, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
-    ) -> Directory:
-        """A directory that is open, and joined to that of `bootstrap`, if any. Raises as `open` and `join` do."""
-        directory = cls()
-        try:
-            directory.open(run, host, port, timeout_s)
-            if bootstrap:
-                directory.join(bootstrap, timeout_s)
-        except BaseException:
-            directory.close()
-            raise
-        return directory
-
     def open(self, run: str, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> None:
         """Start the directory's node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
 
         Raises ResourceError (host or port cannot be listened on, p2pd does not run). A node that is only slow, on a
         machine under load, has no `addresses` when this returns, and gets them with the first question that it answers.
         """
-        self._settings = run, _listen_address(host, port), timeout_s
+        # Tried out here, for p2pd sets SO_REUSEPORT: two of them on one port would start and steal each other's calls.
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise ResourceError(
+                f"the peer directory cannot listen on {host} port {port}: {error.strerror}",
+                "set network.listen to an address of this machine and network.dht_port to a free port, or 0 for any",
+            ) from error
+        version = "ip6" if family == socket.AF_INET6 else "ip4"
+        self._settings = run, f"/{version}/{address[0]}/tcp/{port}", timeout_s
         with suppress(OSError):  # it died: the answer says so
             self._pipe.send(self._settings)
         answer = self._receive(time.monotonic() + timeout_s)
@@ -205,24 +202,6 @@ class Directory:
                 self._answer_due = False
                 return answer
         return None
-
-
-def _listen_address(host: str, port: int) -> str:
-    """The multiaddr for the directory's node to listen on. Raises ResourceError if that is not possible.
-
-    Tried out here, because p2pd sets SO_REUSEPORT: two of them on one port would start and steal each other's calls.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ResourceError(
-            f"the peer directory cannot listen on {host} port {port}: {error.strerror}",
-            "set network.listen to an address of this machine and network.dht_port to a free port, or 0 for any",
-        ) from error
-    return f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{address[0]}/tcp/{port}"
 
 
 # ---------------------------------------------------------------- this peer in the directory

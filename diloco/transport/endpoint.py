@@ -11,6 +11,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from diloco.base import failpoints
@@ -237,14 +238,14 @@ def reachable(served: str, toward: str | None) -> str:
     host, port = split_address(served)
     if host not in ("0.0.0.0", "::"):
         return served
-    other = split_address(toward)[0] if toward else ("192.0.2.1" if "." in host else "2001:db8::1")  # RFC 5737, 3849
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((other, port))
-            return join_address(probe.getsockname()[0], port)
-        except OSError:  # no route: at least this machine can be reached from itself
-            return join_address("::1" if family == socket.AF_INET6 else "127.0.0.1", port)
+    if ":" in host:
+        family, other, loopback = socket.AF_INET6, "2001:db8::1", "::1"  # an address of documentation (RFC 3849)
+    else:
+        family, other, loopback = socket.AF_INET, "192.0.2.1", "127.0.0.1"  # the same (RFC 5737)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((split_address(toward)[0] if toward else other, port))
+        return join_address(probe.getsockname()[0], port)
+    return join_address(loopback, port)  # no route: at least this machine can be reached from itself
 
 
 PROBE_S = 1.0

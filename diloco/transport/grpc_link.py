@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc import StatusCode
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
@@ -56,7 +57,6 @@ _FIRST_MESSAGE_BYTES = 1 << 19
 4 s."""
 
 M = TypeVar("M")
-PartsCall = grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
 
 
 class GrpcLink(Link):
@@ -98,18 +98,25 @@ class GrpcLink(Link):
         self._uplink.begin(header.version)
         async with self._line(address) as line:
             outbox = Outbox(parts)
+            streams: list[asyncio.Task[Reply]] = []
             try:
-                streams = []
                 for connection in self._bulk:
                     call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
                     pace = line.paces[connection]
                     pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
-                    streams.append(_Sending(call, stall_s, self._limit, self._uplink, pace))
-                return await _all_ok([stream.run(first, outbox) for stream in streams])
+                    sending = _Sending(call, stall_s, self._limit, self._uplink, pace)
+                    streams.append(asyncio.create_task(sending.run(first, outbox)))
+                for stream in asyncio.as_completed(streams):
+                    if (reply := await stream) is not Reply.OK:
+                        return reply
+                return Reply.OK
             except LinkSlow:
                 line.paces.clear()
                 raise
-            finally:
+            finally:  # what one stream raises or answers other than OK ends the others
+                for running in streams:
+                    running.cancel()
+                await asyncio.gather(*streams, return_exceptions=True)
                 outbox.close()
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
@@ -279,7 +286,7 @@ class _Sending:
     `limit` gives, is our own business. What the receiver takes while more is there for it goes to `uplink`.
     """
 
-    call: PartsCall
+    call: grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
     stall_s: float
     limit: RateLimit
     uplink: Uplink
@@ -370,20 +377,6 @@ class _Sending:
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
 
-async def _all_ok(streams: Sequence[Coroutine[Any, Any, Reply]]) -> Reply:
-    """Run the streams of one `send_parts`; what one raises or answers other than OK ends the others."""
-    tasks = [asyncio.create_task(stream) for stream in streams]
-    try:
-        for task in asyncio.as_completed(tasks):
-            if (reply := await task) is not Reply.OK:
-                return reply
-        return Reply.OK
-    finally:
-        for running in tasks:
-            running.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _within(stall_s: float, call: grpc.aio.UnaryStreamCall[Any, M]) -> AsyncGenerator[M, None]:
     """The messages of a call. Raises LinkSlow when one is not there within `stall_s`."""
     stream = aiter(call)
@@ -440,13 +433,12 @@ def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | Link
         details = "it does not speak TLS, or its bytes were damaged"
     detail = f"{address}: {details}"
     match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+        # INTERNAL and UNKNOWN: it broke during a write, or does not speak HTTP/2; or TLS found damaged bytes.
+        case StatusCode.UNAVAILABLE | StatusCode.CANCELLED | StatusCode.INTERNAL | StatusCode.UNKNOWN:
             return LinkDown(detail)
-        case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
-            return LinkDown(detail)  # broke during a write, or does not speak HTTP/2; or TLS found damaged bytes
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
+        case StatusCode.DEADLINE_EXCEEDED:
             return LinkSlow(detail)
-        case grpc.StatusCode.FAILED_PRECONDITION:
+        case StatusCode.FAILED_PRECONDITION:
             metadata: Any = error.trailing_metadata() or ()
             name = str(dict(metadata).get(REPLY_KEY, ""))
             return LinkRefused(Reply.__members__.get(name, Reply.MALFORMED), detail)

@@ -8,13 +8,11 @@ that it takes, and a caller that fetches passes how much it expects.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
-
-if TYPE_CHECKING:
-    from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 
 
 class LinkDown(Exception):
@@ -32,6 +30,7 @@ class LinkRefused(Exception):
         super().__init__(f"{reply.name.lower()}{': ' + detail if detail else ''}")
         self.reply = reply
         self.detail = detail or reply.name.lower()
+        """The reason as it travels; without one the name of the reply."""
 
 
 class Link(Protocol):

@@ -91,8 +91,7 @@ class Uplink:
     @property
     def bps(self) -> int:
         """The measured rate in bits per second; before enough was measured the limit, or 0 where there is none."""
-        enough = len(self._fastest) >= MIN_VERSIONS
-        measured_bps = median(self._fastest.values()) if enough else math.inf
+        measured_bps = median(self._fastest.values()) if len(self._fastest) >= MIN_VERSIONS else math.inf
         bps = min(measured_bps, self._limit_bps)
         return int(bps) if math.isfinite(bps) else 0
 
