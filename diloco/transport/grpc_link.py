@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -97,27 +97,26 @@ class GrpcLink(Link):
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
         async with self._line(address) as line:
-            outbox = Outbox(parts)
-            streams: list[asyncio.Task[Reply]] = []
-            try:
-                for connection in self._bulk:
-                    call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
-                    pace = line.paces[connection]
-                    pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
-                    sending = _Sending(call, stall_s, self._limit, self._uplink, pace)
-                    streams.append(asyncio.create_task(sending.run(first, outbox)))
-                for stream in asyncio.as_completed(streams):
-                    if (reply := await stream) is not Reply.OK:
-                        return reply
-                return Reply.OK
-            except LinkSlow:
-                line.paces.clear()
-                raise
-            finally:  # what one stream raises or answers other than OK ends the others
-                for running in streams:
-                    running.cancel()
-                await asyncio.gather(*streams, return_exceptions=True)
-                outbox.close()
+            with closing(Outbox(parts)) as outbox:
+                streams: list[asyncio.Task[Reply]] = []
+                try:
+                    for connection in self._bulk:
+                        call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
+                        pace = line.paces[connection]
+                        pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
+                        sending = _Sending(call, stall_s, self._limit, self._uplink, pace)
+                        streams.append(asyncio.create_task(sending.run(first, outbox)))
+                    for stream in asyncio.as_completed(streams):
+                        if (reply := await stream) is not Reply.OK:
+                            return reply
+                    return Reply.OK
+                except LinkSlow:
+                    line.paces.clear()
+                    raise
+                finally:  # what one stream raises or answers other than OK ends the others
+                    for running in streams:
+                        running.cancel()
+                    await asyncio.gather(*streams, return_exceptions=True)
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)

@@ -8,13 +8,10 @@ the memory of messages.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import starmap
 from typing import Any, Final, TypeVar
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a lost peer is weather: no line on stderr for it
 
 import grpc
 import grpc.aio
