@@ -84,6 +84,8 @@ class _Host:
 
 
 class _MemoryLink(Link):
+    """Calls to the other addresses of a network in memory."""
+
     def __init__(self, network: MemoryNetwork, rpc_s: float, send_bps: float) -> None:
         self._network = network
         self._rpc_s = rpc_s
@@ -238,7 +240,7 @@ class MemoryRuntime:
 
 
 class MemoryEndpoint:
-    """`diloco.transport.endpoint.Endpoint` on a network in memory, and the directory that nobody keeps.
+    """`diloco.transport.endpoint.Endpoint` on a network in memory, and in place of its directory an empty one.
 
     `welcome` is that of the member to join through; None: the peer founds the run.
     """
@@ -247,7 +249,7 @@ class MemoryEndpoint:
         self.site, self.runtime, self.welcome = site, runtime, welcome
         self.directory = self
 
-    # ------------------------------------------------------------ a directory that nobody keeps
+    # ------------------------------------------------------------ the empty directory
 
     addresses = ()
 

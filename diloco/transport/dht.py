@@ -64,8 +64,9 @@ class Directory:
         self._launch()
 
     def _launch(self) -> None:
+        """Start the directory's process, with our end of a pipe to it."""
         self._pipe, inner = mp.Pipe()
-        self._answer_due = True  # the first says whether the node started
+        self._answer_due = True  # the first answer is whether the node started
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(inner.fileno()), str(os.getpid())],
             pass_fds=[inner.fileno()],
@@ -94,7 +95,7 @@ class Directory:
             ) from error
         version = "ip6" if family == socket.AF_INET6 else "ip4"
         self._settings = run, f"/{version}/{address[0]}/tcp/{port}", timeout_s
-        with suppress(OSError):  # it died: the answer says so
+        with suppress(OSError):  # it died: then the answer is missing
             self._pipe.send(self._settings)
         answer = self._receive(time.monotonic() + timeout_s)
         if isinstance(answer, tuple):
@@ -160,6 +161,7 @@ class Directory:
             self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> None:
+        """End the directory's process and its p2pd, by force after `timeout_s`."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -196,6 +198,7 @@ class Directory:
             self._lock.release()
 
     def _receive(self, deadline: float) -> Any:
+        """The next answer of the node; None if there is none before the deadline or the node is gone."""
         with suppress(EOFError, OSError):  # the process is gone
             if self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 answer = self._pipe.recv()

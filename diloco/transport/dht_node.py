@@ -192,6 +192,7 @@ class _Records:
         return ""
 
     async def _meet(self, address: str) -> str:
+        """Connect to one DHT node. Empty when it answers; else why it does not."""
         from hivemind.p2p import P2PDaemonError, PeerID
         from hivemind.utils.networking import Multiaddr
 
@@ -204,6 +205,7 @@ class _Records:
         return "" if await self._node.protocol.call_ping(peer, validate=True, strict=False) else "no answer to a ping"
 
     async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
+        """Store the record of a peer in the DHT, in place of its earlier one."""
         # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws; unless nobody
         # took that, as it came by a clock that was far ahead and has been set right.
         now_s, last_s = time.time(), self._expires_at.get(peer, 0.0)
@@ -214,6 +216,7 @@ class _Records:
         return True
 
     async def lookup(self) -> dict[str, Member]:
+        """The members that have a record in the DHT, by name, `MAX_MEMBERS` at most."""
         found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some
         entries = found.value.items() if found else ()
         members = filter(None, (_parse_record(peer, entry.value) for peer, entry in entries))
@@ -221,6 +224,7 @@ class _Records:
 
 
 def _key(run: str) -> str:
+    """The DHT's key of a run's records."""
     return f"diloco/{run}/peers"
 
 
@@ -263,7 +267,7 @@ class _Bounds:
             and record.subkey != self._pack(None)
             and len(record.subkey) <= MAX_RECORD_BYTES
             and len(record.value) <= MAX_RECORD_BYTES
-            # Exactly packed bytes, told without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
+            # Exactly packed bytes, checked without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
             and record.value in (self._pack(record.value[2:]), self._pack(record.value[3:]))
             and record.expiration_time <= time.time() + MAX_TTL_S
         )

@@ -137,7 +137,7 @@ class Endpoint:
         was, another run's may be by now.
         """
         digests = dict(split_ticket(ticket) for ticket in tickets.split(","))
-        began_s, said = monotonic_s(), ""
+        began_s, reported = monotonic_s(), ""
         while True:
             silent: list[UnreachableError] = []
             others: list[DilocoError] = []
@@ -162,8 +162,8 @@ class Endpoint:
                 raise Interrupted(f"stopped before anybody answered: {why}")
             if monotonic_s() - began_s >= patience_s:
                 raise UnreachableError(why, silent[-1].fix) from silent[-1]
-            if why != said:
-                said = why
+            if why != reported:
+                reported = why
                 say(f"{why}: trying for {patience_s:g} s")
             self.runtime.run(asyncio.sleep(0.25), 5.0)
 
@@ -180,7 +180,7 @@ class Endpoint:
         elif self.welcome is not None and self.welcome.directory:
             try:
                 self.directory.join(self.welcome.directory)
-            except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
+            except (UnreachableError, UsageError) as error:  # none answers; or a member sent what are no addresses
                 warn(f"{error.cause}; going on without it, and trying again later")
 
     def appear(self, exchange: Present) -> Presence:

@@ -43,7 +43,7 @@ MAX_COMMITS: Final = 4096
 """Most commits taken from one answer."""
 
 IDLE_MS: Final = 60_000
-"""A connection that nobody used for so long is closed. Without that gRPC tries to reach a dead peer once a second for
+"""A connection that no call used for so long is closed. Without that gRPC tries to reach a dead peer once a second for
 half an hour, and a long run has many dead peers."""
 
 UNUSED_S: Final = 300.0
@@ -219,6 +219,7 @@ class GrpcLink(Link):
                 await line.close()
 
     def _open(self, address: str) -> grpc.aio.Channel:
+        """A connection of its own to a peer, with TLS. Raises LinkDown when `address` is none."""
         try:
             target = join_address(*split_address(address))
         except UsageError as error:
@@ -319,7 +320,7 @@ class _Sending:
             self.call.cancel()
 
     async def _write_all(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> None:
-        """Write until the end, or until the other side has ended the call: the answer says why."""
+        """Write until the end, or until the other side has ended the call: its answer has the reason."""
         async with aclosing(self._messages(first, outbox)) as messages:
             async for message in messages:
                 try:
@@ -365,7 +366,7 @@ class _Sending:
             if _there(reply).HasField("reply"):
                 return reply.reply
             if not taken_bytes < reply.taken_bytes <= self.sent_bytes:
-                continue  # no progress, whatever it says
+                continue  # a report of no progress, or of bytes that were never sent
             now_s = self.moved_at_s = monotonic_s()
             fed = full and self.fed_since_s <= reported_at_s
             self.pace.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
@@ -410,13 +411,14 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) ->
 
 
 def _there(answer: M | None) -> M:
-    """gRPC gives None for an answer whose bytes were damaged so that it has status but no message."""
+    """The answer to a call. gRPC has None where damaged bytes left a status but no message: raises LinkDown."""
     if answer is None:
         raise LinkDown("an answer without a message")
     return answer
 
 
 def _reply(answer: control_pb2.DeliverReply) -> Reply:
+    """The receiver's reply code. Raises LinkRefused when it did not understand the message itself."""
     reply, detail = parsed(convert.reply_from_wire, answer)
     if detail:
         raise LinkRefused(reply, detail)

@@ -180,6 +180,7 @@ class _Peer(PeerServicer):
         return await self._service.on_envelope(parsed(convert.unseal, request))
 
     async def _receive(self, context: Context) -> Reply:
+        """Hand a stream of parts to the service as it arrives; returns the service's reply."""
         first = await self._read(context)
         if first is None or first.WhichOneof("content") != "header":
             raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
@@ -188,6 +189,7 @@ class _Peer(PeerServicer):
             return await self._service.on_parts(header, parts)
 
     async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
+        """The parts of a stream. Reports to the sender every `REPORT_S` how many bytes were taken: its progress."""
         joiner = Joiner(self._service.max_part_bytes)
         reported_at_s = 0.0
         while (request := await self._read(context)) is not None:

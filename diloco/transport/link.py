@@ -46,9 +46,10 @@ class Link(Protocol):
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
     ) -> Reply:
-        """Send the parts of one stream; returns the receiver's reply code. `parts` is closed when nobody takes more."""
+        """Send the parts of one stream; returns the receiver's reply code. `parts` is closed when no more are taken."""
 
-    async def hello(self, address: str, timeout_s: float) -> Welcome: ...
+    async def hello(self, address: str, timeout_s: float) -> Welcome:
+        """The peer's welcome for a joiner."""
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         """Addresses of the peer's lanes: part p of a round goes to lane p mod their number. Empty: all to `address`."""
@@ -70,7 +71,8 @@ class Link(Protocol):
     async def status(self, address: str, timeout_s: float) -> str:
         """The peer's status as JSON."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the link, and its calls."""
 
 
 class Service(Protocol):

@@ -25,7 +25,7 @@ BURST_S = 0.1
 MEASURED_S = 0.5
 """Seconds of sending in one sample of the rate: shorter ones measure busy cores more than the link."""
 MEASURED_VERSIONS, MIN_VERSIONS = 4, 3
-"""Versions whose samples are remembered, and versions that are needed for a rate: a process's first syncs are slow."""
+"""Versions with samples that are kept, and versions that are needed for a rate: a process's first syncs are slow."""
 
 
 class RateLimit:
@@ -73,7 +73,7 @@ class Uplink:
         """By version, bits per second."""
 
     def begin(self, version: int) -> None:
-        """What is sent from now on counts for this version."""
+        """Bytes sent from now on count for this version."""
         self._version = version
 
     def took(self, size_bytes: int, since_s: float, now_s: float) -> None:

@@ -97,6 +97,7 @@ class SocketCounter:
             self.sample()
 
     def _update(self, sockets: list[_Socket]) -> None:
+        """Count what our sockets moved since the latest sample."""
         seen_now = {entry.cookie for entry in sockets}
         self._foreign &= seen_now
         for cookie in self._missed - seen_now:  # it is closed, and counted: a run of weeks opens very many

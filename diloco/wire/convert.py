@@ -86,7 +86,7 @@ def _known(table: Mapping[int, V], number: int, name: str) -> V:
 
 
 def _numbers(kind: type[V], wire: EnumDescriptor) -> dict[V, Any]:
-    """The wire's number of each member: what is 0 here is 1 there, where 0 means that nothing was said."""
+    """The wire's number of each member of an enum. On the wire 0 means a missing field, so members begin with 1."""
     return {member: wire.values_by_name[f"{wire.name.upper()}_{member.name}"].number for member in kind}  # type: ignore[attr-defined]
 
 
