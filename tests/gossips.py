@@ -27,7 +27,7 @@ from diloco.run.run import Chronicle
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.dht import Presence, Present
-from diloco.transport.runtime import Runtime
+from diloco.transport.endpoint import Runtime
 from tests.fronts import drive
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S, until
@@ -66,7 +66,7 @@ def contract(**sections: dict[str, Any]) -> Contract:
 
 
 class MemoryRuntime:
-    """`diloco.transport.runtime.Runtime` on a network in memory."""
+    """`diloco.transport.endpoint.Runtime` on a network in memory."""
 
     def __init__(self, world: World, address: str) -> None:
         self.loop, self.link = world.loop, world.network.link(1.0)

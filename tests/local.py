@@ -68,7 +68,7 @@ class NoDirectory:
 
 
 class LocalRuntime:
-    """`diloco.transport.runtime.Runtime` on a network in memory."""
+    """`diloco.transport.endpoint.Runtime` on a network in memory."""
 
     def __init__(self, world: LocalWorld, address: str) -> None:
         self.loop = world.loop

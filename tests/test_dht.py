@@ -59,6 +59,19 @@ def session(leader: int) -> list[int]:
     return members
 
 
+def start_directory(run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0) -> Directory:
+    """A directory that is open, and joined to that of `bootstrap`, if any. Raises as `open` and `join` do."""
+    directory = Directory()
+    try:
+        directory.open(run, host, port)
+        if bootstrap:
+            directory.join(bootstrap, 30.0)
+    except BaseException:
+        directory.close()
+        raise
+    return directory
+
+
 def leader_of(directory: Directory) -> int:
     pid = directory._process.pid
     assert pid is not None
@@ -140,19 +153,19 @@ def test_importing_it_is_cheap() -> None:
 )
 def test_refuses_an_address_that_makes_no_sense(address: str) -> None:
     with pytest.raises(UsageError, match="not a directory address"):
-        Directory.start("run", [address])
+        start_directory("run", [address])
 
 
 def test_says_that_a_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ResourceError, match=f"127.0.0.1 port {port}"):
-            Directory.start("run", port=port)
+            start_directory("run", port=port)
 
 
 def test_says_that_a_host_is_not_of_this_machine() -> None:
     with pytest.raises(ResourceError, match=r"192\.0\.2\.77"):
-        Directory.start("run", host="192.0.2.77")
+        start_directory("run", host="192.0.2.77")
 
 
 # ---------------------------------------------------------------- finding each other
@@ -164,7 +177,7 @@ def three() -> Iterator[list[Directory]]:
     directories: list[Directory] = []
     try:
         for _ in range(3):
-            directories.append(Directory.start("run", directories[-1].addresses if directories else ()))
+            directories.append(start_directory("run", directories[-1].addresses if directories else ()))
         yield directories
     finally:
         for directory in directories:
@@ -209,9 +222,9 @@ def test_listens_on_loopback_only(three: list[Directory]) -> None:
 
 @pytest.mark.slow
 def test_others_go_on_when_the_first_is_killed() -> None:
-    first = Directory.start("run")
-    second = Directory.start("run", first.addresses)
-    third = Directory.start("run", second.addresses)
+    first = start_directory("run")
+    second = start_directory("run", first.addresses)
+    third = start_directory("run", second.addresses)
     with closing(first), closing(second), closing(third):
         for name, directory in (("a", first), ("b", second), ("c", third)):
             assert directory.announce(member(name), version=0)
@@ -219,7 +232,7 @@ def test_others_go_on_when_the_first_is_killed() -> None:
         assert becomes(lambda: not session(leader_of(first)))
         assert {"b", "c"} <= set(second.lookup())
         assert {"b", "c"} <= set(third.lookup())
-        with closing(Directory.start("run", [*first.addresses, *third.addresses])) as late:
+        with closing(start_directory("run", [*first.addresses, *third.addresses])) as late:
             assert late.announce(member("d"), version=1)
             assert {"b", "c", "d"} <= set(late.lookup())
             assert "d" in second.lookup()
@@ -230,14 +243,14 @@ def test_others_go_on_when_the_first_is_killed() -> None:
 @pytest.mark.slow
 def test_says_that_nobody_answers() -> None:
     with pytest.raises(UnreachableError, match="/tcp/1/"):
-        Directory.start("run", [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
+        start_directory("run", [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"])
 
 
 @pytest.mark.slow
 def test_gives_up_on_a_silent_address_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts, nobody ever answers
         silent = f"/ip4/127.0.0.1/tcp/{server.getsockname()[1]}/p2p/{NOBODY}"
-        with closing(Directory.start("run")) as directory:
+        with closing(start_directory("run")) as directory:
             assert directory.announce(member("a"), version=0, timeout_s=60.0)
             started = time.monotonic()
             with pytest.raises(UnreachableError):
@@ -300,7 +313,7 @@ def test_lies_are_ignored(three: list[Directory], kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_frozen_node_costs_no_more_than_the_timeout() -> None:
-    directory = Directory.start("run")
+    directory = start_directory("run")
     os.killpg(leader_of(directory), signal.SIGSTOP)
     started = time.monotonic()
     assert not directory.announce(member("a"), version=0, timeout_s=0.2)
@@ -312,7 +325,7 @@ def test_a_frozen_node_costs_no_more_than_the_timeout() -> None:
 
 @pytest.mark.slow
 def test_a_late_answer_is_not_taken_for_the_next() -> None:
-    with closing(Directory.start("run")) as directory:
+    with closing(start_directory("run")) as directory:
         assert directory.announce(member("a"), version=0)
         os.kill(leader_of(directory), signal.SIGSTOP)
         assert not directory.announce(member("b"), version=0, timeout_s=0.1)
@@ -322,7 +335,7 @@ def test_a_late_answer_is_not_taken_for_the_next() -> None:
 
 @pytest.mark.slow
 def test_close_leaves_nothing_behind() -> None:
-    directory = Directory.start("run")
+    directory = start_directory("run")
     assert len(session(leader_of(directory))) == 2
     directory.close()
     assert becomes(lambda: not session(leader_of(directory)))
@@ -339,7 +352,7 @@ def test_closes_before_it_was_opened() -> None:
 @pytest.mark.slow
 def test_outlives_the_thread_that_started_it() -> None:
     started: list[Directory] = []
-    thread = threading.Thread(target=lambda: started.append(Directory.start("run")))
+    thread = threading.Thread(target=lambda: started.append(start_directory("run")))
     thread.start()
     thread.join()
     with closing(started[0]) as directory:  # the kernel's death signal comes per thread, not per process
@@ -353,7 +366,8 @@ from diloco.transport.dht import Directory
 from diloco.base.types import Member
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
-directory = Directory.start("run")
+directory = Directory()
+directory.open("run")
 if os.fork() == 0:  # as a data loader's worker: holds our end of the directory's pipe open
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     time.sleep(60)
@@ -414,7 +428,7 @@ def test_works_on_after_ctrl_c(owner: tuple[subprocess.Popen[str], int]) -> None
 
 @pytest.mark.slow(queued=False)
 def test_a_joiner_goes_on_without_the_directory_when_nobody_answers_there():
-    dead = Directory.start("run")
+    dead = start_directory("run")
     addresses = dead.addresses
     dead.close()
     endpoint = Endpoint(Site())
@@ -500,15 +514,15 @@ class Kept:
 def test_who_finds_nobody_in_the_directory_joins_it_later(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = [f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"]
     with (
-        closing(Kept(Directory.start("run"), "a", "b", lambda: ())) as a,
-        closing(Kept(Directory.start("run"), "b", "a", lambda: told)) as b,
+        closing(Kept(start_directory("run"), "a", "b", lambda: ())) as a,
+        closing(Kept(start_directory("run"), "b", "a", lambda: told)) as b,
     ):
         assert becomes(lambda: "/tcp/1/" in caplog.text)
         assert set(b.directory.lookup()) <= {"b"}
         told[:] = a.directory.addresses
         assert b.finds("a", "b")
         assert a.finds("a", "b")
-        with closing(Directory.start("run", b.directory.addresses)) as late:  # who asks the joiner finds all
+        with closing(start_directory("run", b.directory.addresses)) as late:  # who asks the joiner finds all
             assert becomes(lambda: set(late.lookup()) == {"a", "b"})
     said = [record for record in caplog.records if "/tcp/1/" in record.message]
     assert len(said) == 1
@@ -522,8 +536,8 @@ def test_a_directory_whose_p2pd_dies_comes_back(
     """Its node took records, and found its own, as if all were well."""
     at: dict[str, Sequence[str]] = {"a": (), "b": ()}
     with (
-        closing(Kept(Directory.start("run"), "a", "b", lambda: at["b"])) as a,
-        closing(Kept(Directory.start("run", a.directory.addresses), "b", "a", lambda: at["a"])) as b,
+        closing(Kept(start_directory("run"), "a", "b", lambda: at["b"])) as a,
+        closing(Kept(start_directory("run", a.directory.addresses), "b", "a", lambda: at["a"])) as b,
     ):
         at.update(a=a.directory.addresses, b=b.directory.addresses)
         assert a.finds("a", "b")
@@ -536,7 +550,7 @@ def test_a_directory_whose_p2pd_dies_comes_back(
         at.update(a=a.exchange.directory)
         assert a.finds("a", "b")
         assert b.finds("a", "b")
-        with closing(Directory.start("run", a.exchange.directory)) as late:
+        with closing(start_directory("run", a.exchange.directory)) as late:
             assert becomes(lambda: set(late.lookup()) == {"a", "b"})
     assert caplog.text.count("starting it again") == 1
     assert "Traceback" not in capfd.readouterr().err
@@ -544,7 +558,7 @@ def test_a_directory_whose_p2pd_dies_comes_back(
 
 @pytest.mark.slow
 def test_a_closed_directory_is_not_revived() -> None:
-    directory = Directory.start("run")
+    directory = start_directory("run")
     directory.close()
     assert not directory.revive()
     assert not session(leader_of(directory))
@@ -583,5 +597,5 @@ def test_peers_find_the_run_through_who_joined_while_its_directory_was_silent(tm
             os.killpg(silent, signal.SIGCONT)
         assert any("trying again later" in event["text"] for event in peers[1].events("warning"))
         addresses = json.loads(run_cli("status", door, "--json").stdout)["directory"]
-        with closing(Directory.start("tiny", addresses)) as late:
+        with closing(start_directory("tiny", addresses)) as late:
             assert becomes(lambda: set(late.lookup()) == {"a", "b"})

@@ -23,9 +23,8 @@ from diloco.identity.keys import VARIABLE
 from diloco.observe.events import Remark, Stamped
 from diloco.protocol.streams import Welcome
 from diloco.run.launch import fetch_contract
-from diloco.transport import runtime
-from diloco.transport.endpoint import Endpoint
-from diloco.transport.runtime import Runtime, StartingError
+from diloco.transport import endpoint as runtime
+from diloco.transport.endpoint import Endpoint, Runtime, StartingError
 from tests.local import NoDirectory
 from tests.peers import DEADLINE_S
 
@@ -70,7 +69,7 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
 ) -> None:
     """It listens before its directory is open, and before the ranks of its island are there."""
     may_go_on = threading.Event()
-    hello = Runtime._hello
+    hello = Runtime.hello
 
     def slow(endpoint: Endpoint, run: str, warn: Callable[[str], None]) -> None:
         assert endpoint.welcome is not None or may_go_on.wait(DEADLINE_S)
@@ -83,7 +82,7 @@ def test_who_knocks_at_a_founder_that_is_starting_waits_for_it(
             raise
 
     monkeypatch.setattr(Endpoint, "open_directory", slow)
-    monkeypatch.setattr(Runtime, "_hello", knocked)
+    monkeypatch.setattr(Runtime, "hello", knocked)
     with ThreadPoolExecutor(1) as pool:
         founding = pool.submit(diloco.found, contract(), nn.Linear(4, 4))
         try:

@@ -52,7 +52,7 @@ from diloco.outer.state import OuterState, StateChunk
 from diloco.peer.rank import PeerRank
 from diloco.peer.terms import lane_terms
 from diloco.protocol.streams import StateOffer
-from diloco.transport.runtime import Runtime
+from diloco.transport.endpoint import Runtime
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, PeerProcess, ending, ranks_of, run_cli, tiny_contract
 from tests.test_run import agree

@@ -10,7 +10,7 @@ import pytest
 from diloco.base.clock import monotonic_s
 from diloco.exchange.outlets import Outlets, Precedence
 from diloco.protocol.streams import Part
-from diloco.transport.outbox import AHEAD_BYTES, Outbox
+from diloco.transport.pace import AHEAD_BYTES, Outbox
 
 PATIENCE_S = 10.0
 

@@ -49,8 +49,7 @@ from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Keeper, book_restored, save_line
 from diloco.transport.dht import Presence
-from diloco.transport.endpoint import Endpoint
-from diloco.transport.runtime import reachable
+from diloco.transport.endpoint import Endpoint, reachable
 from diloco.transport.sockets import SocketBytes
 
 FINAL = (Phase.AVERAGING, Phase.DONE)

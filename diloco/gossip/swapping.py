@@ -45,9 +45,9 @@ from diloco.protocol import messages as m
 from diloco.protocol.messages import Acquaintance, Greeting, Invite
 from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.endpoint import Runtime
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import RateLimit
-from diloco.transport.runtime import Runtime
 
 MAX_STREAM_TRIES = 3
 STREAM_PAUSE_S = 0.1

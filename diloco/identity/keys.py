@@ -1,9 +1,9 @@
-"""The key that peers of a run have in common, and the certificate that shows it: mutual TLS for every connection.
+"""The private key that all peers of a run share, and its certificate: mutual TLS for every connection.
 
-All peers of a run hold one private key, made from the secret that its operators share (`DILOCO_SECRET`). Whoever does
-not know the secret can neither connect nor pose as a member. Without a secret the key is made from nothing that is
-secret: whoever only listens reads nothing (TLS 1.3 keys are ephemeral), and bytes that are damaged on the way are found
-out below gRPC, whose HTTP/2 reader has no checksum and aborts on some of them; but nobody is kept out.
+The key is made from the secret that the run's operators share (`DILOCO_SECRET`). Without the secret nobody can connect
+or pose as a member. A run without a secret has a key that everybody can make. It keeps nobody out, but who only listens
+reads nothing (TLS 1.3 keys are ephemeral), and bytes that are damaged on the way are found below gRPC, whose HTTP/2
+reader has no checksum and aborts on some of them.
 """
 
 from __future__ import annotations
@@ -30,40 +30,22 @@ _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2F
 
 @dataclass(frozen=True)
 class Keys:
-    """PEM, as gRPC takes it. The certificate is also the only authority that is trusted."""
+    """Private key and certificate of a run's peers as PEM. The certificate is also the only authority trusted."""
 
     private_key: bytes
     certificate: bytes
 
 
 def keys_of(secret: str) -> Keys:
-    """The same bytes for the same secret on every machine: HKDF-SHA256 to a P-256 key, deterministic signature."""
+    """Key and certificate of a secret, the same bytes on every machine.
+
+    HKDF-SHA256 makes a P-256 key of the secret; the signature is deterministic.
+    """
     derive = HKDF(hashes.SHA256(), length=48, salt=None, info=b"diloco peer key 1")
     number = int.from_bytes(derive.derive(secret.encode() or b"public")) % (_P256_ORDER - 1) + 1
     key = ec.derive_private_key(number, ec.SECP256R1())
-    return Keys(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-        _certificate(key).public_bytes(serialization.Encoding.PEM),
-    )
-
-
-def keys_from_environment() -> Keys:
-    """Keys derived from `DILOCO_SECRET`. Raises UsageError when it is too short to keep anybody out."""
-    return keys_of(secret_from_environment())
-
-
-def secret_from_environment() -> str:
-    """Empty: none is set. Raises UsageError when it is too short to keep anybody out."""
-    secret = os.environ.get(VARIABLE, "").strip()
-    if secret and len(secret) < MIN_SECRET_CHARS:
-        cause = f"{VARIABLE} has {len(secret)} characters, at least {MIN_SECRET_CHARS} keep guesses out"
-        raise UsageError(cause, f"export {VARIABLE}=$(openssl rand -hex 32), the same for every peer of the run")
-    return secret
-
-
-def _certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, SERVER_NAME)])
-    builder = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -73,5 +55,18 @@ def _certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
         .not_valid_after(datetime(2120, 1, 1))
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256(), ecdsa_deterministic=True)
     )
-    return builder.sign(key, hashes.SHA256(), ecdsa_deterministic=True)
+    return Keys(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        certificate.public_bytes(serialization.Encoding.PEM),
+    )
+
+
+def secret_from_environment() -> str:
+    """The secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is too short to be one."""
+    secret = os.environ.get(VARIABLE, "").strip()
+    if secret and len(secret) < MIN_SECRET_CHARS:
+        cause = f"{VARIABLE} has {len(secret)} characters, at least {MIN_SECRET_CHARS} keep guesses out"
+        raise UsageError(cause, f"export {VARIABLE}=$(openssl rand -hex 32), the same for every peer of the run")
+    return secret

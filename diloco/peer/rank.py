@@ -35,7 +35,7 @@ from diloco.round import Seconds, apply, measure
 from diloco.storage.checkpoint import Checkpoint, reopen
 from diloco.storage.saving import Contents, Saver, Written, line_slices, restore_line
 from diloco.transport.address import join_address, split_address
-from diloco.transport.runtime import Runtime, reachable
+from diloco.transport.endpoint import Runtime, reachable
 from diloco.transport.sockets import SocketCounter
 
 LANE_PORTS = 100

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from diloco.base.errors import DilocoError, TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
+from diloco.transport.endpoint import Runtime, unanswered
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
-from diloco.transport.runtime import Runtime, short, unanswered
 
 T = TypeVar("T")
 
@@ -63,4 +63,4 @@ def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
     try:
         return runtime.run(question, ANSWER_S + 5.0)
     except (LinkDown, LinkSlow, LinkRefused) as error:
-        raise unanswered(address, short(error)) from error
+        raise unanswered(address, error) from error

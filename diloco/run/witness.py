@@ -30,8 +30,7 @@ from diloco.run.blocking import block
 from diloco.run.door import peer_name
 from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
-from diloco.transport.endpoint import Endpoint, listening
-from diloco.transport.runtime import reachable
+from diloco.transport.endpoint import Endpoint, listening, reachable
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""The exchange's seam inside one process: the twin of `grpc_link` for tests and simulations.
+"""The exchange's seam inside one process: the twin of `transport/` for tests and simulations.
 
-Same calls, same errors, same patience. Values are handed over as they are: no bytes are made, so checksums and limits
-of messages do not exist here; the sizes of parts are checked alike.
+`MemoryNetwork` makes links with the calls, errors and deadlines of `GrpcLink`. Values are handed over as they are: no
+bytes are made, so checksums and limits of messages do not exist here; the sizes of parts are checked alike.
+`MemoryRuntime` and `MemoryEndpoint` stand for those of `diloco.transport.endpoint`, without a directory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from diloco.config.site import Site
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
-from diloco.transport.outbox import Outbox
-from diloco.transport.pace import RateLimit
+from diloco.transport.pace import Outbox, RateLimit
 
 T = TypeVar("T")
 
@@ -29,23 +29,30 @@ class MemoryNetwork:
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self.sent_bytes: Counter[Kind] = Counter()
-        """Of parts, by what they are parts of."""
+        """Bytes of parts, by the kind of stream."""
 
     def attach(self, address: str, service: Service) -> None:
         """`service` answers at `address` from now on."""
         assert address not in self._hosts, f"{address} is taken"
         self._hosts[address] = _Host(service)
 
+    def host(self, address: str) -> _Host:
+        """The host at `address`. Raises LinkDown where there is none."""
+        if address not in self._hosts:
+            raise LinkDown(f"{address}: nobody is there")
+        return self._hosts[address]
+
     def detach(self, address: str) -> None:
         """The process at `address` dies: calls to it end in LinkDown, those under way too."""
-        self._hosts.pop(address).die()
+        for task in self._hosts.pop(address).calls:
+            task.cancel()
 
     def freeze(self, address: str) -> None:
         """The process at `address` stops: calls to it end in LinkSlow."""
         self._hosts[address].awake.clear()
 
     def thaw(self, address: str) -> None:
-        """It goes on."""
+        """The process at `address` goes on."""
         self._hosts[address].awake.set()
 
     def link(self, rpc_s: float = 5.0, send_bps: float = 0.0) -> Link:
@@ -53,27 +60,23 @@ class MemoryNetwork:
 
         Nothing is measured here, so that the limit is all that its `send_bps` knows.
         """
-        return _MemoryLink(self._hosts, self.sent_bytes, rpc_s, send_bps)
+        return _MemoryLink(self, rpc_s, send_bps)
 
 
 class _Host:
-    """A service, and the calls it is answering."""
+    """The process at one address of a network in memory: a service, and the calls it is answering."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self.awake = asyncio.Event()
         self.awake.set()
-        self._calls: set[asyncio.Task[Any]] = set()
+        self.calls: set[asyncio.Task[Any]] = set()
 
     def call(self, ask: Callable[[Service], Awaitable[T]]) -> asyncio.Task[T]:
         task = asyncio.create_task(self._answer(ask))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self.calls.add(task)
+        task.add_done_callback(self.calls.discard)
         return task
-
-    def die(self) -> None:
-        for task in self._calls:
-            task.cancel()
 
     async def _answer(self, ask: Callable[[Service], Awaitable[T]]) -> T:
         await self.awake.wait()
@@ -81,15 +84,17 @@ class _Host:
 
 
 class _MemoryLink(Link):
-    def __init__(self, hosts: dict[str, _Host], sent_bytes: Counter[Kind], rpc_s: float, send_bps: float) -> None:
-        self._hosts, self._sent_bytes = hosts, sent_bytes
+    """Calls to the other addresses of a network in memory."""
+
+    def __init__(self, network: MemoryNetwork, rpc_s: float, send_bps: float) -> None:
+        self._network = network
         self._rpc_s = rpc_s
-        self._send_bps = send_bps
+        self._send_bps = int(send_bps)
         self._limit = RateLimit(send_bps)
 
     @property
     def send_bps(self) -> int:
-        return int(self._send_bps)
+        return self._send_bps
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         return await self._ask(address, self._rpc_s, lambda service: service.on_envelope(envelope))
@@ -97,7 +102,7 @@ class _MemoryLink(Link):
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
     ) -> Reply:
-        host = self._host(address)
+        host = self._network.host(address)
         batches: asyncio.Queue[list[Part]] = asyncio.Queue(1)
         answer = host.call(lambda service: service.on_parts(header, _arriving(batches, host)))
         outbox = Outbox(parts)
@@ -105,7 +110,7 @@ class _MemoryLink(Link):
         try:
             while batch := await outbox.take(CHUNK_BYTES):
                 size_bytes = sum(len(part.payload) for part in batch)
-                self._sent_bytes[header.kind] += size_bytes
+                self._network.sent_bytes[header.kind] += size_bytes
                 await asyncio.sleep(self._limit.delay_s(size_bytes, monotonic_s()))
                 await _put(batches, batch, answer, stall_s)
             await _put(batches, [], answer, stall_s)
@@ -152,13 +157,8 @@ class _MemoryLink(Link):
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _host(self, address: str) -> _Host:
-        if address not in self._hosts:
-            raise LinkDown(f"{address}: nobody is there")
-        return self._hosts[address]
-
     async def _ask(self, address: str, within_s: float, ask: Callable[[Service], Awaitable[T]]) -> T:
-        answer = self._host(address).call(ask)
+        answer = self._network.host(address).call(ask)
         try:
             return await _outcome(address, answer, within_s)
         finally:
@@ -224,7 +224,7 @@ def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
 
 
 class MemoryRuntime:
-    """`diloco.transport.runtime.Runtime` for one address of that network."""
+    """`diloco.transport.endpoint.Runtime` for one address of that network."""
 
     def __init__(self, network: MemoryNetwork, loop: asyncio.AbstractEventLoop, address: str, rpc_s: float) -> None:
         self.loop, self.link = loop, network.link(rpc_s)
@@ -236,36 +236,39 @@ class MemoryRuntime:
         return self._address
 
     def answer_of(self, address: str) -> Welcome | None:
-        """Nobody has another's directory to ask for."""
+        """None: no member has a directory to ask for."""
 
 
 class MemoryEndpoint:
-    """Whoever made it has asked a member for its `welcome`; None: the peer founds the run."""
+    """`diloco.transport.endpoint.Endpoint` on a network in memory, and in place of its directory an empty one.
+
+    `welcome` is that of the member to join through; None: the peer founds the run.
+    """
 
     def __init__(self, site: Site, runtime: MemoryRuntime, welcome: Welcome | None) -> None:
         self.site, self.runtime, self.welcome = site, runtime, welcome
         self.directory = self
 
-    # ------------------------------------------------------------ a directory that nobody keeps
+    # ------------------------------------------------------------ the empty directory
 
     addresses = ()
 
     def lookup(self) -> dict[str, None]:
-        """Members are known by the welcome, and by what others tell."""
+        """No members: a peer knows them from its welcome, and from other members."""
         return {}
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Nothing about correctness rests on it."""
+        """Does nothing: no correctness rests on the directory."""
 
     def appear(self, exchange: object) -> MemoryEndpoint:
-        """The presence in it."""
+        """The presence of a peer in the directory."""
         return self
 
     def stop(self) -> None:
-        """Say nothing more."""
+        """Announce nothing more."""
 
     def end(self) -> None:
-        """Take back what was said."""
+        """Withdraw what was announced."""
 
     def close(self) -> None:
-        """The network goes on without this peer."""
+        """Does nothing: the network in memory goes on without this peer."""

@@ -13,17 +13,26 @@ _FIX = "write host:port, for instance 10.0.0.5:7700, node3.example.org:7700 or [
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host (IPv6 without its brackets) and port, 0 to 65535. Raises UsageError when it is no address."""
+    """Host (IPv6 without its brackets) and port (0 to 65535) of an address. Raises UsageError when it is none."""
     host, colon, port = text.rpartition(":")
     if not colon:
         raise UsageError(f"address {text[:300]!r} has no port", _FIX)
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
         raise UsageError(f"address {text[:300]!r}: the port must be a number from 0 to 65535", _FIX)
-    return _host(host, text), int(port)
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            host = str(ipaddress.IPv6Address(host[1:-1]))
+        except ValueError as error:
+            raise UsageError(f"address {text[:300]!r}: {host[1:-1][:100]!r} is not IPv6", _FIX) from error
+    elif ":" in host:
+        raise UsageError(f"address {text[:300]!r}: IPv6 needs brackets", _FIX)
+    elif not _NAME.fullmatch(host):
+        raise UsageError(f"address {text[:300]!r}: {host[:100]!r} is neither a name nor an IP address", _FIX)
+    return host, int(port)
 
 
 def split_ticket(text: str) -> tuple[str, str]:
-    """Address, and the beginning of the contract's digest, empty where it is not given. Raises UsageError."""
+    """Address of a ticket, and the beginning of the contract's digest, empty where it has none. Raises UsageError."""
     address, slash, expected = text.strip().partition("/")
     split_address(address)
     if slash and not _DIGEST.fullmatch(expected):
@@ -33,7 +42,7 @@ def split_ticket(text: str) -> tuple[str, str]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The text that `split_address` splits."""
+    """The address that `split_address` splits into this host and port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -47,16 +56,3 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _host(host: str, text: str) -> str:
-    if host.startswith("[") and host.endswith("]"):
-        try:
-            return str(ipaddress.IPv6Address(host[1:-1]))
-        except ValueError as error:
-            raise UsageError(f"address {text[:300]!r}: {host[1:-1][:100]!r} is not IPv6", _FIX) from error
-    if ":" in host:
-        raise UsageError(f"address {text[:300]!r}: IPv6 needs brackets", _FIX)
-    if not _NAME.fullmatch(host):
-        raise UsageError(f"address {text[:300]!r}: {host[:100]!r} is neither a name nor an IP address", _FIX)
-    return host

@@ -1,8 +1,9 @@
-"""The run's peer directory: who is in the run and where, kept in a hivemind DHT by the peers themselves.
+"""The run's peer directory: members and their addresses, kept in a hivemind DHT by the peers themselves.
 
-Any member's directory address is enough to find the others, whoever started the run and whoever is gone. Nothing
-about correctness rests on it: records are hints from strangers, not authenticated, and whoever is reached at an
-address has to prove what it is.
+`Directory` is this peer's node of it. `Presence` keeps this peer's record fresh and the directory whole, and looks
+there for members. The directory address of any member is enough to find the others, whichever peer founded the run and
+whichever is gone. Nothing about correctness rests on it: records are hints from strangers, not authenticated, and a
+peer that is reached at an address has to prove what it is.
 
 The node runs in a process of its own, with hivemind's p2pd (libp2p) as its child. It is started afresh and not forked:
 a child forked from a process with gRPC's threads hangs as soon as hivemind touches gRPC.
@@ -10,8 +11,8 @@ a child forked from a process with gRPC's threads hangs as soon as hivemind touc
     peer process --pipe--> directory process (hivemind.dht.DHTNode) --UNIX socket--> p2pd --TCP--> other peers' p2pd
 
 Both sit in a session of their own, so that Ctrl-C reaches only the peer, which leaves gracefully while its directory
-still works; both end when the peer does, however it ends, and the node when its p2pd does. Only what `open` and `join`
-are told is listened on and dialled: no relay, no NAT probing, no port mapping, no multicast, no public bootstrap nodes.
+still works; both end when the peer does, however it ends, and the node when its p2pd does. Only addresses given to
+`open` and `join` are listened on and dialled: no relay, NAT probing, port mapping, multicast or public bootstrap nodes.
 """
 
 from __future__ import annotations
@@ -38,12 +39,10 @@ from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol.streams import Welcome
-from diloco.transport.dht_node import MAX_MEMBERS, MAX_TTL_S, NodeSettings
+from diloco.transport.dht_node import MAX_MEMBERS, MAX_TTL_S
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCE_EVERY_S = 60.0
-"""Seconds between announcements and lookups of a peer: 0.2 kB/s sent per peer among four."""
 TTL_S = 300.0
 """Lifetime of a record in seconds. Ends by the wall clock: machines' clocks may differ by TTL_S - ANNOUNCE_EVERY_S."""
 
@@ -57,15 +56,17 @@ class Directory:
     def __init__(self) -> None:
         """Start the directory's process, which imports hivemind (2 CPU-s) and then waits for `open`."""
         self.addresses: tuple[str, ...] = ()
-        """Multiaddrs, `/ip4/HOST/tcp/PORT/p2p/ID`: what others give as `bootstrap`."""
+        """Multiaddrs of the node, `/ip4/HOST/tcp/PORT/p2p/ID`: the `bootstrap` of others."""
         self._lock = threading.Lock()
-        self._settings: NodeSettings | None = None
+        self._settings: tuple[str, str, float] | None = None
+        """Run, multiaddr to listen on, and timeout of the node; None before `open`."""
         self._closed = False
         self._launch()
 
     def _launch(self) -> None:
+        """Start the directory's process, with our end of a pipe to it."""
         self._pipe, inner = mp.Pipe()
-        self._answer_due = True  # the first says whether the node started
+        self._answer_due = True  # the first answer is whether the node started
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(inner.fileno()), str(os.getpid())],
             pass_fds=[inner.fileno()],
@@ -75,39 +76,37 @@ class Directory:
         )
         inner.close()
 
-    @classmethod
-    def start(
-        cls, run: str, bootstrap: Sequence[str] = (), host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
-    ) -> Directory:
-        """A directory that is open, and in that of `bootstrap`, if there is any. Raises as `open` and `join` do."""
-        directory = cls()
-        try:
-            directory.open(run, host, port, timeout_s)
-            if bootstrap:
-                directory.join(bootstrap, timeout_s)
-        except BaseException:
-            directory.close()
-            raise
-        return directory
-
     def open(self, run: str, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> None:
-        """Start the node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
+        """Start the directory's node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
 
         Raises ResourceError (host or port cannot be listened on, p2pd does not run). A node that is only slow, on a
         machine under load, has no `addresses` when this returns, and gets them with the first question that it answers.
         """
-        self._settings = NodeSettings(run, _listen_address(host, port), timeout_s)
-        with suppress(OSError):  # it died: the answer says so
+        # Tried out here, for p2pd sets SO_REUSEPORT: two of them on one port would start and steal each other's calls.
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise ResourceError(
+                f"the peer directory cannot listen on {host} port {port}: {error.strerror}",
+                "set network.listen to an address of this machine and network.dht_port to a free port, or 0 for any",
+            ) from error
+        version = "ip6" if family == socket.AF_INET6 else "ip4"
+        self._settings = run, f"/{version}/{address[0]}/tcp/{port}", timeout_s
+        with suppress(OSError):  # it died: then the answer is missing
             self._pipe.send(self._settings)
         answer = self._receive(time.monotonic() + timeout_s)
         if isinstance(answer, tuple):
             self.addresses = answer
-        elif answer is not None or not self._lives():
+        # A process that died has ended its pipe, which then polls as readable; one that is only slow has not.
+        elif answer is not None or self._process.poll() is not None or self._pipe.poll(0):
             cause = f"the peer directory did not start: {answer or 'no answer'}"
             raise ResourceError(cause, "check that hivemind's p2pd runs here")
 
     def join(self, bootstrap: Sequence[str], timeout_s: float = 10.0) -> None:
-        """Become one with the directory of which these are addresses: of one node, or of several.
+        """Join the directory that has nodes at the addresses `bootstrap`: both become one.
 
         Raises UsageError (an address makes no sense) and UnreachableError (none answers; known within 0.5 s when
         refused, 5 s when silent, `timeout_s` at the latest): then all is as before.
@@ -123,7 +122,7 @@ class Directory:
             )
 
     def revive(self) -> bool:
-        """Start the node again if its process has ended, as it does when its p2pd dies. Whether it had.
+        """Start the node again if its process has ended, as it does when its p2pd dies. Returns whether it had.
 
         The new one has other `addresses`, from when it answers the first question, and knows no other node.
         """
@@ -138,13 +137,13 @@ class Directory:
             return True
 
     def announce(self, member: Member, version: int, ttl_s: float = TTL_S, timeout_s: float = 5.0) -> bool:
-        """Tell for `ttl_s` where `member` is and how far. False, and a log line, if not done within `timeout_s`."""
+        """Store a record of `member` and its version for `ttl_s`. False, and a log line, if not done in `timeout_s`."""
         assert ttl_s <= MAX_TTL_S, f"nodes refuse records that last {ttl_s} s"
         record = json.dumps({**asdict(member), "version": version}, separators=(",", ":")).encode()
         return self._store(member.peer, record, ttl_s, timeout_s)
 
     def withdraw(self, peer: str, timeout_s: float = 5.0) -> bool:
-        """Take back what this directory announced of `peer`. False, and a log line, as `announce`."""
+        """Take back the record that this directory announced of `peer`. False, and a log line, as `announce`."""
         return self._store(peer, b"", 0.0, timeout_s)
 
     def lookup(self, timeout_s: float = 5.0) -> dict[str, Member]:
@@ -157,11 +156,12 @@ class Directory:
     def close(self, timeout_s: float = 5.0) -> None:
         """End the node and its p2pd: gracefully, or by force after `timeout_s`."""
         self._closed = True
-        self._process.terminate()  # whoever waits for its answer now waits no more
+        self._process.terminate()  # a thread that waits for its answer now waits no more
         with self._lock:
             self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> None:
+        """End the directory's process and its p2pd, by force after `timeout_s`."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -197,11 +197,8 @@ class Directory:
         finally:
             self._lock.release()
 
-    def _lives(self) -> bool:
-        """Whether the process is there, though it says nothing: at the end of a dead one's pipe there is its end."""
-        return self._process.poll() is None and not self._pipe.poll(0)
-
     def _receive(self, deadline: float) -> Any:
+        """The next answer of the node; None if there is none before the deadline or the node is gone."""
         with suppress(EOFError, OSError):  # the process is gone
             if self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 answer = self._pipe.recv()
@@ -210,38 +207,21 @@ class Directory:
         return None
 
 
-def _listen_address(host: str, port: int) -> str:
-    """The multiaddr to listen on. Raises ResourceError if that is not possible.
+# ---------------------------------------------------------------- this peer in the directory
 
-    Tried out here, because p2pd sets SO_REUSEPORT: two of them on one port would start and steal each other's calls.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ResourceError(
-            f"the peer directory cannot listen on {host} port {port}: {error.strerror}",
-            "set network.listen to an address of this machine and network.dht_port to a free port, or 0 for any",
-        ) from error
-    return f"/{'ip6' if family == socket.AF_INET6 else 'ip4'}/{address[0]}/tcp/{port}"
-
-
-# ---------------------------------------------------------------- the directory's process
-
-
+ANNOUNCE_EVERY_S = 60.0
+"""Seconds between announcements and lookups of a peer: 0.2 kB/s sent per peer among four."""
 LOOK_AGAIN_S = 10.0
 """Seconds between lookups when a peer is outside the view, or most of the view cannot be reached."""
 MAX_PAUSE_S = 600.0
-"""The longest pause between two attempts to mend the directory: it begins with `LOOK_AGAIN_S` and doubles."""
+"""The longest pause between two attempts to mend the directory. Pauses begin with `LOOK_AGAIN_S` and double."""
 
 
 class Present(Protocol):
-    """The exchange that is announced."""
+    """The exchange of a peer that is announced in the directory."""
 
     directory: tuple[str, ...]
-    """Addresses of our directory node: what it tells others."""
+    """Addresses of our directory node, for its welcomes."""
 
     @property
     def me(self) -> Member: ...
@@ -251,27 +231,25 @@ class Present(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether it knows too few others."""
-        ...
+        """Whether the exchange knows too few other members."""
 
     @property
     def others(self) -> Sequence[Member]:
-        """Members that live, as far as it knows."""
-        ...
+        """Members that live, as far as the exchange knows."""
 
     def meet(self, members: Sequence[Member]) -> None: ...
 
 
 class Presence:
-    """A daemon thread, since the directory's calls block.
+    """Announces a peer in the directory, from a daemon thread, since the directory's calls block.
 
     It keeps the directory whole, too. A node whose p2pd dies is started again, as another. And where members that we
-    know are not found in our directory, it is another than theirs: nobody answered there when we came, or ours is a new
-    one, or the network was cut. Then one of them is asked where its directory is now.
+    know are not found in our directory, theirs is another: no node answered there when we came, or ours is a new one,
+    or the network was cut. Then one of them is asked where its directory is now.
     """
 
     def __init__(self, directory: Directory, exchange: Present, hello: Callable[[str], Welcome | None]) -> None:
-        """`hello`: what the member at an address says, None where nobody answers."""
+        """`hello`: returns the welcome of the member at an address, None where none answers."""
         self._directory = directory
         self._exchange = exchange
         self._hello = hello
@@ -292,7 +270,7 @@ class Presence:
                     raise
 
     def _turn(self) -> float:
-        """Returns in how many seconds the next one is due."""
+        """Announce this peer, look for others, mend the directory where it is due. Returns seconds until next time."""
         if self._directory.revive():
             self._warn("ended", "the peer directory ended, as it does when its p2pd is killed: starting it again")
             return self._pause()
@@ -308,21 +286,15 @@ class Presence:
             self._pause_s, self._due_s = LOOK_AGAIN_S, None
             self._warned.clear()
             return every_s
-        return min(every_s, self._seek(missing))
-
-    def _seek(self, missing: Sequence[Member]) -> float:
-        """Join the directory of one of them when it is time: who has just come may only have to announce itself.
-        Returns in how many seconds to try again."""
         now_s = monotonic_s()
-        if self._due_s is not None and now_s < self._due_s:
-            return self._due_s - now_s
-        if self._due_s is not None:
-            self._join_that_of(random.choice(missing))
-        pause_s = self._pause()
-        self._due_s = now_s + pause_s
-        return pause_s
+        if self._due_s is None or now_s >= self._due_s:
+            if self._due_s is not None:  # not at once: a member that has just come may only have to announce itself
+                self._join_that_of(random.choice(missing))
+            self._due_s = now_s + self._pause()
+        return min(every_s, self._due_s - now_s)
 
     def _join_that_of(self, member: Member) -> None:
+        """Ask a member for its directory, and join that."""
         try:
             welcome = self._hello(member.address)
             if welcome is None or not welcome.directory:
@@ -335,23 +307,23 @@ class Presence:
             self._warn("apart", text)
 
     def _pause(self) -> float:
-        """Seconds to wait before the next attempt."""
+        """Seconds to wait before the next attempt to mend the directory."""
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return pause_s
 
     def _warn(self, trouble: str, text: str) -> None:
-        """Once for each trouble, until all is well again."""
+        """Log a trouble of the directory once, until all is well again."""
         if trouble not in self._warned:
             self._warned.add(trouble)
             logger.warning("%s", text)
 
     def stop(self) -> None:
-        """Say nothing more. What was said stays until it expires, as when the peer had died."""
+        """Announce nothing more. The last record stays until it expires, as if the peer had died."""
         self._ended.set()
 
     def end(self) -> None:
-        """Take the record back."""
+        """Stop, and withdraw this peer's record from the directory."""
         self.stop()
         self._thread.join(5.0)
         self._directory.withdraw(self._exchange.me.peer)

@@ -1,4 +1,4 @@
-"""The directory's process: a node of hivemind's DHT, which answers what its peer asks over a pipe."""
+"""The process of the peer directory: a node of hivemind's DHT, which answers its peer's questions over a pipe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +22,7 @@ from diloco.base.types import Member
 logger = logging.getLogger(__name__)
 
 MAX_TTL_S = 3600.0
-"""A node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever."""
+"""A DHT node takes no record that lasts longer: the longest lasting wins, so a stranger's could stay for ever."""
 MAX_RECORD_BYTES = 1024
 MAX_MEMBERS = 256
 """A look-up returns no more: bounds what strangers can make us hold, and 256 records fit in a pipe."""
@@ -34,17 +33,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # as PeerSection.name
 _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSettings:
-    """Settings of a node, sent to its process before it starts."""
-
-    run: str
-    listen: str
-    timeout_s: float
-
-
 def run_node() -> None:
-    """The directory's process: serve until told to end or orphaned; leave no p2pd behind."""
+    """Main function of the directory's process: serve until terminated or orphaned; leave no p2pd behind."""
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # not so p2pd, which ends: only its session keeps Ctrl-C from it
     try:
@@ -56,45 +46,49 @@ def run_node() -> None:
 
 
 async def _serve(pipe: Connection, parent: int) -> None:
-    """Start a node, send its addresses (or, as text, why there is none), then answer questions until cancelled."""
-    _end_with(parent)
+    """Start a DHT node, send its addresses (or, as text, why there is none), then answer questions until cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    _end_with(parent, task)
+    inbox: asyncio.Queue[Any] = asyncio.Queue()  # the settings that `Directory.open` sends, then questions
+    loop = asyncio.get_running_loop()
+
+    def receive() -> None:
+        try:
+            inbox.put_nowait(pipe.recv())
+        except (EOFError, OSError):  # the parent is gone (where there is no PR_SET_PDEATHSIG)
+            loop.remove_reader(pipe.fileno())
+            _end_silently(task)
+
+    loop.add_reader(pipe.fileno(), receive)
     _import_hivemind()  # 0.4 s, which the peer has other uses for
-    settings = await _receive_settings(pipe)
+    run, listen, timeout_s = await inbox.get()
     from hivemind.p2p import P2PDaemonError
 
     try:
-        node = await asyncio.wait_for(_start_node(settings), settings.timeout_s)
+        node = await asyncio.wait_for(_start_node(run, listen, timeout_s), timeout_s)
     except (P2PDaemonError, RuntimeError, TimeoutError) as error:
         pipe.send(str(error) or "no answer")
-        _silence()  # the peer says why; asyncio would say that a p2pd was left behind
+        _silence()  # the peer reports why; asyncio would report that a p2pd was left behind
         return
-    watching = asyncio.create_task(_end_without(node.p2p._child, asyncio.current_task()))
+    watching = asyncio.create_task(_end_without(node.p2p._child, task))
+    records = _Records(node, run)
     with suppress(asyncio.CancelledError):
         pipe.send(tuple(str(address) for address in await node.get_visible_maddrs()))
-        await _answer_questions(pipe, _Records(node, settings.run))
+        while True:
+            timeout_s, question, *arguments = await inbox.get()
+            try:
+                answer = await asyncio.wait_for(getattr(records, question)(*arguments), timeout_s)
+            except (OSError, EOFError):  # TimeoutError is one; or p2pd is gone, which ends this process, too
+                answer = None
+            pipe.send(answer)
     watching.cancel()
     with suppress(TimeoutError):
         await asyncio.wait_for(node.shutdown(), _SHUTDOWN_S)
 
 
-async def _receive_settings(pipe: Connection) -> NodeSettings:
-    """The settings that `Directory.open` sends; the wait ends with the process, or when the parent's end closes."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(pipe.fileno(), readable.set)
-    await readable.wait()
-    loop.remove_reader(pipe.fileno())
-    try:
-        settings: NodeSettings = pipe.recv()
-    except EOFError:
-        raise asyncio.CancelledError from None
-    return settings
-
-
-def _end_with(parent: int) -> None:
-    """End this node with its peer: at SIGTERM and (Linux) at the parent's death, SIGKILL included. Silently."""
-    task = asyncio.current_task()
-    assert task is not None
+def _end_with(parent: int, task: asyncio.Task[Any]) -> None:
+    """End the directory's process with its peer: at SIGTERM and (Linux) at the parent's death, SIGKILL included."""
     loop = asyncio.get_running_loop()
 
     def end_if_orphaned() -> None:
@@ -109,16 +103,15 @@ def _end_with(parent: int) -> None:
     end_if_orphaned()  # it may have died before it was watched
 
 
-async def _end_without(p2pd: Any, task: asyncio.Task[Any] | None) -> None:
+async def _end_without(p2pd: Any, task: asyncio.Task[Any]) -> None:
     """End the node when its p2pd ends. Without one it would go on, store records nowhere, and find its own."""
     await p2pd.wait()
-    assert task is not None
     _end_silently(task)
 
 
 def _end_silently(task: asyncio.Task[Any]) -> None:
-    """The parent wants no more, or is gone, or p2pd is. asyncio would say that a p2pd is left behind, where its start
-    was cut short, and that the loop of its pipes is closed."""
+    """End the node after SIGTERM, or without parent or p2pd. asyncio would log that a p2pd is left behind, where its
+    start was cut short, and that the loop of its pipes is closed."""
     _silence()
     task.cancel()
 
@@ -132,7 +125,7 @@ def _silence() -> None:
 
 
 def _import_hivemind() -> None:
-    """Here only, and not in the parent: the import changes torch's sharing strategy and the names of log levels."""
+    """Import hivemind here only, and not in the parent: it changes torch's sharing strategy and names of log levels."""
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
     os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")  # p2pd's: it calls its own end, and every lost peer, an error
     import hivemind  # noqa: F401
@@ -156,20 +149,21 @@ class _WithoutTraceback(logging.Formatter):
         return f"{ei[0].__name__}: {ei[1]}"
 
 
-async def _start_node(settings: NodeSettings) -> Any:
+async def _start_node(run: str, listen: str, timeout_s: float) -> Any:
+    """A DHT node that keeps the records of `run` only, and listens at the multiaddr `listen`."""
     from hivemind.dht import DHTNode
 
     return await DHTNode.create(
-        host_maddrs=[settings.listen],
-        record_validator=_Bounds(settings.run),
-        startup_timeout=settings.timeout_s,
+        host_maddrs=[listen],
+        record_validator=_Bounds(run),
+        startup_timeout=timeout_s,
         strict=False,  # True refuses peers whose clock differs by 3 s
         # Every look-up asks the others: caches would only add traffic and old answers.
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
         cache_refresh_before_expiry=0,
-        # Nothing leaves for anywhere but the addresses that `join` is told and the peers found through them.
+        # Nothing leaves for anywhere but the addresses given to `join` and the peers found through them.
         auto_nat=False,
         nat_port_map=False,
         use_relay=False,
@@ -178,48 +172,19 @@ async def _start_node(settings: NodeSettings) -> Any:
     )
 
 
-async def _answer_questions(pipe: Connection, records: _Records) -> None:
-    """One question at a time, as they come. An answer is None when it took longer than the question allows."""
-    questions: asyncio.Queue[Any] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-
-    def receive() -> None:
-        try:
-            questions.put_nowait(pipe.recv())
-        except (EOFError, OSError):  # the parent is gone (where there is no PR_SET_PDEATHSIG)
-            loop.remove_reader(pipe.fileno())
-            _end_silently(task)
-
-    loop.add_reader(pipe.fileno(), receive)
-    while True:
-        timeout_s, *question = await questions.get()
-        try:
-            answer = await asyncio.wait_for(records.answer(*question), timeout_s)
-        except (OSError, EOFError):  # TimeoutError is one; or p2pd is gone, which ends this process, too
-            answer = None
-        pipe.send(answer)
-
-
 class _Records:
-    """The run's records: one dictionary in the DHT, from peer names to JSON; empty bytes for a peer that left."""
+    """The run's records: one dictionary in the DHT, from peer names to JSON; empty bytes for a peer that left.
+
+    Its public methods are the questions that `Directory` asks.
+    """
 
     def __init__(self, node: Any, run: str) -> None:
         self._node = node
         self._key = _key(run)
         self._expires_at: dict[str, float] = {}
 
-    async def answer(self, kind: str, *arguments: Any) -> Any:
-        kinds: dict[str, Callable[..., Awaitable[Any]]] = {
-            "join": self.join,
-            "store": self.store,
-            "lookup": self.lookup,
-        }
-        return await kinds[kind](*arguments)
-
     async def join(self, addresses: Sequence[str]) -> str:
-        """Meet the nodes at these addresses. Empty when one of them answers; else why none does."""
+        """Connect to the DHT nodes at these addresses. Empty when one of them answers; else why none does."""
         causes = await asyncio.gather(*map(self._meet, addresses))
         if all(causes):
             return "; ".join(causes)
@@ -227,6 +192,7 @@ class _Records:
         return ""
 
     async def _meet(self, address: str) -> str:
+        """Connect to one DHT node. Empty when it answers; else why it does not."""
         from hivemind.p2p import P2PDaemonError, PeerID
         from hivemind.utils.networking import Multiaddr
 
@@ -239,6 +205,7 @@ class _Records:
         return "" if await self._node.protocol.call_ping(peer, validate=True, strict=False) else "no answer to a ping"
 
     async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
+        """Store the record of a peer in the DHT, in place of its earlier one."""
         # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws; unless nobody
         # took that, as it came by a clock that was far ahead and has been set right.
         now_s, last_s = time.time(), self._expires_at.get(peer, 0.0)
@@ -249,13 +216,15 @@ class _Records:
         return True
 
     async def lookup(self) -> dict[str, Member]:
+        """The members that have a record in the DHT, by name, `MAX_MEMBERS` at most."""
         found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some
         entries = found.value.items() if found else ()
-        members = (_parse_record(peer, entry.value) for peer, entry in entries)
-        return {member.peer: member for member in islice((m for m in members if m is not None), MAX_MEMBERS)}
+        members = filter(None, (_parse_record(peer, entry.value) for peer, entry in entries))
+        return {member.peer: member for member in islice(members, MAX_MEMBERS)}
 
 
 def _key(run: str) -> str:
+    """The DHT's key of a run's records."""
     return f"diloco/{run}/peers"
 
 
@@ -279,10 +248,10 @@ def _parse_record(peer: Any, value: Any) -> Member | None:
 
 
 class _Bounds:
-    """hivemind's record validator: what this node stores for others, and believes when others return it.
+    """hivemind's record validator: the records that this node stores for others, and believes when others return them.
 
     Without it one value that is not msgpack would end every look-up, one plain value under the key would keep all
-    peers out, and one record that never expires would stand for ever.
+    peers out, and one record that never expires would stay for ever.
     """
 
     def __init__(self, run: str) -> None:
@@ -298,7 +267,7 @@ class _Bounds:
             and record.subkey != self._pack(None)
             and len(record.subkey) <= MAX_RECORD_BYTES
             and len(record.value) <= MAX_RECORD_BYTES
-            # Exactly packed bytes, told without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
+            # Exactly packed bytes, checked without unpacking a stranger's: 2 or 3 bytes of header, then the bytes.
             and record.value in (self._pack(record.value[2:]), self._pack(record.value[3:]))
             and record.expiration_time <= time.time() + MAX_TTL_S
         )
@@ -306,5 +275,4 @@ class _Bounds:
     def sign_value(self, record: Any) -> bytes:
         return bytes(record.value)
 
-    def strip_value(self, record: Any) -> bytes:
-        return bytes(record.value)
+    strip_value = sign_value  # nothing is signed

@@ -1,52 +1,118 @@
-"""A peer's access to the network: the address where it listens, the member that it joins through, the directory."""
+"""A process's access to the network: event loop, link and server of gRPC, and the run's directory.
+
+Every rank that exchanges parts has a `Runtime`. Rank 0 has an `Endpoint` around it, which joins through a member and
+takes part in the directory.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from diloco.base import failpoints
-from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.base.clock import monotonic_s
+from diloco.base.errors import DilocoError, IncompatibleError, Interrupted, TicketError, UnreachableError, UsageError
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json
 from diloco.config.site import NetworkSection, Site
-from diloco.identity.keys import VARIABLE, secret_from_environment
+from diloco.identity.keys import VARIABLE, keys_of, secret_from_environment
+from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
-from diloco.transport.address import is_loopback, split_address, split_ticket
+from diloco.transport.address import is_loopback, join_address, split_address, split_ticket
 from diloco.transport.dht import Directory, Presence, Present
-from diloco.transport.runtime import Runtime, reachable
-
-PROBE_S = 1.0
-
-
-async def nobody_listens(address: str) -> bool:
-    """Whether the process that listened at `address` is gone for certain.
-
-    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
-    network may be a firewall's.
-    """
-    if not is_loopback(address):
-        return False
-    host, port = split_address(address)
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return False
-
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import Server, serve
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+JOIN_PATIENCE_S = 10.0
+"""Seconds for which a joiner tries the addresses of members before it reports that no peer listens there."""
+STARTING_S = 120.0
+"""The same where a member answers that it is starting: its directory, and the ranks of its island, take their time."""
+
+
+class StartingError(UnreachableError):
+    """A peer is at that address, and takes no joiner yet."""
+
+
+class Runtime:
+    """The event loop that the exchange runs on, in a daemon thread, with the gRPC link and the server of this process.
+
+    `DILOCO_SECRET` makes its keys.
+
+    The arguments are those of `GrpcLink`.
+    """
+
+    def __init__(self, rpc_s: float, send_bps: float = 0.0, streams: int = 1) -> None:
+        self._keys = keys_of(secret_from_environment())
+        # With a factory, for without it the caller's thread has the loop, too.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._live, name="exchange", daemon=True)
+        self._thread.start()
+        self._rpc_s = rpc_s
+        self._server: Server | None = None
+        self.link = GrpcLink(rpc_s, self._keys, send_bps, streams)
+
+    def _live(self) -> None:
+        with self._runner:  # which cancels what still runs in the end, and closes the loop
+            self.loop.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the exchange's loop and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def hello(self, address: str) -> Welcome:
+        """The welcome of the member at `address`. Raises StartingError, UnreachableError, TicketError, or
+        IncompatibleError (it does not speak our protocol)."""
+        try:
+            return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
+        except LinkRefused as error:
+            if error.reply is Reply.TOO_EARLY:
+                raise StartingError(f"{address} is still starting", "try again, or through another member") from error
+            raise IncompatibleError(f"{address} refuses to talk: {error}", "use the same diloco release") from error
+        except (LinkDown, LinkSlow) as error:
+            raise unanswered(address, error) from error
+
+    def answer_of(self, address: str) -> Welcome | None:
+        """The present welcome of the member at `address`; None where no member of our protocol answers."""
+        try:
+            return self.hello(address)
+        except (UnreachableError, TicketError, IncompatibleError):
+            return None
+
+    def serve(self, service: Service, listen: str) -> str:
+        """Have `service` answer other peers at `listen` (host:port, port 0 takes a free one). Returns the address.
+
+        Raises ResourceError.
+        """
+        self._server = self.run(serve(service, listen, self._keys), 10.0)
+        return self._server.address
+
+    def close(self) -> None:
+        """Stop serving, end the thread and its loop: what still runs on it is cancelled."""
+        if self._server is not None:
+            self.run(self._server.stop(0.2), 5.0)
+        self.run(self.link.close(), 5.0)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5.0)
 
 
 class Endpoint:
-    """The way out of this process. Made first: the directory's process imports hivemind while we build the model."""
+    """A peer's access to other peers: link, server and directory.
+
+    Made first: the directory's process imports hivemind while we build the model.
+    """
 
     def __init__(self, site: Site, lanes: int = 1) -> None:
-        """`lanes`: so many ranks of an island share `network.send_bps`."""
+        """`lanes`: the number of an island's ranks, which share `network.send_bps`."""
         failpoints.arm_from_environment()
         listen = site.network.listen
         secret = secret_from_environment()
@@ -62,28 +128,48 @@ class Endpoint:
     def fetch_contract(
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
-        """Ask the member at `HOST:PORT[/DIGEST]` for the contract; of several, with commas, the first that answers and
-        trains what it should.
+        """The contract of the member at `HOST:PORT[/DIGEST]`; of several, with commas, the first that answers and
+        trains the contract of that digest. Keeps that member's welcome.
 
-        `say` is told why it takes so long; `wanted` is asked whether anybody still waits.
-        Raises UsageError, UnreachableError, IncompatibleError, and TicketError when the contract is not the one in the
-        ticket.
+        `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits. Raises UsageError.
+        Raises UnreachableError when no member answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or
+        TicketError (another contract than the ticket's), when one answered and none fits: at an address where one peer
+        was, another run's may be by now.
         """
-        doors = dict(split_ticket(ticket) for ticket in tickets.split(","))
-
-        def checked(address: str, welcome: Welcome) -> Contract:
-            contract, expected = contract_from_json(welcome.contract), doors[address]
-            if not contract.digest.startswith(expected):
-                cause = f"{address} trains contract {contract.digest[:12]}, the address given names {expected}"
-                raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
-            return contract
-
-        contract, self.welcome = self.runtime.hello(list(doors), checked, say, wanted)
-        return contract
+        digests = dict(split_ticket(ticket) for ticket in tickets.split(","))
+        began_s, reported = monotonic_s(), ""
+        while True:
+            silent: list[UnreachableError] = []
+            others: list[DilocoError] = []
+            for address, digest in digests.items():
+                try:
+                    welcome = self.runtime.hello(address)
+                    contract = contract_from_json(welcome.contract)
+                    if not contract.digest.startswith(digest):
+                        cause = f"{address} trains contract {contract.digest[:12]}, the address given names {digest}"
+                        raise TicketError(cause, "ask for the current join line: `diloco status` prints it")
+                    self.welcome = welcome
+                    return contract
+                except UnreachableError as error:
+                    silent.append(error)
+                except DilocoError as error:
+                    others.append(error)
+            if others:
+                raise others[0]
+            patience_s = STARTING_S if any(isinstance(error, StartingError) for error in silent) else JOIN_PATIENCE_S
+            why = "; ".join(error.cause for error in silent)
+            if not wanted():
+                raise Interrupted(f"stopped before anybody answered: {why}")
+            if monotonic_s() - began_s >= patience_s:
+                raise UnreachableError(why, silent[-1].fix) from silent[-1]
+            if why != reported:
+                reported = why
+                say(f"{why}: trying for {patience_s:g} s")
+            self.runtime.run(asyncio.sleep(0.25), 5.0)
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Take part in the peer directory. A joiner that finds nobody there goes on without: members tell of others,
-        and `Presence` tries again."""
+        """Take part in the peer directory of the run. A joiner that finds no node goes on without: it hears of others
+        from members, and `Presence` tries again."""
         network = self.site.network
         if self.welcome is None and (warning := known_here_only(network)):
             warn(warning)
@@ -94,21 +180,21 @@ class Endpoint:
         elif self.welcome is not None and self.welcome.directory:
             try:
                 self.directory.join(self.welcome.directory)
-            except (UnreachableError, UsageError) as error:  # nobody is there; or those, a member's, are no addresses
+            except (UnreachableError, UsageError) as error:  # none answers; or a member sent what are no addresses
                 warn(f"{error.cause}; going on without it, and trying again later")
 
     def appear(self, exchange: Present) -> Presence:
-        """Have the directory say where we are, from now on."""
+        """Announce this peer in the directory from now on."""
         return Presence(self.directory, exchange, self.runtime.answer_of)
 
     def close(self) -> None:
-        """End link, server and directory."""
+        """End the link, the server and the directory."""
         self.runtime.close()
         self.directory.close()
 
 
 def known_here_only(network: NetworkSection) -> str:
-    """Warning for a founder that listens for others and does not know at which address; empty: it does."""
+    """Warning for a founder that listens for others but knows no address of this machine; empty where it does."""
     if network.advertise is not None or is_loopback(network.listen):
         return ""
     address = reachable(network.listen, None)
@@ -118,8 +204,8 @@ def known_here_only(network: NetworkSection) -> str:
 
 
 def listening(site: Site, tickets: str | None) -> Site:
-    """The site of who joins with these tickets. It listens on loopback by default, where members on other machines
-    would not reach it: then on a free port of all addresses instead. Raises UsageError."""
+    """The site of a peer that joins with these tickets. A site listens on loopback by default, where members on other
+    machines do not reach it: then on a free port of all addresses instead. Raises UsageError."""
     network = site.network
     if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
         return site
@@ -128,3 +214,55 @@ def listening(site: Site, tickets: str | None) -> Site:
         return site
     listen = "[::]:0" if all(address.startswith("[") for address in away) else "0.0.0.0:0"
     return site.model_copy(update={"network": network.model_copy(update={"listen": listen})})
+
+
+def unanswered(address: str, error: Exception) -> UnreachableError | TicketError:
+    """The error for a person where a call to `address` ended with LinkDown or LinkSlow."""
+    clause = str(error).rpartition(": ")[2]  # the last clause of gRPC's text is all that a person needs
+    opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
+    why = (clause if opened else clause.rstrip("])")) or "no connection"
+    if VARIABLE in why:
+        advice = f"export the {VARIABLE} with which the run was founded"
+        return TicketError(f"{address} does not let us in: {why}", advice)
+    return UnreachableError(
+        f"nobody answers at {address} ({why})", "check host and port; any live member of the run will do"
+    )
+
+
+def reachable(served: str, toward: str | None) -> str:
+    """The address at which other peers reach a server: where it listens on all of this machine's, the address of the
+    route to `toward`.
+
+    `toward` is a member's `host:port`; None takes the default route. Nothing is sent.
+    """
+    host, port = split_address(served)
+    if host not in ("0.0.0.0", "::"):
+        return served
+    if ":" in host:
+        family, other, loopback = socket.AF_INET6, "2001:db8::1", "::1"  # an address of documentation (RFC 3849)
+    else:
+        family, other, loopback = socket.AF_INET, "192.0.2.1", "127.0.0.1"  # the same (RFC 5737)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((split_address(toward)[0] if toward else other, port))
+        return join_address(probe.getsockname()[0], port)
+    return join_address(loopback, port)  # no route: at least this machine can be reached from itself
+
+
+PROBE_S = 1.0
+"""Seconds within which a listening process takes a connection on loopback."""
+
+
+async def nobody_listens(address: str) -> bool:
+    """Whether the process that listened at `address` is gone for certain: dead and not cut off.
+
+    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
+    network may be a firewall's.
+    """
+    if not is_loopback(address):
+        return False
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
+        writer.close()
+    except OSError as error:  # of which TimeoutError is one
+        return isinstance(error, ConnectionRefusedError)
+    return False

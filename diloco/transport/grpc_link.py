@@ -1,4 +1,4 @@
-"""The exchange's seam over gRPC: `GrpcLink` asks other peers, `grpc_server.serve` answers them.
+"""The exchange's seam over gRPC: `GrpcLink` calls other peers, `grpc_server.serve` answers their calls.
 
 Both live on one asyncio loop and thread, and speak TLS: see `keys.py`. Nothing that arrives is trusted: addresses are
 checked before they are dialled (gRPC would also open `unix:` ones), sizes before bytes are kept. Liveness is progress:
@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc import StatusCode
 
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import UsageError
@@ -27,10 +28,9 @@ from diloco.identity.keys import SERVER_NAME, VARIABLE, Keys
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.address import join_address, split_address
-from diloco.transport.grpc_calls import REPLY_KEY, keep_freed_memory, parsed, progress
+from diloco.transport.grpc_server import REPLY_KEY, keep_freed_memory, parsed, progress
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
-from diloco.transport.outbox import Outbox
-from diloco.transport.pace import RateLimit, Uplink
+from diloco.transport.pace import Outbox, RateLimit, Uplink
 from diloco.wire import convert
 from diloco.wire.chunks import MESSAGE_BYTES, Joiner, Pace, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -43,24 +43,24 @@ MAX_COMMITS: Final = 4096
 """Most commits taken from one answer."""
 
 IDLE_MS: Final = 60_000
-"""A connection that nobody used for so long is closed; without that gRPC knocks at a dead peer's door once a second
-for half an hour, and the dead of a long run are many."""
+"""A connection that no call used for so long is closed. Without that gRPC tries to reach a dead peer once a second for
+half an hour, and a long run has many dead peers."""
 
 UNUSED_S: Final = 300.0
-"""After so long without a call, or twice that, an address is forgotten: whoever comes back has another port, as a rule,
-and what gRPC keeps of an address, connected or not, is 60 kB."""
+"""An address is forgotten after so long without a call, or twice that. A peer that comes back has another port, as a
+rule, and gRPC keeps 60 kB for each address, connected or not."""
 
 _CONTROL, _BULK = 0, 1
-"""Connections to one address: control messages, and from here on bulk."""
+"""Numbers of the connections to one address: control messages, and from here on bulk."""
 _FIRST_MESSAGE_BYTES = 1 << 19
-"""Bound on a stream's first message: the line may have become slow since the last one. At 1 Mb/s one takes 4 s."""
+"""Most payload of a stream's first message: the network may have become slow since the last stream. At 1 Mb/s it takes
+4 s."""
 
 M = TypeVar("M")
-PartsCall = grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
 
 
 class GrpcLink(Link):
-    """Asks other peers over two connections per address or more, opened at the first call and mended when they break.
+    """Calls to other peers, over two or more connections per address: opened at the first call, mended when they break.
 
     Args:
         rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
@@ -78,7 +78,7 @@ class GrpcLink(Link):
         self._lines: dict[str, _Line] = {}
         """By address."""
         self._swept_s = monotonic_s()
-        """When those were forgotten last that nobody used."""
+        """When unused addresses were last forgotten."""
         self._limit = RateLimit(send_bps)
         self._uplink = Uplink(send_bps)
         self._bulk = range(_BULK, _BULK + streams)
@@ -89,9 +89,7 @@ class GrpcLink(Link):
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         request = convert.seal(envelope)
-        async with self._line(address) as line:
-            answer = _there(await line.peer().Deliver(request, timeout=self._rpc_s))
-        return _reply(answer)
+        return _reply(await self._ask(address, lambda peer: peer.Deliver(request, timeout=self._rpc_s)))
 
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
@@ -99,34 +97,40 @@ class GrpcLink(Link):
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
         async with self._line(address) as line:
-            outbox = Outbox(parts)
-            streams = [self._sending(line, connection, stall_s) for connection in self._bulk]
-            try:
-                return await _all_ok([stream.run(first, outbox) for stream in streams])
-            except LinkSlow:
-                line.paces.clear()
-                raise
-            finally:
-                outbox.close()
+            with closing(Outbox(parts)) as outbox:
+                streams: list[asyncio.Task[Reply]] = []
+                try:
+                    for connection in self._bulk:
+                        call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
+                        pace = line.paces[connection]
+                        pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
+                        sending = _Sending(call, stall_s, self._limit, self._uplink, pace)
+                        streams.append(asyncio.create_task(sending.run(first, outbox)))
+                    for stream in asyncio.as_completed(streams):
+                        if (reply := await stream) is not Reply.OK:
+                            return reply
+                    return Reply.OK
+                except LinkSlow:
+                    line.paces.clear()
+                    raise
+                finally:  # what one stream raises or answers other than OK ends the others
+                    for running in streams:
+                        running.cancel()
+                    await asyncio.gather(*streams, return_exceptions=True)
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
         request = peer_pb2.HelloRequest(wire_version=convert.WIRE_VERSION)
-        async with self._line(address) as line:
-            answer = _there(await line.peer().Hello(request, timeout=timeout_s))
+        answer = await self._ask(address, lambda peer: peer.Hello(request, timeout=timeout_s))
         return parsed(convert.welcome_from_wire, answer)
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
-        async with self._line(address) as line:
-            answer = _there(await line.peer().Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
+        answer = await self._ask(address, lambda peer: peer.Lanes(peer_pb2.LanesRequest(), timeout=timeout_s))
         return parsed(convert.lanes_from_wire, answer)
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         request = parts_pb2.FetchCommitsRequest(since=since)
         found: list[Closed] = []
-        async with (
-            self._line(address) as line,
-            aclosing(_replies(line.peer(_BULK).FetchCommits(request), stall_s)) as replies,
-        ):
+        async with self._replies(address, lambda peer: peer.FetchCommits(request), stall_s) as replies:
             async for reply in replies:
                 if reply.WhichOneof("content") != "header" or len(found) == MAX_COMMITS:
                     raise LinkRefused(Reply.MALFORMED, f"no header of a commit after {len(found)} commits")
@@ -138,19 +142,15 @@ class GrpcLink(Link):
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
         request = parts_pb2.FetchMeanRequest(mean_digest=mean_digest)
-        async with (
-            self._line(address) as line,
-            aclosing(_replies(line.peer(_BULK).FetchMean(request), stall_s)) as replies,
-        ):
+        async with self._replies(address, lambda peer: peer.FetchMean(request), stall_s) as replies:
             first = await anext(replies, None)
             if first is None or first.WhichOneof("content") != "parts":
                 raise LinkRefused(Reply.MALFORMED, "a mean begins with the number of its parts")
             return await _read_mean(replies, first.parts, limits)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
-        async with self._line(address) as line:
-            request = peer_pb2.FetchStateOfferRequest(have=have)
-            answer = _there(await line.peer().FetchStateOffer(request, timeout=timeout_s))
+        request = peer_pb2.FetchStateOfferRequest(have=have)
+        answer = await self._ask(address, lambda peer: peer.FetchStateOffer(request, timeout=timeout_s))
         return parsed(convert.state_offer_from_wire, answer)
 
     async def fetch_state(
@@ -159,10 +159,7 @@ class GrpcLink(Link):
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
         joiner = Joiner(max_chunk_bytes)
         wanted = iter(chunks)
-        async with (
-            self._line(address) as line,
-            aclosing(_replies(line.peer(_BULK).FetchState(request), stall_s)) as replies,
-        ):
+        async with self._replies(address, lambda peer: peer.FetchState(request), stall_s) as replies:
             async for reply in replies:
                 for part in parsed(joiner.join, reply.chunks):
                     if part.index != next(wanted, None):
@@ -172,48 +169,57 @@ class GrpcLink(Link):
             raise LinkRefused(Reply.MALFORMED, "the stream ended before the last chunk of the state")
 
     async def status(self, address: str, timeout_s: float) -> str:
-        async with self._line(address) as line:
-            answer = _there(await line.peer().Status(peer_pb2.StatusRequest(), timeout=timeout_s))
-        return answer.json
+        request = peer_pb2.StatusRequest()
+        return (await self._ask(address, lambda peer: peer.Status(request, timeout=timeout_s))).json
 
     async def close(self) -> None:
         """Close all connections; calls that are under way are cancelled."""
-        lines = list(self._lines.values())
-        self._lines.clear()
-        for line in lines:
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
             await line.close()
 
-    def _sending(self, line: _Line, connection: int, stall_s: float) -> _Sending:
-        call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
-        pace = line.paces[connection]
-        pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
-        return _Sending(call, stall_s, self._limit, self._uplink, pace)
+    async def _ask(self, address: str, ask: Callable[[PeerAsyncStub], Awaitable[M | None]]) -> M:
+        """The peer's answer to a call of one message."""
+        async with self._line(address) as line:
+            return _there(await ask(line.peer()))
+
+    @asynccontextmanager
+    async def _replies(
+        self, address: str, ask: Callable[[PeerAsyncStub], grpc.aio.UnaryStreamCall[Any, M]], stall_s: float
+    ) -> AsyncIterator[AsyncIterator[M]]:
+        """The messages that a peer answers to a call for bulk, each of which must come within `stall_s`."""
+        async with self._line(address) as line, aclosing(_within(stall_s, ask(line.peer(_BULK)))) as replies:
+            yield replies
 
     @asynccontextmanager
     async def _line(self, address: str) -> AsyncIterator[_Line]:
-        """For one call: it is not forgotten meanwhile. gRPC's errors are raised as the link's."""
+        """The connections to a peer, kept open for one call. Raises gRPC's errors as the link's."""
         line = self._lines.setdefault(address, _Line(partial(self._open, address)))
         line.calls += 1
         try:
             await self._forget_unused()
-            with _link_error(address):
-                yield line
+            yield line
+        except grpc.aio.AioRpcError as error:
+            raise _as_link_error(address, error) from None
+        except DecodeError as error:
+            raise LinkRefused(Reply.MALFORMED, f"{address} sent what is no message") from error
         finally:
             line.calls -= 1
             line.used_s = monotonic_s()
 
     async def _forget_unused(self) -> None:
+        """Close the connections to addresses without a call for `UNUSED_S`; looks for them as rarely."""
         now_s = monotonic_s()
         if now_s - self._swept_s < UNUSED_S:
             return
         self._swept_s = now_s
-        unused = [
-            address for address, line in self._lines.items() if not line.calls and now_s - line.used_s >= UNUSED_S
-        ]
-        for line in [self._lines.pop(address) for address in unused]:
-            await line.close()
+        for address, line in list(self._lines.items()):
+            if not line.calls and now_s - line.used_s >= UNUSED_S:
+                self._lines.pop(address, None)  # `close` may have come in between
+                await line.close()
 
     def _open(self, address: str) -> grpc.aio.Channel:
+        """A connection of its own to a peer, with TLS. Raises LinkDown when `address` is none."""
         try:
             target = join_address(*split_address(address))
         except UsageError as error:
@@ -244,14 +250,17 @@ class _Line:
         self._open = open_
         self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
         self.paces: defaultdict[int, Pace] = defaultdict(Pace)
-        """By connection, as its last streams left them: a new stream need not find out again how fast it is."""
+        """By connection, as its last streams left them: a new stream need not measure again how fast it is."""
         self.calls = 0
         """Calls that are under way."""
         self.used_s = monotonic_s()
         """When the latest call ended."""
 
     def peer(self, connection: int = _CONTROL) -> PeerAsyncStub:
-        """Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s."""
+        """The peer's methods over one of the connections.
+
+        Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s.
+        """
         if connection not in self._channels:
             channel = self._open()
             self._channels[connection] = channel, PeerStub(channel)
@@ -264,10 +273,11 @@ class _Line:
 
 
 def channel_credentials(keys: Keys) -> grpc.ChannelCredentials:
-    """Those of a client that only talks to who has the same keys."""
+    """TLS credentials of a client that talks only to servers with the same keys."""
     return grpc.ssl_channel_credentials(keys.certificate, keys.private_key, keys.certificate)
 
 
+@dataclass
 class _Sending:
     """One stream of parts on its way.
 
@@ -276,17 +286,19 @@ class _Sending:
     `limit` gives, is our own business. What the receiver takes while more is there for it goes to `uplink`.
     """
 
-    def __init__(self, call: PartsCall, stall_s: float, limit: RateLimit, uplink: Uplink, pace: Pace) -> None:
-        self._call = call
-        self._stall_s = stall_s
-        self._limit = limit
-        self._uplink = uplink
-        self._moved_at_s = monotonic_s()
-        self._pausing = False
-        self._fed_since_s = math.inf
-        """Since then there was always something to send."""
-        self._sent_bytes = 0
-        self._pace = pace
+    call: grpc.aio.StreamStreamCall[parts_pb2.SendPartsRequest, parts_pb2.SendPartsReply]
+    stall_s: float
+    limit: RateLimit
+    uplink: Uplink
+    pace: Pace
+    moved_at_s: float = field(default_factory=monotonic_s)
+    """When there was progress last."""
+    pausing: bool = False
+    """Whether we wait for parts or for our turn, and not for the receiver."""
+    fed_since_s: float = math.inf
+    """Since then there was always something to send."""
+    sent_bytes: int = 0
+    """Payload taken from the outbox so far."""
 
     async def run(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> Reply:
         """Send what this stream gets of the outbox, which others may take from. Returns what the receiver answers."""
@@ -295,101 +307,78 @@ class _Sending:
         try:
             unfinished: set[asyncio.Task[Any]] = {writing, answering}
             while not answering.done():
-                await asyncio.wait(unfinished, timeout=self._patience_s(), return_when=asyncio.FIRST_COMPLETED)
-                if writing.done() and writing in unfinished:
-                    unfinished.remove(writing)
+                left_s = self.stall_s if self.pausing else self.moved_at_s + self.stall_s - monotonic_s()
+                if left_s <= 0:
+                    raise LinkSlow(f"no progress for {self.stall_s:g} s")
+                _, unfinished = await asyncio.wait(unfinished, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if writing.done():
                     writing.result()  # raises what `parts` raised
             return _reply(answering.result())
         finally:
             writing.cancel()
             answering.cancel()
-            self._call.cancel()
+            self.call.cancel()
 
     async def _write_all(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> None:
-        """Write until the end, or until the other side has ended the call: the answer says why."""
-        try:
-            await self._write(first)
-            while parts := await self._take(outbox):
-                for message in cut(parts, parts_pb2.SendPartsRequest, self._pace):
-                    await self._turn(message.ByteSize())
-                    await self._write(message)
-            await self._call.done_writing()
-        except _Ended:
-            return
+        """Write until the end, or until the other side has ended the call: its answer has the reason."""
+        async with aclosing(self._messages(first, outbox)) as messages:
+            async for message in messages:
+                try:
+                    await self.call.write(message)
+                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it ended now, or before
+                    return
+                self.moved_at_s = monotonic_s()
+        await self.call.done_writing()
 
-    async def _take(self, outbox: Outbox) -> list[Part]:
-        if outbox.starved:
-            self._fed_since_s = math.inf
-        with self._pause():
-            parts = await outbox.take(self._pace.message_bytes)
-        self._fed_since_s = min(self._fed_since_s, monotonic_s())
-        self._sent_bytes += sum(len(part.payload) for part in parts)
-        return parts
-
-    async def _turn(self, size_bytes: int) -> None:
-        delay_s = self._limit.delay_s(size_bytes, monotonic_s())
-        if delay_s > 0:
+    async def _messages(
+        self, first: parts_pb2.SendPartsRequest, outbox: Outbox
+    ) -> AsyncGenerator[parts_pb2.SendPartsRequest]:
+        """`first`, and messages of parts from the outbox, each when the limit allows it."""
+        yield first
+        while True:
+            if outbox.starved:
+                self.fed_since_s = math.inf
             with self._pause():
-                await asyncio.sleep(delay_s)
+                parts = await outbox.take(self.pace.message_bytes)
+            self.fed_since_s = min(self.fed_since_s, monotonic_s())
+            self.sent_bytes += sum(len(part.payload) for part in parts)
+            if not parts:
+                return
+            for message in cut(parts, parts_pb2.SendPartsRequest, self.pace):
+                delay_s = self.limit.delay_s(message.ByteSize(), monotonic_s())
+                if delay_s > 0:
+                    with self._pause():
+                        await asyncio.sleep(delay_s)
+                yield message
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """It is not the other side that we wait for."""
-        self._pausing = True
+        """The stream waits for parts or for its turn: the receiver's deadline begins anew when that is over."""
+        self.pausing = True
         yield
-        self._pausing = False
-        self._moved_at_s = monotonic_s()
-
-    async def _write(self, message: parts_pb2.SendPartsRequest) -> None:
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:  # it ended now, or before
-            raise _Ended from error
-        self._moved_at_s = monotonic_s()
+        self.pausing = False
+        self.moved_at_s = monotonic_s()
 
     async def _answer(self) -> control_pb2.DeliverReply:
+        """The receiver's answer to the stream. Until then its reports of bytes taken set pace and uplink."""
         taken_bytes, reported_at_s, full = 0, monotonic_s(), False
-        async for reply in self._call:
+        async for reply in self.call:
             if _there(reply).HasField("reply"):
                 return reply.reply
-            if not taken_bytes < reply.taken_bytes <= self._sent_bytes:
-                continue  # no progress, whatever it says
-            now_s = self._moved_at_s = monotonic_s()
-            fed = full and self._fed_since_s <= reported_at_s
-            self._pace.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
+            if not taken_bytes < reply.taken_bytes <= self.sent_bytes:
+                continue  # a report of no progress, or of bytes that were never sent
+            now_s = self.moved_at_s = monotonic_s()
+            fed = full and self.fed_since_s <= reported_at_s
+            self.pace.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
             if fed:
-                self._uplink.took(reply.taken_bytes - taken_bytes, reported_at_s, now_s)
+                self.uplink.took(reply.taken_bytes - taken_bytes, reported_at_s, now_s)
             taken_bytes, reported_at_s = reply.taken_bytes, now_s
-            full = self._sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for
+            full = self.sent_bytes - taken_bytes >= MESSAGE_BYTES  # with less, it is not the link that we wait for
         raise LinkRefused(Reply.MALFORMED, "a stream of parts was not answered")
 
-    def _patience_s(self) -> float:
-        """Seconds left to wait for progress. Raises LinkSlow when it is overdue."""
-        left_s = self._stall_s if self._pausing else self._moved_at_s + self._stall_s - monotonic_s()
-        if left_s <= 0:
-            raise LinkSlow(f"no progress for {self._stall_s:g} s")
-        return left_s
 
-
-class _Ended(Exception):
-    """The other side ended the call before we did."""
-
-
-async def _all_ok(streams: Sequence[Coroutine[Any, Any, Reply]]) -> Reply:
-    """Run them all; what one raises or answers other than OK ends the others."""
-    tasks = [asyncio.create_task(stream) for stream in streams]
-    try:
-        for task in asyncio.as_completed(tasks):
-            if (reply := await task) is not Reply.OK:
-                return reply
-        return Reply.OK
-    finally:
-        for running in tasks:
-            running.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> AsyncGenerator[M, None]:
+async def _within(stall_s: float, call: grpc.aio.UnaryStreamCall[Any, M]) -> AsyncGenerator[M, None]:
+    """The messages of a call. Raises LinkSlow when one is not there within `stall_s`."""
     stream = aiter(call)
     try:
         while True:
@@ -403,6 +392,7 @@ async def _replies(call: grpc.aio.UnaryStreamCall[Any, M], stall_s: float) -> As
 
 
 async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) -> list[bytes]:
+    """The `count` encoded parts of one mean. Raises LinkRefused when they are not in order or beyond `limits`."""
     if count > limits.parts:
         raise LinkRefused(Reply.MALFORMED, f"a mean of {count} parts, at most {limits.parts} may be")
     joiner = Joiner(limits.part_bytes)
@@ -421,55 +411,37 @@ async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) ->
 
 
 def _there(answer: M | None) -> M:
-    """gRPC gives None for an answer whose bytes were damaged so that it has status but no message."""
+    """The answer to a call. gRPC has None where damaged bytes left a status but no message: raises LinkDown."""
     if answer is None:
         raise LinkDown("an answer without a message")
     return answer
 
 
 def _reply(answer: control_pb2.DeliverReply) -> Reply:
+    """The receiver's reply code. Raises LinkRefused when it did not understand the message itself."""
     reply, detail = parsed(convert.reply_from_wire, answer)
     if detail:
         raise LinkRefused(reply, detail)
     return reply
 
 
-@contextmanager
-def _link_error(address: str) -> Iterator[None]:
-    """gRPC's errors as the link's."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _as_link_error(address, error) from None
-    except DecodeError as error:
-        raise LinkRefused(Reply.MALFORMED, f"{address} sent what is no message") from error
-
-
 def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
-    detail = f"{address}: {_plain(error.details() or '')}"
+    """A failed call, in the words of the link: advice that a person can act on in place of BoringSSL's terms."""
+    details = error.details() or ""
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        details = f"it has another {VARIABLE}"
+    elif "Tls handshake failed" in details:
+        details = "it does not speak TLS, or its bytes were damaged"
+    detail = f"{address}: {details}"
     match error.code():
-        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+        # INTERNAL and UNKNOWN: it broke during a write, or does not speak HTTP/2; or TLS found damaged bytes.
+        case StatusCode.UNAVAILABLE | StatusCode.CANCELLED | StatusCode.INTERNAL | StatusCode.UNKNOWN:
             return LinkDown(detail)
-        case grpc.StatusCode.INTERNAL | grpc.StatusCode.UNKNOWN:
-            return LinkDown(detail)  # broke during a write, or does not speak HTTP/2; or TLS found damaged bytes
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
+        case StatusCode.DEADLINE_EXCEEDED:
             return LinkSlow(detail)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return LinkRefused(_refusal(error), detail)
+        case StatusCode.FAILED_PRECONDITION:
+            metadata: Any = error.trailing_metadata() or ()
+            name = str(dict(metadata).get(REPLY_KEY, ""))
+            return LinkRefused(Reply.__members__.get(name, Reply.MALFORMED), detail)
         case code:
             return LinkRefused(Reply.MALFORMED, f"{detail} ({code.name})")
-
-
-def _plain(details: str) -> str:
-    """Advice that a person can act on, where gRPC reports BoringSSL's words."""
-    if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f"it has another {VARIABLE}"
-    if "Tls handshake failed" in details:
-        return "it does not speak TLS, or its bytes were damaged"
-    return details
-
-
-def _refusal(error: grpc.aio.AioRpcError) -> Reply:
-    metadata: Any = error.trailing_metadata() or ()
-    name = dict(metadata).get(REPLY_KEY, "")
-    return Reply.__members__.get(str(name), Reply.MALFORMED)

@@ -1,13 +1,19 @@
-"""Limit and measurement of the sending rate, without I/O.
+"""Sending of parts: the outbox that collects them, the limit of the rate, and its measurement. No I/O.
 
-The limit is a token bucket after the generic cell rate algorithm. The state for a joiner shares a peer's uplink and
-cores with its training, which goes first; and a peer's rounds may share an uplink with its owner.
+The state for a joiner shares a peer's uplink and cores with its training, which goes first; and a peer's rounds may
+share an uplink with the peer's owner.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from statistics import median
+
+from diloco.protocol.streams import Part
 
 SERVE_BPS_PER_CORE = 80e6
 """Bits per second to joiners that cost 5 % of a core: checksum, gRPC, TLS and TCP take 5 ns a byte beside training
@@ -19,11 +25,13 @@ BURST_S = 0.1
 MEASURED_S = 0.5
 """Seconds of sending in one sample of the rate: shorter ones measure busy cores more than the link."""
 MEASURED_VERSIONS, MIN_VERSIONS = 4, 3
-"""Versions whose samples are remembered, and versions that are needed for a rate: a process's first syncs are slow."""
+"""Versions with samples that are kept, and versions that are needed for a rate: a process's first syncs are slow."""
 
 
 class RateLimit:
-    """Tells each sender when its turn is. Whoever asks first is served first, so several senders share one limit.
+    """Limit of a sending rate that several senders share: the first that asks is served first.
+
+    It is a token bucket after the generic cell rate algorithm.
 
     Args:
         bps: bits per second over all senders; 0: no limit.
@@ -65,27 +73,87 @@ class Uplink:
         """By version, bits per second."""
 
     def begin(self, version: int) -> None:
-        """Sending for this version."""
+        """Bytes sent from now on count for this version."""
         self._version = version
 
     def took(self, size_bytes: int, since_s: float, now_s: float) -> None:
-        """A receiver took so much since then, and there was more to send to it all the time. Times are monotonic."""
+        """A receiver took so many bytes since then, with more to send to it all the time. Times are monotonic."""
         self._bits += 8 * size_bytes
         self._busy_s += max(now_s - max(since_s, self._busy_until_s), 0.0)
         self._busy_until_s = max(now_s, self._busy_until_s)
         if self._busy_s >= MEASURED_S:
-            self._sample(self._bits / self._busy_s)
+            bps = self._bits / self._busy_s
+            self._fastest[self._version] = max(bps, self._fastest.get(self._version, 0.0))
+            if len(self._fastest) > MEASURED_VERSIONS:
+                del self._fastest[next(iter(self._fastest))]  # the version that was begun first
             self._bits = self._busy_s = 0.0
-
-    def _sample(self, bps: float) -> None:
-        self._fastest[self._version] = max(bps, self._fastest.get(self._version, 0.0))
-        if len(self._fastest) > MEASURED_VERSIONS:
-            del self._fastest[next(iter(self._fastest))]
 
     @property
     def bps(self) -> int:
-        """Bits per second. The limit, if there is one, before enough was measured; without either 0: unknown."""
-        enough = len(self._fastest) >= MIN_VERSIONS
-        measured_bps = median(self._fastest.values()) if enough else math.inf
+        """The measured rate in bits per second; before enough was measured the limit, or 0 where there is none."""
+        measured_bps = median(self._fastest.values()) if len(self._fastest) >= MIN_VERSIONS else math.inf
         bps = min(measured_bps, self._limit_bps)
         return int(bps) if math.isfinite(bps) else 0
+
+
+AHEAD_BYTES = 1 << 20
+"""Bytes that an outbox takes before earlier parts are sent: enough that parts of 16 KB fill a message of any size."""
+
+
+class Outbox:
+    """Parts on their way out: collected from their maker, a little ahead of the streams that send them.
+
+    A task of its own takes from `parts`, so that small ones that are ready at once can share a message, and those that
+    are not yet ready hold up no others. Several streams may take from one outbox.
+    """
+
+    def __init__(self, parts: AsyncGenerator[Part]) -> None:
+        self._ready: deque[Part] = deque()
+        self._ready_bytes = 0
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._closed = False
+        self._task = asyncio.create_task(self._fill(parts))
+        self._task.add_done_callback(lambda _: self._news.set())
+
+    @property
+    def starved(self) -> bool:
+        """Whether `take` would wait for the maker of the parts."""
+        return not (self._ready or self._task.done() or self._closed)
+
+    async def take(self, max_bytes: int) -> list[Part]:
+        """Parts that are ready, at least one and otherwise at most about `max_bytes`; waits for the first.
+
+        Empty at the end or once closed. Raises what `parts` raised.
+        """
+        while self.starved:
+            self._news.clear()
+            await self._news.wait()
+        if self._closed:
+            return []
+        taken: list[Part] = []
+        taken_bytes = 0
+        while self._ready and taken_bytes < max_bytes:
+            taken.append(self._ready.popleft())
+            taken_bytes += len(taken[-1].payload)
+        self._ready_bytes -= taken_bytes
+        self._room.set()
+        if not taken:
+            self._task.result()
+        return taken
+
+    def close(self) -> None:
+        """Drop what is left, and close `parts`: no stream takes more."""
+        self._closed = True
+        self._task.cancel()
+        self._news.set()
+
+    async def _fill(self, parts: AsyncGenerator[Part]) -> None:
+        async with aclosing(parts):  # or it lives until the garbage collector finds it, with all that it holds up
+            async for part in parts:
+                self._ready.append(part)
+                self._ready_bytes += len(part.payload)
+                self._news.set()
+                while self._ready_bytes >= AHEAD_BYTES:
+                    self._room.clear()
+                    await self._room.wait()

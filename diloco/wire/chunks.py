@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -35,27 +35,20 @@ MIN_CHUNK_BYTES = 4096
 MAX_PARTS = 1 << 20
 """Parts of one stream; 2^20 parts of 1024 elements are a fragment of 10^9 elements."""
 
-
 MAX_OMITTED = 4096
 """Contributors that one part of a mean does not count."""
 
 
 class Damaged(ValueError):
-    """These are not the bytes that were sent: the network's fault and not the sender's."""
+    """Bytes of a message are not those that were sent: the network's fault and not the sender's."""
 
 
-class _Carrier(Protocol):
-    """A message with room for chunks."""
-
-    @property
-    def chunks(self) -> pb.Chunks: ...
-
-
-M = TypeVar("M", bound=_Carrier)
+M = TypeVar("M", pb.SendPartsRequest, pb.FetchCommitsReply, pb.FetchMeanReply, pb.FetchStateReply)
+"""A message with room for chunks."""
 
 
 def checksum(payload: bytes, part: int, part_bytes: int, offset: int, omitted: Sequence[int] = ()) -> int:
-    """XXH3-64 of a chunk with all that is said of it: after it fits, nonsense is the sender's and not the network's."""
+    """XXH3-64 of a chunk and its fields. Where it fits, fields that make no sense are the sender's fault."""
     about = struct.pack(f"<QQQ{len(omitted)}Q", part, part_bytes, offset, *omitted)
     return xxh3_64_intdigest(payload, seed=xxh3_64_intdigest(about))
 
@@ -67,7 +60,7 @@ class Pace:
     message_bytes: int = MESSAGE_BYTES
 
     def measured(self, taken_bytes: int, seconds: float, fed: bool = True) -> None:
-        """The receiver took so much in that time. Unless it was `fed` all along it would have taken more."""
+        """The receiver of a stream took so many bytes in that time; more, had it been `fed` all along."""
         fitting = min(max(int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S), MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         self.message_bytes = fitting if fed else max(fitting, self.message_bytes)
 
@@ -76,7 +69,9 @@ def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:
     """Messages that carry `parts`, in order, each as large as `pace` says when it is begun."""
     current, used = message(), 0
     for part in parts:
-        for offset, payload in _pieces(part.payload, pace):
+        offset = 0
+        while offset < len(part.payload) or offset == 0:  # an empty payload is one chunk, too
+            payload = part.payload[offset : offset + min(pace.message_bytes, CHUNK_BYTES)]
             count = len(current.chunks.chunks)
             if count == MESSAGE_CHUNKS or (count and used + len(payload) > pace.message_bytes):
                 yield current
@@ -91,21 +86,13 @@ def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:
                 omitted=part.omitted,
             )
             used += len(payload)
+            offset += max(len(payload), 1)
     if current.chunks.chunks:
         yield current
 
 
-def _pieces(payload: bytes, pace: Pace) -> Iterator[tuple[int, bytes]]:
-    """Offsets and what is there; an empty payload is one piece."""
-    offset = 0
-    while offset < len(payload) or offset == 0:
-        piece = payload[offset : offset + min(pace.message_bytes, CHUNK_BYTES)]
-        yield offset, piece
-        offset += max(len(piece), 1)
-
-
 class Joiner:
-    """Puts the chunks of one stream together again. Holds one unfinished part at most."""
+    """Makes parts of the chunks of one stream again. Holds one unfinished part at most."""
 
     def __init__(self, max_part_bytes: int) -> None:
         self.taken_bytes = 0
@@ -119,22 +106,32 @@ class Joiner:
         self._omitted: tuple[int, ...] = ()
 
     def join(self, message: pb.Chunks) -> list[Part]:
-        """The parts that this message completes. Raises ValueError on bytes that are damaged or out of order."""
+        """The parts that these chunks complete. Raises ValueError on bytes that are damaged or out of order."""
         if len(message.chunks) > MESSAGE_CHUNKS:
             raise ValueError(f"more than {MESSAGE_CHUNKS} chunks in one message")
         return [part for chunk in message.chunks if (part := self._take(chunk)) is not None]
 
     def finish(self) -> None:
-        """The stream ended. Raises ValueError when it ended within a part."""
+        """Called at the end of a stream. Raises ValueError when it ended within a part."""
         if self._pieces:
             raise ValueError(f"part {self._index} ends after {self._have} of {self._part_bytes} bytes")
 
     def _take(self, chunk: pb.Chunk) -> Part | None:
+        """The part that this chunk completes; None where more is missing. Raises ValueError as `join`."""
         payload = chunk.payload
         if checksum(payload, chunk.part, chunk.part_bytes, chunk.offset, chunk.omitted) != chunk.checksum:
             raise Damaged(f"part {chunk.part}: wrong checksum at byte {chunk.offset}")
         if not self._pieces:
-            self._start(chunk)
+            # Sizes are checked before anything is kept of the part.
+            if chunk.part_bytes > self._max_part_bytes:
+                size = f"{chunk.part_bytes} bytes, at most {self._max_part_bytes} may be"
+                raise ValueError(f"part {chunk.part} has {size}")
+            if chunk.part >= MAX_PARTS or self._joined >= MAX_PARTS:
+                raise ValueError(f"more than {MAX_PARTS} parts")
+            if len(chunk.omitted) > MAX_OMITTED:
+                raise ValueError(f"part {chunk.part} omits {len(chunk.omitted)} contributors")
+            self._index, self._part_bytes, self._have = chunk.part, chunk.part_bytes, 0
+            self._omitted = tuple(chunk.omitted)
         elif (chunk.part, chunk.part_bytes) != (self._index, self._part_bytes):
             raise ValueError(f"part {chunk.part} begins within part {self._index}")
         if chunk.offset != self._have:
@@ -145,20 +142,9 @@ class Joiner:
         self._pieces.append(payload)
         self._have += len(payload)
         self.taken_bytes += len(payload)
-        return self._complete() if self._have == self._part_bytes else None
-
-    def _start(self, chunk: pb.Chunk) -> None:
-        if chunk.part_bytes > self._max_part_bytes:
-            raise ValueError(f"part {chunk.part} has {chunk.part_bytes} bytes, at most {self._max_part_bytes} may be")
-        if chunk.part >= MAX_PARTS or self._joined >= MAX_PARTS:
-            raise ValueError(f"more than {MAX_PARTS} parts")
-        if len(chunk.omitted) > MAX_OMITTED:
-            raise ValueError(f"part {chunk.part} omits {len(chunk.omitted)} contributors")
-        self._index, self._part_bytes, self._have = chunk.part, chunk.part_bytes, 0
-        self._omitted = tuple(chunk.omitted)
-
-    def _complete(self) -> Part:
-        payload = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        if self._have < self._part_bytes:
+            return None
+        part = Part(self._index, b"".join(self._pieces), self._omitted)  # of a single piece without a copy
         self._pieces = []
         self._joined += 1
-        return Part(self._index, payload, self._omitted)
+        return part

@@ -1,8 +1,8 @@
-"""Plain values to protobuf messages and back, as their fields and annotations say.
+"""Plain values to protobuf messages and back, by their fields and annotations.
 
 A message has the name of its dataclass and the names of its fields; where that is not so it is written out below.
-What comes in is hostile: the readers raise ValueError for whatever is missing, out of range or too long, and nothing
-else. `diloco.base.types` has the bounds that an annotation can set, and those of a field without one.
+Messages that come in are hostile: the readers raise ValueError for whatever is missing, out of range or too long, and
+nothing else. `diloco.base.types` has the bounds that an annotation can set, and those of a field without one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _known(table: Mapping[int, V], number: int, name: str) -> V:
 
 
 def _numbers(kind: type[V], wire: EnumDescriptor) -> dict[V, Any]:
-    """The wire's number of each member: what is 0 here is 1 there, where 0 means that nothing was said."""
+    """The wire's number of each member of an enum. On the wire 0 means a missing field, so members begin with 1."""
     return {member: wire.values_by_name[f"{wire.name.upper()}_{member.name}"].number for member in kind}  # type: ignore[attr-defined]
 
 
@@ -108,21 +108,8 @@ def commit_from_wire(data: bytes) -> Commit:
 
 # ---------------------------------------------------------------- two functions per class
 
-# What the generated functions call, under the names that they use. Each class adds its own two when it is compiled.
-_SCOPE: dict[str, Any] = {
-    "check_version": check_version,
-    "finite": _finite,
-    "from_hex": bytes.fromhex,
-    "inf": math.inf,
-    "known": _known,
-    "present": _present,
-    "several": _several,
-    "short": _short,
-    "to_hex": _hex,
-    "whole": _whole,
-    "write_Commit": commit_to_wire,
-    "read_Commit": commit_from_wire,
-}
+# What the generated functions call: the checks above. Each class adds its own two functions when it is compiled.
+_SCOPE: dict[str, Any] = {**globals(), "write_Commit": commit_to_wire, "read_Commit": commit_from_wire}
 
 
 def _compile(kind: type[V], message: type[M]) -> tuple[Callable[[V], M], Callable[[M], V]]:
@@ -163,7 +150,7 @@ def _writing(annotation: Any, value: str) -> str:
         item = _writing(get_args(kind)[0], "item")
         return value if item == "item" else f"[{item} for item in {value}]"
     if HexDigest in bounds:
-        return f"from_hex({value})"
+        return f"bytes.fromhex({value})"
     if MaxLength in bounds and bounds[MaxLength].cut:
         return f"{value}[:{bounds[MaxLength].length}]"
     if is_dataclass(kind):
@@ -177,7 +164,7 @@ def _reading(annotation: Any, wire: Any) -> str:
     value = f"message.{wire.name}"
     if _is_optional(kind):
         return f"{_checking(get_args(kind)[0], value, wire)} if message.HasField({wire.name!r}) else None"
-    return _checking(annotation, f"present(message, {wire.name!r})" if wire.has_presence else value, wire)
+    return _checking(annotation, f"_present(message, {wire.name!r})" if wire.has_presence else value, wire)
 
 
 def _checking(annotation: Any, value: str, wire: Any) -> str:
@@ -188,9 +175,9 @@ def _checking(annotation: Any, value: str, wire: Any) -> str:
         fewest = bounds[MinLength].length if MinLength in bounds else 0
         most = bounds[MaxLength].length if MaxLength in bounds else MAX_LIST
         item = _checking(get_args(kind)[0], "item", wire)
-        return f"tuple([{item} for item in several({value}, {name}, {fewest}, {most})])"
+        return f"tuple([{item} for item in _several({value}, {name}, {fewest}, {most})])"
     if HexDigest in bounds:
-        return f"to_hex({value}, {name}, {bounds[HexDigest].size})"
+        return f"_hex({value}, {name}, {bounds[HexDigest].size})"
     if is_dataclass(kind):
         return f"read_{_compiled(kind)}({value})"
     if kind is bool:
@@ -199,10 +186,10 @@ def _checking(annotation: Any, value: str, wire: Any) -> str:
         numbers = _numbers(kind, wire.enum_type)
         _SCOPE[f"{kind.__name__}_numbers"] = numbers
         _SCOPE[f"{kind.__name__}_members"] = {number: member for member, number in numbers.items()}
-        return f"known({kind.__name__}_members, {value}, {name})"
+        return f"_known({kind.__name__}_members, {value}, {name})"
     if kind in (str, bytes):
-        return f"short({value}, {name}, {bounds[MaxLength].length if MaxLength in bounds else MAX_TEXT})"
-    check, low = {int: ("whole", "0"), float: ("finite", "-inf")}[kind]
+        return f"_short({value}, {name}, {bounds[MaxLength].length if MaxLength in bounds else MAX_TEXT})"
+    check, low = {int: ("_whole", "0"), float: ("_finite", "-math.inf")}[kind]
     return f"{check}({value}, {name}, {bounds[MinValue].value if MinValue in bounds else low})"
 
 
@@ -251,13 +238,13 @@ envelope_to_wire, envelope_from_wire = _compile(m.Envelope, control.Envelope)
 
 
 def seal(envelope: m.Envelope) -> control.Sealed:
-    """An envelope as it travels."""
+    """An envelope as a message with a checksum, as it travels."""
     data = envelope_to_wire(envelope).SerializeToString()
     return control.Sealed(envelope=data, checksum=xxh3_64_intdigest(data))
 
 
 def unseal(message: control.Sealed) -> m.Envelope:
-    """The envelope, if not a bit of it was flipped on the way. Raises Damaged, and ValueError."""
+    """The envelope in a message. Raises Damaged when a bit was flipped on the way, ValueError when it is none."""
     if xxh3_64_intdigest(message.envelope) != message.checksum:
         raise Damaged("an envelope with a wrong checksum")
     try:
@@ -282,11 +269,11 @@ def reply_to_wire(reply: m.Reply, detail: str = "") -> control.DeliverReply:
 
 
 def reply_from_wire(message: control.DeliverReply) -> tuple[m.Reply, str]:
-    """The reply, and why the bytes themselves were refused; empty when they were understood."""
+    """The reply code of a message, and why its bytes were refused; empty when they were understood."""
     return _known(_REPLIES, message.reply, "reply"), _short(message.detail, "detail", m.MAX_REASON)
 
 
 def lanes_from_wire(message: peer.LanesReply) -> tuple[str, ...]:
-    """Addresses; whether they can be dialled, whoever dials them sees."""
+    """Addresses of lanes in a message. The link checks an address when it dials it."""
     addresses = _several(message.addresses, "lanes", 0, MAX_LIST)
     return tuple(_short(address, "the address of a lane", MAX_TEXT) for address in addresses)
