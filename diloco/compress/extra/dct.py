@@ -32,9 +32,7 @@ TILES_AT_ONCE = 16
 class DctCodec(TopKCodec):
     """As `TopKCodec`; a chunk is a square tile."""
 
-    @property
-    def name(self) -> str:
-        return "dct"
+    name = "dct"
 
     fold = Codec.fold
     """Folds values, not the coefficients that were sent."""

@@ -1,4 +1,5 @@
-"""Low rank: a part as a matrix, and of it the product of two thin ones (PowerSGD, arXiv 1905.13727).
+"""The low-rank codec: a part is a matrix, and is sent as two thin ones, whose product is near it (PowerSGD, arXiv
+1905.13727).
 
     M ~ P Q^T,  M rows x columns,  P rows x rank with orthonormal columns,  Q = M^T P columns x rank
 
@@ -41,13 +42,8 @@ class LowRankCodec(Codec):
         """The codec that a contract asks for."""
         return cls(section.rank, section.columns)
 
-    @property
-    def name(self) -> str:
-        return "lowrank"
-
-    @property
-    def gathered(self) -> bool:
-        return True
+    name = "lowrank"
+    gathered = True
 
     def encode(self, values: Tensor) -> bytes:
         values = saturated(values, MAX_VALUE)
