@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from diloco.base.decisions import GatherWeights, TakeWeights
 from diloco.base.memory import floats
 from diloco.island import Island
+from diloco.island.slices import full
 from diloco.outer.fragments import Fragment, NamedShapes, ParameterEntry, Spot, Weights
 
 AHEAD = 4
@@ -45,16 +46,11 @@ class Column:
         holder = self.holders[name]
         if dist.get_rank() == holder:
             assert value is not None
-            whole = whole_of(value).to(self.device).contiguous()
+            whole = full(value).detach().to(self.device).contiguous()
         else:
             whole = torch.empty(shape, dtype=torch.float32, device=self.device)
         dist.broadcast(whole, holder, self.group)
         return whole
-
-
-def whole_of(value: Tensor) -> Tensor:
-    """A tensor of which each rank may have a share, whole on each of them. They call it together."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
 
 
 def spread(value: Tensor, into: Tensor | None, device: torch.device | str | None = None) -> Tensor | None:
@@ -121,7 +117,7 @@ class Bridge(Weights):
         if self._column is not None:
             return self._column.broadcast(name, held, self._column.shapes[name])
         assert held is not None
-        return whole_of(held)
+        return full(held).detach()
 
     @torch.no_grad()
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:

@@ -33,8 +33,8 @@ from diloco.config.contract import ModelSection
 from diloco.config.site import MeshSection, PipelineSchedule
 from diloco.island.bridge import Column
 from diloco.island.mesh import LOOPED, Mesh, count_stages, cut, home_of, layer_costs, stages_of
-from diloco.island.parallel import give_back
-from diloco.island.slices import Slice, held
+from diloco.island.parallel import ModelRanks
+from diloco.island.slices import full
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
 from diloco.outer.fragments import named_parameters
@@ -121,16 +121,14 @@ def column_of(
     return Column(group, shapes, holders, device)
 
 
-class Pipelined:
-    """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of
-    diloco.inner.loop)."""
-
-    bf16 = False  # a stage takes care of it
+class Pipelined(ModelRanks):
+    """Ranks that each hold some stages of the model, and a share of those. Stages themselves take care of bf16."""
 
     def __init__(self, stages: Stages, whole: Transformer, mesh: Mesh, section: MeshSection, column: Column) -> None:
         """`stages` are divided as `[mesh]` has it. `whole`: the whole model, on the meta device."""
-        self.forward: nn.Module = stages
+        super().__init__(stages)
         self.whole_model: nn.Module = whole
+        """On the meta device: all parameters, of which this rank has some."""
         self._tied_head = whole.head is None
         self._column = column
         self._section = section
@@ -141,12 +139,6 @@ class Pipelined:
         self._tensor_parallel = mesh.size("tp") > 1
         self._hidden = whole.width
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
-
-    @property
-    def pipeline(self) -> Pipelined:
-        return self
-
-    # ------------------------------------------------------------ what InnerLoop asks of a pipeline
 
     def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Add the gradient of the mean loss over micro-batches, int64 (n, L + 1) and all of one shape. Returns that."""
@@ -174,7 +166,7 @@ class Pipelined:
                 dist.recv(x, self._home[index - 1], self._column.group)
             x = stage(x)
             if index + 1 == self._count:
-                loss = self.whole(token_loss(x, rows[:, 1:]))
+                loss = full(token_loss(x, rows[:, 1:]))
             elif index + 1 not in self._stages:
                 dist.send(x.contiguous(), self._home[index + 1], self._column.group)
         return self._from_last(loss)
@@ -189,25 +181,9 @@ class Pipelined:
         """Whether a parameter of this rank is no copy of another rank's."""
         return not (self._ends and 0 not in self._stages and parameter is self._tied())
 
-    # ------------------------------------------------------------ what it asks of any ranks
-
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward."""
+        """Around all micro-batches of a step."""
         return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
-
-    def whole(self, value: Tensor) -> Tensor:
-        """A loss, or a norm of the gradient, of which each rank may have a part."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    def settle(self) -> None:
-        """Give back what a forward pass without a backward pass left gathered."""
-        give_back(self.forward)
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        """This rank's share, of a stage that it has."""
-        return held(name, value)
-
-    # ------------------------------------------------------------ inside
 
     @property
     def _ends(self) -> bool:
@@ -232,7 +208,7 @@ class Pipelined:
         given: Any = stages if self._section.schedule in LOOPED else stages[0]
 
         def loss(logits: Tensor, target: Tensor) -> Tensor:
-            return self.whole(token_loss(logits, target)) / micro_batches
+            return full(token_loss(logits, target)) / micro_batches
 
         return SCHEDULES[self._section.schedule](given, micro_batches, loss_fn=loss, scale_grads=False)
 

@@ -19,8 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a share of it (FSDP2, tensor parallelism)."""
+    """Whether this rank holds a share of a tensor (FSDP2, tensor parallelism)."""
     return isinstance(tensor, DTensor)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor of which each rank may have a share or a summand, whole on each of them. They call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def device_of_share(tensor: Tensor) -> torch.device:
