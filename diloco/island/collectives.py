@@ -81,7 +81,11 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
         for collective in BUS_FACTORS:
             for values in (math.ceil(size / 4 / ranks) * ranks for size in sizes):
                 call = _call(collective, values, island.device, group)
-                seconds = _slowest_s(call, island.device, group, timed_s)
+                for _ in range(WARM_UPS):  # the first one sets up connections
+                    call()
+                once_s = _slowest_s(call, 1, island.device, group)
+                repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
+                seconds = _slowest_s(call, repeats, island.device, group)
                 yield Measured(collective, dimension, ranks, 4 * values, seconds)
 
 
@@ -117,33 +121,20 @@ def _call(collective: str, values: int, device: torch.device, group: Any) -> Cal
     return calls[collective]
 
 
-def _slowest_s(call: Callable[[], object], device: torch.device, group: Any, timed_s: float) -> float:
-    """Seconds of one call on the slowest rank of the group."""
-    for _ in range(WARM_UPS):  # the first one sets up connections
-        call()
-    once_s = _agreed(_timed_s(call, 1, device, group), device, group)
-    repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
-    return _agreed(_timed_s(call, repeats, device, group), device, group)
-
-
-def _timed_s(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
+def _slowest_s(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
+    """Seconds of one call, the mean of so many, on the slowest rank of the group."""
     dist.barrier(group)
     _finish(device)
     began_s = monotonic_s()
     for _ in range(repeats):
         call()
     _finish(device)
-    return (monotonic_s() - began_s) / repeats
+    seconds: Tensor = torch.tensor([(monotonic_s() - began_s) / repeats], dtype=torch.float32, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return seconds.item()
 
 
 def _finish(device: torch.device) -> None:
-    """Calls on a GPU only enqueue."""
+    """Wait until a GPU has done what collectives only enqueued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _agreed(seconds: float, device: torch.device, group: Any) -> float:
-    """The largest value of all ranks of the group."""
-    largest: Tensor = torch.tensor([seconds], dtype=torch.float32, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.item()

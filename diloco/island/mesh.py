@@ -1,8 +1,12 @@
-"""The mesh of an island: its ranks along named dimensions, of which torch makes one DeviceMesh.
+"""The mesh of an island: its ranks along named dimensions, of which torch makes one DeviceMesh, and the stages of a
+pipeline.
 
 A rank's number in the island counts the dimensions of `DIMENSIONS` like digits, the last one the fastest: ranks of one
 tensor-parallel group have consecutive numbers, and as torchrun numbers the ranks node by node, they are in one node.
 A new dimension is a line in `DIMENSIONS`, a key of `[mesh]`, and a check in `check`.
+
+A stage of a pipeline is some consecutive blocks; the first has the embedding as well, the last the final norm and the
+head. A step takes as long as the slowest stage lets it, so layers are cut into stages that are equally costly.
 """
 
 from __future__ import annotations
@@ -44,10 +48,8 @@ def stages_of(place: int, section: MeshSection, ranks: int) -> list[int]:
 
 
 def home_of(stage: int, section: MeshSection, ranks: int) -> int:
-    """The place of the rank that has a stage."""
-    if section.schedule == "zbv":
-        return min(stage, 2 * ranks - 1 - stage)
-    return stage % ranks
+    """The place in the pipeline of the rank that has a stage."""
+    return next(place for place in range(ranks) if stage in stages_of(place, section, ranks))
 
 
 def layer_costs(model: ModelSection, vocabulary: int, sequence_length: int) -> list[float]:
@@ -295,11 +297,7 @@ def _check_pipeline(pp: int, site: Site, contract: Contract) -> None:
         raise ConfigError(f"mesh.cp_method 'ring' does not go with mesh.pp ({pp})", 'set mesh.cp_method = "heads"')
     if section.offload:
         raise ConfigError(f"mesh.offload does not go with mesh.pp ({pp})", "leave it out: more stages need less memory")
-    _check_micro_batches(pp, section, contract.inner.accumulation * section.micro_batches)
-
-
-def _check_micro_batches(pp: int, section: MeshSection, micro_batches: int) -> None:
-    schedule = f"mesh.schedule {section.schedule!r}"
+    micro_batches = contract.inner.accumulation * section.micro_batches
     said = f"inner.accumulation x mesh.micro_batches is {micro_batches}"
     if section.schedule != "gpipe" and micro_batches < pp:
         cause = f"{schedule} keeps mesh.pp ({pp}) micro-batches on their way, and {said}"

@@ -134,8 +134,18 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL:
             _refuse_shared(path)
             with contextlib.suppress(OSError):  # it is damaged: compiled anew
                 return ctypes.CDLL(str(path))
-        _compile(compiler, path)
-        return ctypes.CDLL(str(path))
+        # Into a file of its own, then renamed: several peers may start at once, and a machine may lose its power.
+        native = [["-march=native"]] if CPUINFO.exists() else []  # which not every compiler knows
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            made = Path(own) / path.name
+            for machine in [*native, []]:
+                run = _run([compiler, *FLAGS, *machine, "-shared", "-o", str(made), str(SOURCE), "-lm"])
+                if run.returncode == 0:
+                    made.chmod(0o700)
+                    sync_path(made)
+                    made.replace(path)
+                    return ctypes.CDLL(str(path))
+        raise NoKernelsError(f"{compiler} fails: {run.stderr.strip()[-300:]}")
     except (OSError, subprocess.SubprocessError) as error:
         raise NoKernelsError(f"cannot compile the codecs: {error}") from error
 
@@ -154,22 +164,6 @@ def _key(compiler: str) -> str:
     abilities = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features", "CPU"))]
     parts = [SOURCE.read_text("utf-8"), compiler, version, *FLAGS, platform.machine(), *abilities]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _compile(compiler: str, path: Path) -> None:
-    """Compile kernels.c into a file of its own, then rename it: several peers may start at once, and a machine may lose
-    its power."""
-    native = [["-march=native"]] if CPUINFO.exists() else []  # which not every compiler knows
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        for machine in [*native, []]:
-            run = _run([compiler, *FLAGS, *machine, "-shared", "-o", str(made), str(SOURCE), "-lm"])
-            if run.returncode == 0:
-                made.chmod(0o700)
-                sync_path(made)
-                made.replace(path)
-                return
-    raise NoKernelsError(f"{compiler} fails: {run.stderr.strip()[-300:]}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
