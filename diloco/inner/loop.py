@@ -205,16 +205,17 @@ class InnerLoop:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         ]
 
-    def load_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str] = ()) -> None:
+    def load_state(self, numbers: Mapping[str, Any], state: Pieces, known: Collection[str] = ()) -> None:
         """Take back this rank's slices of what `numbers` and `state` gave on all ranks, or on others than these.
 
-        `elsewhere`: entries of parameters that only other ranks hold. Raises StateError when it belongs to another
-        model or optimizer.
+        `known`: parameters of all ranks; entries of those that only others hold are left out. Raises StateError when it
+        belongs to another model or optimizer.
         """
         if not all(type(numbers.get(name)) is int for name in ("steps", "nonfinite_steps")):
             raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
         named = named_parameters(self.model)
-        shapes = {entry: state.shape(entry) for entry in state if entry not in elsewhere}
+        elsewhere = set(known) - named.keys()
+        shapes = {entry: state.shape(entry) for entry in state if entry.rpartition("/")[0] not in elsewhere}
         _check_state(shapes, named, self.optimizer)
         self.steps, self.nonfinite_steps = int(numbers["steps"]), int(numbers["nonfinite_steps"])
         self.optimizer.state.clear()
@@ -225,11 +226,6 @@ class InnerLoop:
                 value = torch.empty_like(parameter) if state.shape(entry) else torch.empty((), device=parameter.device)
                 state.read(held(entry, value))
                 self.optimizer.state[named[name]][key] = value
-
-    def foreign(self, state: Iterable[str]) -> set[str]:
-        """Entries of an optimizer's state that are of no parameter that this rank holds."""
-        named = named_parameters(self.model)
-        return {entry for entry in state if entry.rpartition("/")[0] not in named}
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
@@ -257,6 +253,7 @@ def _state_keys(group: Mapping[str, Any]) -> set[str]:
 
 def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
     """Raise StateError unless each parameter has all of the inner optimizer's entries, or none, in its own shape."""
+    fix = "resume with the contract that wrote the checkpoint"
     got: dict[str, set[str]] = {}
     for entry, found_shape in shapes.items():
         name, _, key = entry.rpartition("/")
@@ -264,18 +261,13 @@ def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], optim
         parameter = named.get(name)
         shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
         if found_shape != shape:
-            raise StateError(
-                f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}",
-                "resume with the contract that wrote the checkpoint",
-            )
+            raise StateError(f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}", fix)
     keys = {p: _state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     for name, found in got.items():
         expected = keys[named[name]]
         if found != expected:
-            raise StateError(
-                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
-                "resume with the contract that wrote the checkpoint",
-            )
+            cause = f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}"
+            raise StateError(cause, fix)
 
 
 def evaluate(

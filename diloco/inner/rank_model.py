@@ -27,7 +27,7 @@ from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
 from diloco.island.parallel import Copies, Divided, ModelRanks, checkpoint_blocks, divide
-from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
+from diloco.island.pipeline import Pipelined, pipelined
 from diloco.island.slices import Pieces, Slices, whole_slices
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
@@ -63,12 +63,8 @@ class RankModel:
         section = contract.inner.model_copy(update={"batch_size": share // site.mesh.micro_batches})
         total = contract.run.total_tokens
         self.inner = InnerLoop(self.model, section, total, island.device, compile=compiled, ranks=self.ranks)
-        self.usage = Usage(
-            flops_per_token(contract, self.vocab_size),
-            peak_flops(site.device, island.device, contract.inner.precision),
-            island.size,
-            self.inner.phases,
-        )
+        peak = peak_flops(site.device, island.device, contract.inner.precision)
+        self.usage = Usage(flops_per_token(contract, self.vocab_size), peak, island.size, self.inner.phases)
         self._trace: Trace | None = None
         self._trace_folder: Path | None = None
         self._on_traced: Callable[[Path], None] = lambda _: None
@@ -80,8 +76,8 @@ class RankModel:
         return count_parameters(self.ranks.whole_model if isinstance(self.ranks, Pipelined) else self.model)
 
     def _build(self) -> nn.Module:
-        contract = self.contract
-        return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
+        run = self.contract.run
+        return build_model(self.contract.model, self.vocab_size, run.seed, Path(self.site.data.root))
 
     def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
         """A model that each rank has all of."""
@@ -96,27 +92,23 @@ class RankModel:
 
     def _divided(self) -> tuple[nn.Module, ModelRanks, Weights]:
         """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
-        island, mesh, section = self.island, self.mesh, self.site.mesh
+        island, mesh, site = self.island, self.mesh, self.site
         whole = named_parameters(self._build()) if island.leads else {}
         with torch.device("meta"):
             model = self._build()
         assert isinstance(model, Transformer)
         bf16 = self.contract.inner.precision == "bf16"
-        if mesh.size("pp") == 1:
-            divide(model, model, mesh, self.site, bf16=bf16)
-            model.to_empty(device="cpu" if section.offload else island.device)
-            bridge = Bridge(named_parameters(model), island)
-            bridge.begin(whole)
-            return model, Divided(model, section, mesh, bf16=bf16), bridge
-        length = self.contract.data.sequence_length
-        stages, layers = cut_into_stages(model, mesh, section, self.contract.model, length, bf16=bf16)
-        for stage in stages.stages:
-            divide(stage.part, stage, mesh, self.site, bf16=bf16)
-        stages.to_empty(device=island.device)
-        column = column_of(model, layers, mesh, section, island.device)
-        bridge = Bridge(named_parameters(stages), island, column)
+        ranks: Divided | Pipelined
+        if mesh.size("pp") > 1:
+            ranks = pipelined(model, mesh, site, self.contract, island.device, bf16=bf16)
+        else:
+            divide(model, model, mesh, site, bf16=bf16)
+            model.to_empty(device="cpu" if site.mesh.offload else island.device)
+            ranks = Divided(model, site.mesh, mesh, bf16=bf16)
+        column = ranks.column if isinstance(ranks, Pipelined) else None
+        bridge = Bridge(named_parameters(ranks.forward), island, column)
         bridge.begin(whole)
-        return stages, Pipelined(stages, model, mesh, section, column), bridge
+        return ranks.forward, ranks, bridge
 
     # ------------------------------------------------------------ inner steps
 
@@ -132,9 +124,8 @@ class RankModel:
             self._trace = Trace(path, device.profile_steps, self.island.device)
         self._steps += 1
         with self.inner.phases.host("data"):
-            block = self._shared_rows(
-                block, (self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1)
-            )
+            shape = self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1
+            block = self._shared_rows(block, shape)
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
@@ -236,8 +227,7 @@ class RankModel:
         if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):
             cause = f"the weights in checkpoint {checkpoint.path} are not those of this model"
             raise StateError(cause, "resume with the contract that wrote the checkpoint")
-        elsewhere = {entry for entry in self.inner.foreign(state) if entry.rpartition("/")[0] in known}
-        self.inner.load_state(checkpoint.value("inner", dict), state, elsewhere)
+        self.inner.load_state(checkpoint.value("inner", dict), state, known)
         for one in mine.values():
             weights.read(one)
         if self.island.leads:
