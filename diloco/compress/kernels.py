@@ -158,16 +158,14 @@ def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor)
     return bool(library.diloco_with_residual(*places, out.numel(), decay, out.data_ptr()))
 
 
+Outer = tuple[Tensor, Tensor]
+"""Momentum and anchor of the outer step."""
+
+
 def nesterov(
-    mean: Tensor,
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    kept: float,
-    share: float,
-    momentum: float,
-    rate: float,
+    mean: Tensor, before: Outer, after: Outer, kept: float, share: float, momentum: float, rate: float
 ) -> bool:
-    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
+    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`. False: not here, and `after` is unchanged."""
     flat = (mean, *before, *after)
     library = _library_for(*flat)
     if library is None:
@@ -219,15 +217,9 @@ def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None,
     weights, payloads, sent = zip(*terms, strict=True)
     library = _for_topk(cut, out, payloads, sent)
     count = len(terms)
-    library.diloco_topk_mean(
-        count,
-        (ctypes.c_char_p * count)(*payloads),
-        (_POINTER * count)(*[values.data_ptr() for values in sent]),
-        (ctypes.c_float * count)(*weights),
-        -1.0 if total is None else total,
-        *cut,
-        out.data_ptr(),
-    )
+    columns = (_PAYLOAD * count)(*payloads), (_POINTER * count)(*[one.data_ptr() for one in sent])
+    scales = (_FLOAT * count)(*weights)
+    library.diloco_topk_mean(count, *columns, scales, -1.0 if total is None else total, *cut, out.data_ptr())
 
 
 def _for_topk(

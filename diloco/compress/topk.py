@@ -184,20 +184,15 @@ def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
 
 def _pack(indices: np.ndarray) -> bytes:
     """Two 12-bit numbers in three bytes, little-endian; an odd one at the end has a zero beside it."""
-    pairs = np.zeros((math.ceil(len(indices) / 2), 2), dtype=np.uint16)
+    pairs = np.zeros((math.ceil(len(indices) / 2), 2), dtype=np.uint32)
     pairs.reshape(-1)[: len(indices)] = indices
-    low, high = pairs.T
-    packed = np.empty((len(pairs), 3), dtype=np.uint8)
-    packed[:, 0] = low & 0xFF
-    packed[:, 1] = low >> 8 | (high & 0xF) << 4
-    packed[:, 2] = high >> 4
-    return packed.tobytes()
+    numbers = pairs[:, 0] | pairs[:, 1] << INDEX_BITS
+    return numbers.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
 
 
 def _unpack(payload: bytes, count: int) -> np.ndarray:
     """The inverse of `_pack`, as int64."""
-    packed = np.frombuffer(payload, dtype=np.uint8).reshape(-1, 3).astype(np.int64)
-    pairs = np.empty((len(packed), 2), dtype=np.int64)
-    pairs[:, 0] = packed[:, 0] | (packed[:, 1] & 0xF) << 8
-    pairs[:, 1] = packed[:, 1] >> 4 | packed[:, 2] << 4
-    return pairs.reshape(-1)[:count]
+    numbers = np.zeros((len(payload) // 3, 4), dtype=np.uint8)
+    numbers[:, :3] = np.frombuffer(payload, dtype=np.uint8).reshape(-1, 3)
+    pairs = numbers.view(np.uint32).astype(np.int64)
+    return np.concatenate([pairs & (1 << INDEX_BITS) - 1, pairs >> INDEX_BITS], axis=1).reshape(-1)[:count]

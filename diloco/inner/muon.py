@@ -63,9 +63,6 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in embeddings and _in_layer(name)
+        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in embeddings
+        if any(piece.isdecimal() for piece in name.split("."))
     ]
-
-
-def _in_layer(name: str) -> bool:
-    return any(piece.isdecimal() for piece in name.split("."))

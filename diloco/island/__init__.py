@@ -74,16 +74,11 @@ class Island:
                 raise ResourceError(cause, f"start {there} ranks on each node (device.ranks, or --nproc-per-node)")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        return Island.at(rank, size, device, per_node, timeout_s=timeout_s)
+        return replace(Island.at(rank, size, device, timeout_s=timeout_s), ranks_per_node=per_node)
 
     @staticmethod
     def at(
-        rank: int,
-        size: int,
-        device: torch.device,
-        ranks_per_node: int = 0,
-        rendezvous: str = "env://",
-        timeout_s: float = COLLECTIVE_S,
+        rank: int, size: int, device: torch.device, rendezvous: str = "env://", timeout_s: float = COLLECTIVE_S
     ) -> Island:
         """Rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
@@ -95,7 +90,7 @@ class Island:
             # The launcher's store outlives ranks that are started again; what the dead wrote there misleads these.
             store = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
-        return Island(rank, size, device, ranks_per_node, timeout_s)
+        return Island(rank, size, device, timeout_s=timeout_s)
 
     @staticmethod
     def beside(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
@@ -237,7 +232,6 @@ def given_ranks() -> tuple[int, int, int, int] | None:
         return int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), per_node
     if int(variables.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # of srun; SLURM_NTASKS is also set where nothing was started
         tasks = re.match(r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        rank, ranks, local_rank = (int(variables[name]) for name in names)
-        return rank, ranks, local_rank, int(tasks.group()) if tasks else 0
+        ranks, per_node = int(variables["SLURM_STEP_NUM_TASKS"]), int(tasks.group()) if tasks else 0
+        return int(variables["SLURM_PROCID"]), ranks, int(variables["SLURM_LOCALID"]), per_node
     return None

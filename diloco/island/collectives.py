@@ -69,10 +69,8 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
     Raises UsageError when there is one rank only, or the layout has another number of them.
     """
     if island.size == 1:
-        raise UsageError(
-            "one rank has nobody to talk to",
-            "start with torchrun: torchrun --nproc-per-node 2 -m diloco bench collectives",
-        )
+        fix = "start with torchrun: torchrun --nproc-per-node 2 -m diloco bench collectives"
+        raise UsageError("one rank has nobody to talk to", fix)
     if layout is not None and layout.world != island.size:
         cause = f"{layout} makes {layout.world} ranks, and {island.size} were started"
         raise UsageError(cause, "change --layout, or torchrun's --nproc-per-node and --nnodes")

@@ -76,21 +76,19 @@ def cut(costs: Sequence[float], pieces: int) -> list[range]:
     """
     sums = [0.0, *accumulate(costs)]
     # best[end]: (largest piece, sum of squares, cuts) of the first `end` costs, in as many pieces as there were rounds.
+    # Cuts are negated, so that the least of equally good ones is the later one.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+
+    def extended(start: int, end: int) -> tuple[float, float, tuple[int, ...]]:
+        """The best cut up to `start`, with the piece from there to `end`."""
+        largest, squares, cuts = best[start]
+        cost = sums[end] - sums[start]
+        return max(largest, cost), squares + math.pow(cost, 2), (*cuts, -end)
+
     for piece in range(1, pieces + 1):
         ends = range(piece, len(costs) - pieces + piece + 1)
-        best = {end: min(_extended(best, start, end, sums) for start in best if start < end) for end in ends}
-    cuts = [-at for at in best[len(costs)][2]]
-    return [range(start, end) for start, end in pairwise(cuts)]
-
-
-def _extended(
-    best: dict[int, tuple[float, float, tuple[int, ...]]], start: int, end: int, sums: Sequence[float]
-) -> tuple[float, float, tuple[int, ...]]:
-    """The best cut up to `start`, with the piece from there to `end`. Cuts are negated, to prefer the later one."""
-    largest, squares, cuts = best[start]
-    cost = sums[end] - sums[start]
-    return max(largest, cost), squares + math.pow(cost, 2), (*cuts, -end)
+        best = {end: min(extended(start, end) for start in best if start < end) for end in ends}
+    return [range(-start, -end) for start, end in pairwise(best[len(costs)][2])]
 
 
 DIMENSIONS = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")
@@ -260,11 +258,10 @@ def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
         raise ConfigError(f"mesh.ep ({sizes['ep']}) divides experts, and this model has none", "set mesh.ep = 1")
     _check_divides("ep", sizes["ep"], {"model.experts": model.experts})
     shares = sizes["dp_shard"] * sizes["cp"]
+    said = f"mesh.dp_shard x mesh.cp ({shares})"
     for name, width in (("the width of an expert", model.expert_width), ("model.dim", model.dim)):
         if width % shares:
-            cause = (
-                f"mesh.dp_shard x mesh.cp ({shares}) does not divide {name} ({width}), along which experts are sharded"
-            )
+            cause = f"{said} does not divide {name} ({width}), along which experts are sharded"
             raise ConfigError(cause, "lower mesh.dp_shard, for instance by more mesh.dp_replicate")
 
 

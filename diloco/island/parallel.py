@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from diloco.base.errors import ConfigError
 from diloco.config.site import MeshSection, Site
@@ -255,7 +255,7 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
         return
     keep: dict[str, Any] = {"preserve_rng_state": False}
     if how == "selective":
-        keep["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        keep["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
     for name, block in list(model.blocks.named_children()):  # a part's do not begin at 0
         assert isinstance(block, Block)
         if how == "selective" and isinstance(block.ffn, MixtureOfExperts):
@@ -270,7 +270,7 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
             model.blocks.add_module(name, checkpoint_wrapper(block, **keep))
 
 
-PRODUCTS = {
+PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
@@ -279,8 +279,5 @@ PRODUCTS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     *([torch.ops.aten._grouped_mm.default] if hasattr(torch.ops.aten, "_grouped_mm") else []),  # of experts, in bf16
-}
-
-
-def _keep_products(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+]
+"""Operations whose results `selective` keeps."""

@@ -82,12 +82,11 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
         kernels.install(None)
         return EAGER
     try:
-        library = _found(cache or _cache_folder())
+        library = _found(cache)
     except NoKernelsError as error:
         if mode == "on":
-            raise ConfigError(
-                f"device.compile_codecs = on: {error}", "install a C compiler (package gcc or clang), or say auto"
-            ) from error
+            fix = "install a C compiler (package gcc or clang), or say auto"
+            raise ConfigError(f"device.compile_codecs = on: {error}", fix) from error
         log.warning("codecs run uncompiled: %s", error)
         kernels.install(None)
         return f"{EAGER}: {error}"
@@ -95,15 +94,12 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
     return COMPILED
 
 
-def _cache_folder() -> Path:
+def _found(cache: Path | None) -> ctypes.CDLL:
+    """Library of the first compiler that makes the right bits."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
+        folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
     except RuntimeError as error:
         raise NoKernelsError(f"no folder to keep them in: {error} Set XDG_CACHE_HOME.") from error
-
-
-def _found(folder: Path) -> ctypes.CDLL:
-    """Library of the first compiler that makes the right bits."""
     compilers: dict[str, str] = {}
     for path in filter(None, map(shutil.which, COMPILERS)):
         compilers.setdefault(os.path.realpath(path), path)  # cc is mostly another name of one of the others
