@@ -70,8 +70,20 @@ class TopKCodec(Codec):
     gathered = True
 
     def encode(self, values: Tensor) -> bytes:
-        packed, largest = self._largest(self._coordinates(values))
-        return packed + self.kept.encode(largest)
+        values = self._coordinates(values)
+        cut = self._cut(values.numel())
+        if kernels.has_topk(cut):
+            packed, largest = kernels.topk_select(values, cut)
+            return packed + self.kept.encode(largest)
+        whole = values.numel() - values.numel() % self.chunk
+        indices, places = [], []
+        # All whole chunks, one per row, and the short one behind them.
+        for start, rows in ((0, values[:whole].view(-1, self.chunk)), (whole, values[whole:].view(1, -1))):
+            if rows.numel():
+                found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
+                indices.append(found % self.chunk)
+                places.append(found.add_(start))
+        return _pack(torch.cat(indices).numpy()) + self.kept.encode(values[torch.cat(places)])
 
     def decode_into(self, payload: bytes, out: Tensor) -> None:
         places, sent = self._read(payload, out.numel())
@@ -127,21 +139,6 @@ class TopKCodec(Codec):
         kept_of_rest = kept_of(rest, self.density) if rest else 0
         return kernels.TopkShape(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
 
-    def _largest(self, values: Tensor) -> tuple[bytes, Tensor]:
-        """The packed indices of the largest of each chunk, and these, in the order of their places."""
-        cut = self._cut(values.numel())
-        if kernels.has_topk(cut):
-            return kernels.topk_select(values, cut)
-        whole = values.numel() - values.numel() % self.chunk
-        indices, places = [], []
-        # All whole chunks, one per row, and the short one behind them.
-        for start, rows in ((0, values[:whole].view(-1, self.chunk)), (whole, values[whole:].view(1, -1))):
-            if rows.numel():
-                found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
-                indices.append(found % self.chunk)
-                places.append(found.add_(start))
-        return _pack(torch.cat(indices).numpy()), values[torch.cat(places)]
-
     def _read(self, payload: bytes, elements: int) -> tuple[Tensor | None, Tensor]:
         """Places in the part, int64, and what is there, fp32. Raises PayloadError.
 
@@ -184,10 +181,14 @@ def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
 
 def _pack(indices: np.ndarray) -> bytes:
     """Two 12-bit numbers in three bytes, little-endian; an odd one at the end has a zero beside it."""
-    pairs = np.zeros((math.ceil(len(indices) / 2), 2), dtype=np.uint32)
+    pairs = np.zeros((math.ceil(len(indices) / 2), 2), dtype=np.uint16)
     pairs.reshape(-1)[: len(indices)] = indices
-    numbers = pairs[:, 0] | pairs[:, 1] << INDEX_BITS
-    return numbers.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    low, high = pairs.T
+    packed = np.empty((len(pairs), 3), dtype=np.uint8)
+    packed[:, 0] = low & 0xFF
+    packed[:, 1] = low >> 8 | (high & 0xF) << 4
+    packed[:, 2] = high >> 4
+    return packed.tobytes()
 
 
 def _unpack(payload: bytes, count: int) -> np.ndarray:

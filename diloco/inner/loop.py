@@ -28,7 +28,6 @@ from diloco.outer.fragments import named_parameters
 
 Forward = Callable[[Tensor], Tensor]
 Reduce = Callable[[list[nn.Parameter]], None]
-State = dict[str, Tensor | int | float]
 
 
 def learning_rate(section: InnerSection, total_tokens: int, tokens: int) -> float:
@@ -89,15 +88,9 @@ class InnerLoop:
     """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        section: InnerSection,
-        total_tokens: int,
-        device: torch.device,
-        *,
-        compile: bool = False,
-        ranks: ModelRanks | None = None,
-    ) -> None:
+        self, model: nn.Module, section: InnerSection, total_tokens: int, device: torch.device, *,
+        compile: bool = False, ranks: ModelRanks | None = None,
+    ) -> None:  # fmt: skip
         """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
 
         `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
@@ -304,11 +297,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def random_states() -> State:
+def random_states() -> dict[str, Tensor | int | float]:
     """The global random states of Python, NumPy and torch (CPU and the current GPU), as tensors and plain numbers."""
     _, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
-    states: State = {
+    states: dict[str, Tensor | int | float] = {
         "python": torch.tensor(words),
         "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
         "numpy_position": numpy_state["state"]["pos"],

@@ -74,7 +74,13 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
     if layout is not None and layout.world != island.size:
         cause = f"{layout} makes {layout.world} ranks, and {island.size} were started"
         raise UsageError(cause, "change --layout, or torchrun's --nproc-per-node and --nnodes")
-    for dimension, group in _groups(island, layout):
+    groups: list[tuple[str, Any]] = [("all", dist.group.WORLD)]
+    if layout is not None:
+        names = tuple(reversed(PLACED))  # a mesh's last dimension varies fastest
+        extents = tuple(getattr(layout, name) for name in names)
+        mesh = init_device_mesh(island.device.type, extents, mesh_dim_names=names)
+        groups = [(name, mesh[name].get_group()) for name in PLACED if getattr(layout, name) > 1]
+    for dimension, group in groups:
         ranks = dist.get_world_size(group)
         for collective in BUS_FACTORS:
             for values in (math.ceil(size / 4 / ranks) * ranks for size in sizes):
@@ -85,15 +91,6 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
                 repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
                 seconds = _slowest_s(call, repeats, island.device, group)
                 yield Measured(collective, dimension, ranks, 4 * values, seconds)
-
-
-def _groups(island: Island, layout: MeshLayout | None) -> list[tuple[str, Any]]:
-    """(name, process group that this rank is in) of each dimension, the fastest varying one first."""
-    if layout is None:
-        return [("all", dist.group.WORLD)]
-    names = tuple(reversed(PLACED))  # a mesh's last dimension varies fastest
-    mesh = init_device_mesh(island.device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
-    return [(name, mesh[name].get_group()) for name in PLACED if getattr(layout, name) > 1]
 
 
 def _call(collective: str, values: int, device: torch.device, group: Any) -> Callable[[], object]:

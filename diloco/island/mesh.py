@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from torch.distributed import ProcessGroup
@@ -127,9 +126,10 @@ class Mesh:
 
     def place(self, *names: str) -> int:
         """This rank's place among the `size(*names)` along these dimensions."""
-        place = 0
+        place, dimensions = 0, list(self.sizes)
         for name in names:
-            place = place * self.sizes[name] + self._places[name]
+            behind = dimensions[dimensions.index(name) + 1 :]  # these vary faster
+            place = place * self.sizes[name] + self.rank // self.size(*behind) % self.sizes[name]
         return place
 
     def along(self, *names: str) -> DeviceMesh:
@@ -156,14 +156,6 @@ class Mesh:
     def _as_one(self, names: Sequence[str], name: str) -> DeviceMesh:
         """These dimensions as one of that name."""
         return _patient(self.along(*names)._flatten(name), self.timeout_s)
-
-    @cached_property
-    def _places(self) -> Sizes:
-        places: dict[str, int] = {}
-        rest = self.rank
-        for name in reversed(list(self.sizes)):
-            rest, places[name] = divmod(rest, self.sizes[name])
-        return places
 
 
 def _patient(devices: DeviceMesh, timeout_s: float) -> DeviceMesh:
@@ -217,8 +209,12 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
         _check_tensor_parallel(sizes, site, contract, ranks_per_node)
     elif section.async_tp:
         raise ConfigError("mesh.async_tp is for mesh.tp > 1", "set mesh.async_tp = false")
-    if sizes["cp"] > 1:
-        _check_context_parallel(sizes["cp"], section, contract)
+    cp, length = sizes["cp"], contract.data.sequence_length
+    if cp > 1 and section.cp_method == "heads":
+        _check_divides("cp", cp, {**_heads(model), "data.sequence_length": length})
+    elif cp > 1 and length % (2 * cp):
+        cause = f"mesh.cp_method 'ring' cuts sequences into 2 x mesh.cp ({2 * cp}) chunks, and {length} does not divide"
+        raise ConfigError(cause, "change mesh.cp, or set data.sequence_length to a multiple")
     if sizes["ep"] > 1:
         _check_expert_parallel(sizes, model)
 
@@ -230,15 +226,6 @@ def divides(sizes: Sizes, section: MeshSection) -> bool:
 
 def _heads(model: ModelSection) -> dict[str, int]:
     return {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads}
-
-
-def _check_context_parallel(cp: int, section: MeshSection, contract: Contract) -> None:
-    length = contract.data.sequence_length
-    if section.cp_method == "heads":
-        _check_divides("cp", cp, {**_heads(contract.model), "data.sequence_length": length})
-    elif length % (2 * cp):
-        cause = f"mesh.cp_method 'ring' cuts sequences into 2 x mesh.cp ({2 * cp}) chunks, and {length} does not divide"
-        raise ConfigError(cause, "change mesh.cp, or set data.sequence_length to a multiple")
 
 
 def check_device(site: Site, contract: Contract, kind: str) -> None:

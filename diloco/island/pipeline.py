@@ -19,14 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -41,11 +34,11 @@ from diloco.models.transformer import Transformer, token_loss
 from diloco.outer.fragments import named_parameters
 
 SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
 }
 
 
@@ -153,7 +146,16 @@ class Pipelined(ModelRanks):
             stage.share = 1 / len(micro_batches)
         with self.micro_batch(last=True):
             self._schedules[key].step(*tokens, target=target, losses=losses, return_outputs=False)
-        self._sum_tied()
+        weight = self._tied()
+        if weight is not None and weight.grad is not None:
+            # The two copies of a tied embedding are on two ranks, and get the sum of both gradients.
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            other = torch.empty_like(gradient)
+            peer, group = self._home[0 if self._ends else self._count - 1], self.column.group
+            sends = dist.P2POp(dist.isend, gradient.contiguous(), peer, group)
+            for work in dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, other, peer, group)]):
+                work.wait()
+            gradient.add_(other)
         return self._from_last(torch.stack([loss.detach() for loss in losses]).sum() if self._ends else None)
 
     def loss(self, rows: Tensor) -> Tensor:
@@ -222,19 +224,3 @@ class Pipelined(ModelRanks):
         embed = self._stages[0 if 0 in self._stages else self._count - 1].part.embed
         assert embed is not None
         return embed.weight
-
-    def _sum_tied(self) -> None:
-        """Sum the gradients of the two copies, which are on two ranks."""
-        weight = self._tied()
-        if weight is None or weight.grad is None:
-            return
-        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-        other = torch.empty_like(gradient)
-        peer = self._home[0 if self._ends else self._count - 1]
-        exchange = [
-            dist.P2POp(dist.isend, gradient.contiguous(), peer, self.column.group),
-            dist.P2POp(dist.irecv, other, peer, self.column.group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        gradient.add_(other)

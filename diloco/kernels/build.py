@@ -180,7 +180,14 @@ def _check(library: ctypes.CDLL) -> None:
     seeded = torch.Generator(device="cpu").manual_seed(1)
     some = torch.randn(20_000, generator=seeded, dtype=torch.float32, device="cpu").exp_().sub_(1.0)
     values = torch.cat([ties, some, some.new_zeros(5000)])
-    codecs = [open_codec(section) for section in _sections()]
+    # Contracts' codecs that between them use every kernel.
+    names = ("int8", "int4", "e3m0", "two_bit", "sign")
+    plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
+    dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
+    binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
+    topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
+    halves = topk[0].model_copy(update={"values": "fp16", "mean": "all"})
+    codecs = [open_codec(section) for section in (*plain, *dithered, *binned, *topk, halves)]
     trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
         *((codec.name, partial(_outcome, codec)) for codec in codecs),
         ("largest value", _sized),
@@ -198,16 +205,6 @@ def _check(library: ctypes.CDLL) -> None:
             same = False
         if not same:
             raise NoKernelsError(f"the compiled {name} makes other bits than torch does on this machine")
-
-
-def _sections() -> list[CodecSection]:
-    """Contracts' codecs that between them use every kernel."""
-    names = ("int8", "int4", "e3m0", "two_bit", "sign")
-    plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
-    dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
-    binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
-    topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
-    return plain + dithered + binned + [*topk, topk[0].model_copy(update={"values": "fp16", "mean": "all"})]
 
 
 def _sized(values: torch.Tensor) -> list[bytes]:
