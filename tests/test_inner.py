@@ -19,7 +19,6 @@ from diloco.base.errors import StateError
 from diloco.config.contract import InnerSection, ModelSection
 from diloco.inner.loop import (
     InnerLoop,
-    WholeModel,
     evaluate,
     learning_rate,
     next_token_loss,
@@ -28,7 +27,7 @@ from diloco.inner.loop import (
     restore_random_states,
     seed_everything,
 )
-from diloco.island.parallel import Copies
+from diloco.island.parallel import Copies, ModelRanks
 from diloco.island.slices import Pieces, whole_slices
 from diloco.models import build_model
 
@@ -190,7 +189,7 @@ def test_reduce_sees_the_whole_gradient_before_clipping() -> None:
 
 
 def test_ranks_synchronise_at_the_last_micro_batch_only() -> None:
-    class Counting(WholeModel):
+    class Counting(ModelRanks):
         synchronised: ClassVar[list[bool]] = []
 
         def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,9 @@ __all__ = ["Codec", "PayloadError", "open_codec", "open_codecs"]
 
 _RARE = {"dct": "DctCodec", "lowrank": "LowRankCodec", "sign": "SignCodec"}
 """Imported when a contract names one: the default path knows their names only."""
-_BLOCKS: dict[str, type[Int8Codec | Int4Codec | E3M0Codec]] = {"int8": Int8Codec, "int4": Int4Codec, "e3m0": E3M0Codec}
+_GRIDS: dict[str, type[Int8Codec | Int4Codec | E3M0Codec]] = {"int8": Int8Codec, "int4": Int4Codec, "e3m0": E3M0Codec}
+_BINNED = {("int8", "statistical"): 8, ("int4", "statistical"): 4, ("two_bit", "absmax"): 2}
+"""(name, scale) in a contract -> bits of a `BinnedCodec`."""
 _FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -26,24 +28,19 @@ def open_codecs(section: CodecSection) -> tuple[Codec, ...]:
 
 
 def open_codec(section: CodecChoice) -> Codec:
-    """One codec that a contract asks for."""
+    """The codec that `[codec]` or one of its groups in a contract asks for."""
     if section.name in _FLOATS:
         floats = FloatCodec(section.name, _FLOATS[section.name])
         return ZstdCodec(floats, floats.dtype.itemsize) if section.zstd else floats
     codec: Codec
+    bits = _BINNED.get((section.name, section.scale))
     if section.name in _RARE:
         codec = getattr(import_module(f"diloco.compress.extra.{section.name}"), _RARE[section.name]).opened(section)
     elif section.name == "topk":
         codec = TopKCodec.opened(section)
+    elif bits is not None:
+        codec = BinnedCodec(section.block or DEFAULT_BLOCKS[bits], bits)
     else:
-        codec = _open_blocks(section)
+        kind = _GRIDS[section.name]
+        codec = kind(section.block or kind.block, section.rounding == "stochastic")
     return ZstdCodec(codec, planes=1) if section.zstd else codec
-
-
-def _open_blocks(section: CodecChoice) -> Codec:
-    binned = {"int8": 8, "int4": 4} if section.scale == "statistical" else {}
-    bits = {**binned, "two_bit": 2}.get(section.name)
-    if bits is not None:
-        return BinnedCodec(section.block or DEFAULT_BLOCKS[bits], bits)
-    kind = _BLOCKS[section.name]
-    return kind(section.block or kind.block, section.rounding == "stochastic")

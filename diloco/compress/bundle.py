@@ -1,9 +1,8 @@
-"""Contributions gathered: what a part's owner sends to all where a sum would not be small any more.
+"""Bundles of encoded contributions, which a part's owner sends to all peers where a sum would not stay small.
 
 The owner joins the payloads that the part counts, as they came, with their weights, in the order of the view. Every
-member decodes them and takes the mean for itself, the same bits as everybody.
-
-Who contributed has its own payload already, and gets the bundle `without` it.
+member decodes them and takes the mean for itself, the same bits as everybody. A contributor has its own payload
+already, and gets the bundle `without` it.
 
 A bundle is a count (u32), for each contribution its weight (u64) and its size (u32), then the payloads. It grows with
 the contributors, so there is a most of them.
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
@@ -33,42 +33,42 @@ def join(terms: Sequence[tuple[int, bytes]]) -> bytes:
 
 def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
     """The inverse of `join`. Raises PayloadError unless all of it is used, by payloads that are not too long."""
-    start, table = _table(bundle)
-    if any(size > max_payload_bytes for _, size in table) or start + sum(size for _, size in table) != len(bundle):
+    table = _table(bundle)
+    if any(end - start > max_payload_bytes for _, start, end in table) or table[-1][2] != len(bundle):
         raise PayloadError(f"bundle of {len(bundle)} bytes whose sizes are wrong")
-    terms = []
-    for weight, size in table:
-        terms.append((weight, bundle[start : start + size]))
-        start += size
-    return terms
+    return [(weight, bundle[start:end]) for weight, start, end in table]
 
 
 def without(bundle: bytes, place: int) -> bytes:
     """Bundle for the peer that already has the payload at `place`: that payload is left out, and the table stays
     whole."""
-    start, table = _table(bundle)
-    first = start + sum(size for _, size in table[:place])
-    return bundle[:first] + bundle[first + table[place][1] :]
+    _, start, end = _table(bundle)[place]
+    return bundle[:start] + bundle[end:]
 
 
 def restored(sent: bytes, place: int, payload: bytes) -> bytes:
     """The inverse of `without`. Raises PayloadError when a payload of that size was not left out there."""
-    start, table = _table(sent)
-    if place >= len(table) or table[place][1] != len(payload):
+    table = _table(sent)
+    if place >= len(table) or table[place][2] - table[place][1] != len(payload):
         raise PayloadError("bundle without room for our own contribution")
-    first = start + sum(size for _, size in table[:place])
-    if first > len(sent):
+    start = table[place][1]
+    if start > len(sent):
         raise PayloadError(f"bundle of {len(sent)} bytes that ends before our own contribution")
-    return sent[:first] + payload + sent[first:]
+    return sent[:start] + payload + sent[start:]
 
 
-def _table(bundle: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Where the payloads begin, and (weight, size) of each. Raises PayloadError."""
+def _table(bundle: bytes) -> list[tuple[int, int, int]]:
+    """Weight of each payload of a bundle, and its first byte and the one behind its last. Raises PayloadError.
+
+    The sizes are the sender's: they may lead beyond the bundle's end.
+    """
     count = _COUNT.unpack_from(bundle)[0] if len(bundle) >= _COUNT.size else 0
-    start = _COUNT.size + count * _TERM.size
-    if not 0 < count <= MAX_CONTRIBUTIONS or len(bundle) < start:
+    begin = _COUNT.size + count * _TERM.size
+    if not 0 < count <= MAX_CONTRIBUTIONS or len(bundle) < begin:
         raise PayloadError(f"bundle of {count} contributions in {len(bundle)} bytes")
-    return start, list(_TERM.iter_unpack(bundle[_COUNT.size : start]))
+    terms = list(_TERM.iter_unpack(bundle[_COUNT.size : begin]))
+    bounds = pairwise(accumulate((size for _, size in terms), initial=begin))
+    return [(weight, start, end) for (weight, _), (start, end) in zip(terms, bounds, strict=True)]
 
 
 def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ MAX_CHUNK = 4096
 """Values of a chunk of top-k, at most (`MAX_CHUNK` in kernels.c)."""
 NAMES = ("int8", "int4", "e3m0", "sign", "binned8", "binned4", "binned2")
 
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _COUNT, _FLOAT, _PAYLOAD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_char_p
 
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
@@ -59,6 +59,23 @@ class TopkShape(NamedTuple):
         return 3 * math.ceil(self.sent / 2)
 
 
+_CUT = [_COUNT] * len(TopkShape._fields)
+_SIGNATURES = {
+    **{f"encode_{name}": (ctypes.c_int, [_POINTER, _COUNT, _COUNT, ctypes.c_int, _PAYLOAD]) for name in NAMES},
+    **{f"decode_{name}": (None, [_PAYLOAD, _COUNT, _COUNT, _POINTER]) for name in NAMES},
+    **{f"fold_{name}": (ctypes.c_double, [_PAYLOAD, _COUNT, _COUNT, _FLOAT, _POINTER]) for name in NAMES},
+    "topk_select": (None, [_POINTER, *_CUT, _PAYLOAD, _POINTER]),
+    "topk_good": (ctypes.c_int, [_PAYLOAD, *_CUT]),
+    "topk_decode": (None, [_PAYLOAD, _POINTER, *_CUT, _POINTER]),
+    "topk_fold": (None, [_PAYLOAD, _POINTER, *_CUT, _FLOAT, _POINTER]),
+    "topk_mean": (None, [_COUNT, *[_POINTER] * 3, _FLOAT, *_CUT, _POINTER]),
+    "magnitude": (_FLOAT, [_POINTER, _COUNT]),
+    "with_residual": (ctypes.c_int, [*[_POINTER] * 2, _COUNT, _FLOAT, _POINTER]),
+    "nesterov": (None, [*[_POINTER] * 3, _COUNT, *[_FLOAT] * 4, *[_POINTER] * 2]),
+}
+"""Result and arguments of each function of kernels.c, whose name there begins with `diloco_`."""
+
+
 def install(library: ctypes.CDLL | None) -> None:
     """Use this build of kernels.c from now on, in the whole process; None: eager torch."""
     global _library
@@ -85,90 +102,73 @@ def installed() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    for name in NAMES:
-        encoder, decoder, folder = (getattr(library, f"diloco_{verb}_{name}") for verb in ("encode", "decode", "fold"))
-        encoder.restype, encoder.argtypes = ctypes.c_int, [_POINTER, _COUNT, _COUNT, ctypes.c_int, ctypes.c_char_p]
-        decoder.restype, decoder.argtypes = None, [ctypes.c_char_p, _COUNT, _COUNT, _POINTER]
-        folder.restype = ctypes.c_double
-        folder.argtypes = [ctypes.c_char_p, _COUNT, _COUNT, ctypes.c_float, _POINTER]
-    cut = [_COUNT] * len(TopkShape._fields)
-    library.diloco_topk_select.restype = None
-    library.diloco_topk_select.argtypes = [_POINTER, *cut, ctypes.c_char_p, _POINTER]
-    library.diloco_topk_good.restype, library.diloco_topk_good.argtypes = ctypes.c_int, [ctypes.c_char_p, *cut]
-    library.diloco_topk_decode.restype = None
-    library.diloco_topk_decode.argtypes = [ctypes.c_char_p, _POINTER, *cut, _POINTER]
-    library.diloco_topk_fold.restype = None
-    library.diloco_topk_fold.argtypes = [ctypes.c_char_p, _POINTER, *cut, ctypes.c_float, _POINTER]
-    library.diloco_topk_mean.restype = None
-    library.diloco_topk_mean.argtypes = [_COUNT, *[_POINTER] * 3, ctypes.c_float, *cut, _POINTER]
-    library.diloco_magnitude.restype = ctypes.c_float
-    library.diloco_magnitude.argtypes = [_POINTER, _COUNT]
-    library.diloco_with_residual.restype = ctypes.c_int
-    library.diloco_with_residual.argtypes = [*[_POINTER] * 2, _COUNT, ctypes.c_float, _POINTER]
-    library.diloco_nesterov.restype = None
-    library.diloco_nesterov.argtypes = [*[_POINTER] * 3, _COUNT, *[ctypes.c_float] * 4, *[_POINTER] * 2]
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, f"diloco_{name}")
+        function.restype, function.argtypes = result, arguments
+
+
+def _library_for(*flat: Tensor) -> ctypes.CDLL | None:
+    """Library that this thread uses, if C can read these tensors, all of one size."""
+    library = installed()
+    return library if library is not None and all(_is_plain(one, flat[0].numel()) for one in flat) else None
+
+
+def _block_function(name: str, block: int, values: Tensor) -> Any:
+    """The compiled encode, decode or fold of a codec with blocks. None: not here, or not for such blocks or values."""
+    library = _library_for(values)
+    fits = block <= MAX_PACKED or name.endswith(("_int8", "_binned8"))
+    return None if library is None or not fits else getattr(library, f"diloco_{name}")
 
 
 def encode(name: str, values: Tensor, block: int, stochastic: bool, payload_bytes: int) -> bytes | None:
     """A payload, or None: not here, or some values are not finite or have to saturate."""
-    library = installed()
-    if library is None or not _suits(name, block, values):
+    call = _block_function(f"encode_{name}", block, values)
+    if call is None:
         return None
     payload = _new_bytes(None, payload_bytes)
-    call = getattr(library, f"diloco_encode_{name}")
     return payload if call(values.data_ptr(), values.numel(), block, stochastic, payload) else None
 
 
 def decode(name: str, payload: bytes, block: int, out: Tensor) -> bool:
     """Fill `out` from a payload whose size and headers are good. False: not here."""
-    library = installed()
-    if library is None or not _suits(name, block, out):
-        return False
-    getattr(library, f"diloco_decode_{name}")(payload, out.numel(), block, out.data_ptr())
-    return True
+    call = _block_function(f"decode_{name}", block, out)
+    if call is not None:
+        call(payload, out.numel(), block, out.data_ptr())
+    return call is not None
 
 
 def fold(name: str, payload: bytes, block: int, weight: float, total: Tensor) -> float | None:
     """`Codec.fold` of a payload whose size and headers are good. None: not here, and `total` is unchanged."""
-    library = installed()
-    if library is None or not _suits(name, block, total):
-        return None
-    squares: float = getattr(library, f"diloco_fold_{name}")(payload, total.numel(), block, weight, total.data_ptr())
-    return squares
+    call = _block_function(f"fold_{name}", block, total)
+    return None if call is None else call(payload, total.numel(), block, weight, total.data_ptr())
 
 
 def magnitude(values: Tensor) -> float | None:
     """`diloco.compress.codec.magnitude`. None: not here."""
-    library = installed()
-    if library is None or not _is_plain(values, values.numel()):
-        return None
-    largest: float = library.diloco_magnitude(values.data_ptr(), values.numel())
-    return largest
+    library = _library_for(values)
+    return None if library is None else library.diloco_magnitude(values.data_ptr(), values.numel())
 
 
 def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
     """`diloco.outer.pseudograd.with_residual`. None: not here."""
-    flat = (gradient, residual, out)
-    library = installed()
-    if library is None or not all(_is_plain(one, out.numel()) for one in flat):
+    library = _library_for(gradient, residual, out)
+    if library is None:
         return None
-    places = [one.data_ptr() for one in flat]
-    return bool(library.diloco_with_residual(*places[:2], out.numel(), decay, places[2]))
+    places = gradient.data_ptr(), residual.data_ptr()
+    return bool(library.diloco_with_residual(*places, out.numel(), decay, out.data_ptr()))
+
+
+Outer = tuple[Tensor, Tensor]
+"""Momentum and anchor of the outer step."""
 
 
 def nesterov(
-    mean: Tensor,
-    before: tuple[Tensor, Tensor],
-    after: tuple[Tensor, Tensor],
-    kept: float,
-    share: float,
-    momentum: float,
-    rate: float,
+    mean: Tensor, before: Outer, after: Outer, kept: float, share: float, momentum: float, rate: float
 ) -> bool:
-    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`, (momentum, anchor) each. False: not here."""
+    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`. False: not here, and `after` is unchanged."""
     flat = (mean, *before, *after)
-    library = installed()
-    if library is None or not all(_is_plain(one, mean.numel()) for one in flat):
+    library = _library_for(*flat)
+    if library is None:
         return False
     places = [one.data_ptr() for one in flat]
     library.diloco_nesterov(*places[:3], mean.numel(), kept, share, momentum, rate, *places[3:])
@@ -217,15 +217,9 @@ def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None,
     weights, payloads, sent = zip(*terms, strict=True)
     library = _for_topk(cut, out, payloads, sent)
     count = len(terms)
-    library.diloco_topk_mean(
-        count,
-        (ctypes.c_char_p * count)(*payloads),
-        (_POINTER * count)(*[values.data_ptr() for values in sent]),
-        (ctypes.c_float * count)(*weights),
-        -1.0 if total is None else total,
-        *cut,
-        out.data_ptr(),
-    )
+    columns = (_PAYLOAD * count)(*payloads), (_POINTER * count)(*[one.data_ptr() for one in sent])
+    scales = (_FLOAT * count)(*weights)
+    library.diloco_topk_mean(count, *columns, scales, -1.0 if total is None else total, *cut, out.data_ptr())
 
 
 def _for_topk(
@@ -239,11 +233,6 @@ def _for_topk(
     if not plain or any(len(payload) < cut.packed_bytes for payload in payloads):
         raise TypeError("top-k in C takes flat contiguous fp32 tensors on the host, and payloads, of the part's size")
     return library
-
-
-def _suits(name: str, block: int, values: Tensor) -> bool:
-    fits = block <= MAX_PACKED or name in ("int8", "binned8")
-    return fits and _is_plain(values, values.numel())
 
 
 def _is_plain(values: Tensor, elements: int) -> bool:

@@ -1,4 +1,4 @@
-"""Top-k: of every chunk of 4096 consecutive values the k largest by magnitude; the others are zero.
+"""The codec top-k: it sends the k largest values by magnitude of every 4096 consecutive ones; the others are zero.
 
 A payload is the indices in their chunks, rising, 12 bits each, then the kept values in another codec's encoding, of
 which a block is what is kept of one chunk. With k of 4096 that makes, in bits for each value of the part:
@@ -66,17 +66,24 @@ class TopKCodec(Codec):
         }
         return cls(section.density, kept[section.values], section.mean)
 
-    @property
-    def name(self) -> str:
-        return "topk"
-
-    @property
-    def gathered(self) -> bool:
-        return True
+    name = "topk"
+    gathered = True
 
     def encode(self, values: Tensor) -> bytes:
-        packed, largest = self._largest(self._coordinates(values))
-        return packed + self.kept.encode(largest)
+        values = self._coordinates(values)
+        cut = self._cut(values.numel())
+        if kernels.has_topk(cut):
+            packed, largest = kernels.topk_select(values, cut)
+            return packed + self.kept.encode(largest)
+        whole = values.numel() - values.numel() % self.chunk
+        indices, places = [], []
+        # All whole chunks, one per row, and the short one behind them.
+        for start, rows in ((0, values[:whole].view(-1, self.chunk)), (whole, values[whole:].view(1, -1))):
+            if rows.numel():
+                found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
+                indices.append(found % self.chunk)
+                places.append(found.add_(start))
+        return _pack(torch.cat(indices).numpy()) + self.kept.encode(values[torch.cat(places)])
 
     def decode_into(self, payload: bytes, out: Tensor) -> None:
         places, sent = self._read(payload, out.numel())
@@ -110,19 +117,15 @@ class TopKCodec(Codec):
             read = [(float(weight), payload, self._read(payload, out.numel())[1]) for weight, payload in terms]
             kernels.topk_mean(read, total, cut, out)
         else:
-            self._mean_into(terms, total, out)
+            out.zero_()
+            divisor = torch.zeros_like(out) if total is None else total
+            for weight, payload in terms:
+                places, sent = self._read(payload, out.numel())
+                if isinstance(divisor, Tensor):
+                    divisor[places] += sent.ne(0).float().mul_(float(weight))
+                out[places] += sent.mul_(float(weight))  # each place is there once: no order to agree on
+            out.div_(divisor).nan_to_num_()  # 0 / 0 where nobody sent anything
         self._restore(out)
-
-    def _mean_into(self, terms: Sequence[tuple[int, bytes]], total: float | None, out: Tensor) -> None:
-        """Over `total`; None: over the weights of who sent a value."""
-        out.zero_()
-        divisor = torch.zeros_like(out) if total is None else total
-        for weight, payload in terms:
-            places, sent = self._read(payload, out.numel())
-            if isinstance(divisor, Tensor):
-                divisor[places] += sent.ne(0).float().mul_(float(weight))
-            out[places] += sent.mul_(float(weight))  # each place is there once: no order to agree on
-        out.div_(divisor).nan_to_num_()  # 0 / 0 where nobody sent anything
 
     def _coordinates(self, values: Tensor) -> Tensor:
         """Values among which the largest are sought: (elements,) fp32."""
@@ -136,24 +139,6 @@ class TopKCodec(Codec):
         kept_of_rest = kept_of(rest, self.density) if rest else 0
         return kernels.TopkShape(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
 
-    def _largest(self, values: Tensor) -> tuple[bytes, Tensor]:
-        """The packed indices of the largest of each chunk, and these, in the order of their places."""
-        cut = self._cut(values.numel())
-        if kernels.has_topk(cut):
-            return kernels.topk_select(values, cut)
-        indices, places = [], []
-        for start, rows in self._chunks(values):
-            found = _largest_of_rows(rows, kept_of(rows.shape[1], self.density)).flatten().nonzero().flatten()
-            indices.append(found % self.chunk)
-            places.append(found.add_(start))
-        return _pack(torch.cat(indices).numpy()), values[torch.cat(places)]
-
-    def _chunks(self, flat: Tensor) -> list[tuple[int, Tensor]]:
-        """All whole chunks, one per row, and the short one behind them: (first element, view)."""
-        whole = flat.numel() - flat.numel() % self.chunk
-        views = [(0, flat[:whole].view(-1, self.chunk)), (whole, flat[whole:].view(1, -1))]
-        return [(start, rows) for start, rows in views if rows.numel()]
-
     def _read(self, payload: bytes, elements: int) -> tuple[Tensor | None, Tensor]:
         """Places in the part, int64, and what is there, fp32. Raises PayloadError.
 
@@ -161,25 +146,22 @@ class TopKCodec(Codec):
         """
         check_size(payload, self.max_bytes(elements))
         cut = self._cut(elements)
-        places = None
-        if not kernels.has_topk(cut):
-            places = torch.from_numpy(self._places(_unpack(payload[: cut.packed_bytes], cut.sent), cut))
-        elif not kernels.topk_good(payload, cut):
-            raise self._no_index()
+        compiled = kernels.has_topk(cut)
+        places = None if compiled else _places(_unpack(payload[: cut.packed_bytes], cut.sent), cut)
+        if not (kernels.topk_good(payload, cut) if compiled else places is not None):
+            raise PayloadError(f"{self.name} payload with an index twice, out of order or beyond its chunk")
         return places, self.kept.decode(payload[cut.packed_bytes :], cut.sent)
 
-    def _places(self, indices: np.ndarray, cut: kernels.TopkShape) -> np.ndarray:
-        """Indices in the chunks -> places in the part. Raises PayloadError unless they rise within every chunk."""
-        whole, rest = divmod(cut.elements, cut.chunk)
-        rows, last = indices[: whole * cut.kept].reshape(whole, cut.kept), indices[whole * cut.kept :]
-        for found, width in ((rows, cut.chunk), (last[None, :], rest)):
-            if found.size and not ((found[:, 1:] > found[:, :-1]).all() and found[:, -1].max() < width):
-                raise self._no_index()
-        starts = np.arange(whole + 1, dtype=np.int64) * cut.chunk
-        return np.concatenate([(rows + starts[:whole, None]).reshape(-1), last + starts[whole]])
 
-    def _no_index(self) -> PayloadError:
-        return PayloadError(f"{self.name} payload with an index twice, out of order or beyond its chunk")
+def _places(indices: np.ndarray, cut: kernels.TopkShape) -> Tensor | None:
+    """Indices in the chunks -> places in the part. None: they do not rise, or leave their chunks."""
+    whole, rest = divmod(cut.elements, cut.chunk)
+    rows, last = indices[: whole * cut.kept].reshape(whole, cut.kept), indices[whole * cut.kept :]
+    for found, width in ((rows, cut.chunk), (last[None, :], rest)):
+        if found.size and not ((found[:, 1:] > found[:, :-1]).all() and found[:, -1].max() < width):
+            return None
+    starts = np.arange(whole + 1, dtype=np.int64) * cut.chunk
+    return torch.from_numpy(np.concatenate([(rows + starts[:whole, None]).reshape(-1), last + starts[whole]]))
 
 
 def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
@@ -211,8 +193,7 @@ def _pack(indices: np.ndarray) -> bytes:
 
 def _unpack(payload: bytes, count: int) -> np.ndarray:
     """The inverse of `_pack`, as int64."""
-    packed = np.frombuffer(payload, dtype=np.uint8).reshape(-1, 3).astype(np.int64)
-    pairs = np.empty((len(packed), 2), dtype=np.int64)
-    pairs[:, 0] = packed[:, 0] | (packed[:, 1] & 0xF) << 8
-    pairs[:, 1] = packed[:, 1] >> 4 | packed[:, 2] << 4
-    return pairs.reshape(-1)[:count]
+    numbers = np.zeros((len(payload) // 3, 4), dtype=np.uint8)
+    numbers[:, :3] = np.frombuffer(payload, dtype=np.uint8).reshape(-1, 3)
+    pairs = numbers.view(np.uint32).astype(np.int64)
+    return np.concatenate([pairs & (1 << INDEX_BITS) - 1, pairs >> INDEX_BITS], axis=1).reshape(-1)[:count]

@@ -1,8 +1,8 @@
-"""zstandard level 1 around another codec; levels 3 and 9 gain nothing on such bytes.
+"""The codec that compresses another codec's payloads: zstandard level 1; levels 3 and 9 gain nothing on such bytes.
 
 Floats are split into byte planes first (all lowest bytes, ..., all highest bytes): only exponents repeat, and side
 by side they compress. Some payloads do not (one bit a value, packed indices): they go as they are, so that nobody
-spends time on decompressing them. The first byte of a payload says which.
+spends time on decompressing them. The first byte of a payload marks a frame or raw bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ZstdCodec(Codec):
 
     def encode(self, values: Tensor) -> bytes:
         raw = self.inner.encode(values)
-        frame = zstandard.ZstdCompressor(level=LEVEL).compress(_split(raw, self.planes))
+        # Numbers of `planes` bytes each: first bytes of all, second bytes of all, ...
+        split = np.frombuffer(raw, dtype=np.uint8).reshape(-1, self.planes).T.tobytes() if self.planes > 1 else raw
+        frame = zstandard.ZstdCompressor(level=LEVEL).compress(split)
         return _FRAME + frame if len(frame) <= WORTHWHILE * len(raw) else _RAW + raw
 
     def decode_into(self, payload: bytes, out: Tensor) -> None:
@@ -61,6 +63,8 @@ class ZstdCodec(Codec):
         self.inner.mean_into([(weight, self._unpacked(payload, out.numel())) for weight, payload in terms], out)
 
     def _unpacked(self, payload: bytes, elements: int) -> bytes:
+        """The inner codec's payload. Raises PayloadError."""
+        raw_bytes = self.inner.max_bytes(elements)
         if len(payload) > self.max_bytes(elements):
             raise PayloadError(f"payload of {len(payload)} bytes, expected at most {self.max_bytes(elements)}")
         tag, rest = payload[:1], payload[1:]
@@ -68,39 +72,25 @@ class ZstdCodec(Codec):
             return rest
         if tag != _FRAME:
             raise PayloadError(f"payload that is neither raw nor a zstd frame: first byte {tag.hex() or 'missing'}")
-        return _join(_decompress(rest, self.inner.max_bytes(elements)), self.planes)
+        # The library allocates whatever a frame states, its `max_output_size` notwithstanding (33 kB became 1 GiB), and
+        # a window as large as stated: so the header is read first.
+        try:
+            header = zstandard.get_frame_parameters(rest)
+            if header.content_size != raw_bytes or header.window_size > max(raw_bytes, MIN_WINDOW_BYTES):
+                raise PayloadError(f"zstd frame of {header.content_size} bytes, expected {raw_bytes}")
+            raw = zstandard.ZstdDecompressor().decompress(rest, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise PayloadError(f"not a zstd frame of ours: {error}") from error
+        check_size(raw, raw_bytes)
+        return _join(raw, self.planes)
 
     def max_bytes(self, elements: int) -> int:
         """Size of the inner payload and one byte more: a payload that does not compress is sent as it is."""
         return 1 + self.inner.max_bytes(elements)
 
 
-def _decompress(payload: bytes, raw_bytes: int) -> bytes:
-    """The content of one frame, which must state that it holds `raw_bytes`.
-
-    The library allocates whatever a frame states, its `max_output_size` notwithstanding (33 kB became 1 GiB), and
-    a window as large as stated: so the header is read first.
-    """
-    try:
-        header = zstandard.get_frame_parameters(payload)
-        if header.content_size != raw_bytes or header.window_size > max(raw_bytes, MIN_WINDOW_BYTES):
-            raise PayloadError(f"zstd frame of {header.content_size} bytes, expected {raw_bytes}")
-        raw = zstandard.ZstdDecompressor().decompress(payload, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise PayloadError(f"not a zstd frame of ours: {error}") from error
-    check_size(raw, raw_bytes)
-    return raw
-
-
-def _split(raw: bytes, planes: int) -> bytes:
-    """Numbers of `planes` bytes each -> first bytes of all, second bytes of all, ..."""
-    if planes == 1:
-        return raw
-    return np.frombuffer(raw, dtype=np.uint8).reshape(-1, planes).T.tobytes()
-
-
 def _join(raw: bytes, planes: int) -> bytes:
-    """The inverse of `_split`. Plane by plane: three times faster than one transposed copy."""
+    """Byte planes -> numbers. Plane by plane: three times faster than one transposed copy."""
     if planes == 1:
         return raw
     split = np.frombuffer(raw, dtype=np.uint8).reshape(planes, -1)

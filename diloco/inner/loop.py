@@ -6,11 +6,10 @@ follows the tokens of the whole run and not a count of steps, so it means the sa
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +19,15 @@ from diloco.base.errors import StateError
 from diloco.config.contract import InnerSection
 from diloco.inner.meter import Phases
 from diloco.inner.muon import LR_RATIO, MuonAdamW, muon_parameters
-from diloco.island.slices import Pieces, Shape, Slice
+from diloco.island.parallel import ModelRanks, give_back
+from diloco.island.pipeline import Pipelined
+from diloco.island.slices import Pieces, Shape, Slice, full, held
 from diloco.models.moe import routers
 from diloco.models.transformer import token_loss
 from diloco.outer.fragments import named_parameters
 
 Forward = Callable[[Tensor], Tensor]
 Reduce = Callable[[list[nn.Parameter]], None]
-State = dict[str, Tensor | int | float]
 
 
 def learning_rate(section: InnerSection, total_tokens: int, tokens: int) -> float:
@@ -84,95 +84,20 @@ def next_token_loss(model: Forward, block: Tensor) -> Tensor:
     return token_loss(model(block[:, :-1]), block[:, 1:])
 
 
-class Pipeline(Protocol):
-    """Pipeline operations that inner steps need on ranks that have some layers of the model each
-    (`diloco.island.pipeline`)."""
-
-    whole_model: nn.Module
-    """On the meta device: all parameters, of which a rank has some."""
-
-    def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Add the gradient of the mean loss over micro-batches of one shape. Returns that loss."""
-
-    def loss(self, rows: Tensor) -> Tensor:
-        """`next_token_loss`, without a gradient."""
-
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a parameter is this rank's to count in the norm."""
-
-    def norm(self, own: Tensor) -> Tensor:
-        """Norm of the whole gradient, from the norm of the part that each rank counts."""
-
-
-class ModelRanks(Protocol):
-    """Operations of a model that is spread over ranks (`diloco.island.parallel`), as inner steps need them."""
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """Pipeline of this rank, where it has some layers of the model only; else None."""
-
-    @property
-    def forward(self) -> nn.Module:
-        """Module to call: the model itself, or its wrapper."""
-
-    @property
-    def bf16(self) -> bool:
-        """Whether a sharded model gathers its parameters as bf16: without autocast the inputs would then be fp32."""
-
-    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; the gradient must be complete after the `last` of a step."""
-
-    def whole(self, value: Tensor) -> Tensor:
-        """A loss, or the norm of the gradient, of which this rank may hold a part."""
-
-    def settle(self) -> None:
-        """After forward passes without backward passes."""
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        """Slice of a tensor that this rank holds, for one laid out like a parameter, or the same everywhere: a view."""
-
-
-class WholeModel:
-    """One process that has the whole model."""
-
-    pipeline = None
-    bf16 = False
-
-    def __init__(self, forward: nn.Module) -> None:
-        self.forward = forward
-
-    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def whole(self, value: Tensor) -> Tensor:
-        return value
-
-    def settle(self) -> None:
-        pass
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        return Slice.whole(name, value)
-
-
 class InnerLoop:
     """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        section: InnerSection,
-        total_tokens: int,
-        device: torch.device,
-        *,
-        compile: bool = False,
-        ranks: ModelRanks | None = None,
-    ) -> None:
+        self, model: nn.Module, section: InnerSection, total_tokens: int, device: torch.device, *,
+        compile: bool = False, ranks: ModelRanks | None = None,
+    ) -> None:  # fmt: skip
         """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
 
         `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.
         """
         self.model = model if ranks else model.to(device)
-        self._ranks = ranks or WholeModel(self.model)
+        self._ranks = ranks or ModelRanks(self.model)
+        self._pipeline = self._ranks if isinstance(self._ranks, Pipelined) else None
         self.section = section
         self.total_tokens = total_tokens
         self.device = device
@@ -210,15 +135,15 @@ class InnerLoop:
     def _backward(self, block: Tensor) -> Tensor:
         """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
         micro_batches = torch.split(block, self.section.batch_size)
-        if self._ranks.pipeline is not None:
+        if self._pipeline is not None:
             with self.phases.device("pipeline"):
-                return self._ranks.pipeline.backward(micro_batches)
+                return self._pipeline.backward(micro_batches)
         total = torch.zeros((), device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
                 bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.section.precision == "bf16")
                 with self.phases.device("forward"), bf16:
-                    loss = objective = self._ranks.whole(next_token_loss(self._forward, micro_batch))
+                    loss = objective = full(next_token_loss(self._forward, micro_batch))
                 share = len(micro_batch) / len(block)
                 for router in self._routers:
                     objective = objective + router.take_loss()
@@ -227,18 +152,15 @@ class InnerLoop:
             total += loss.detach() * share
         return total
 
-    def _norm(self) -> Tensor:
-        """The global norm of the gradient."""
-        pipeline = self._ranks.pipeline
+    def _update(self) -> None:
+        """Clip the gradient by its norm over all ranks and let the inner optimizer move the parameters."""
+        pipeline = self._pipeline
         counted = [p for p in self._parameters if pipeline is None or pipeline.counts(p)]
         gradients = [p.grad for p in counted if p.grad is not None]
-        norms = [self._ranks.whole(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
+        norms = [full(torch.nn.utils.get_total_norm(part)) for part in by_mesh(gradients)]
         norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
-        return norm if pipeline is None else pipeline.norm(norm)
-
-    def _update(self) -> None:
-        """Clip by the global norm and let the optimizer move the parameters."""
-        norm = self._norm()
+        if pipeline is not None:
+            norm = pipeline.norm(norm)
         if math.isfinite(norm.item()):
             if self.section.clip:
                 for part in by_mesh(self._parameters):
@@ -265,48 +187,38 @@ class InnerLoop:
 
     def weights(self) -> list[Slice]:
         """Slice of each trainable parameter that this rank holds: views."""
-        return [self._ranks.held(name, parameter) for name, parameter in self._named_parameters()]
+        return [held(name, parameter) for name, parameter in named_parameters(self.model).items()]
 
     def state(self) -> list[Slice]:
         """Slices of the optimizer's state that this rank holds, as `<parameter>/<key>`: views, which the next step
         moves."""
         return [
-            self._ranks.held(f"{name}/{key}", value)
-            for name, parameter in self._named_parameters()
+            held(f"{name}/{key}", value)
+            for name, parameter in named_parameters(self.model).items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         ]
 
-    def load_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str] = ()) -> None:
-        """Take back what `numbers` and `state` gave, on all ranks or on others than these: this rank's slices of it.
+    def load_state(self, numbers: Mapping[str, Any], state: Pieces, known: Collection[str] = ()) -> None:
+        """Take back this rank's slices of what `numbers` and `state` gave on all ranks, or on others than these.
 
-        `elsewhere`: entries of parameters that only other ranks hold. Raises StateError when it belongs to another
-        model or optimizer.
+        `known`: parameters of all ranks; entries of those that only others hold are left out. Raises StateError when it
+        belongs to another model or optimizer.
         """
-        self._check_state(numbers, state, elsewhere)
+        if not all(type(numbers.get(name)) is int for name in ("steps", "nonfinite_steps")):
+            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
+        named = named_parameters(self.model)
+        elsewhere = set(known) - named.keys()
+        shapes = {entry: state.shape(entry) for entry in state if entry.rpartition("/")[0] not in elsewhere}
+        _check_state(shapes, named, self.optimizer)
         self.steps, self.nonfinite_steps = int(numbers["steps"]), int(numbers["nonfinite_steps"])
-        named = dict(self._named_parameters())
         self.optimizer.state.clear()
         for entry in state:
             name, _, key = entry.rpartition("/")
             if name in named:
                 parameter = named[name].detach()
                 value = torch.empty_like(parameter) if state.shape(entry) else torch.empty((), device=parameter.device)
-                state.read(self._ranks.held(entry, value))
+                state.read(held(entry, value))
                 self.optimizer.state[named[name]][key] = value
-
-    def foreign(self, state: Iterable[str]) -> set[str]:
-        """Entries of an optimizer's state that are of no parameter that this rank holds."""
-        named = dict(self._named_parameters())
-        return {entry for entry in state if entry.rpartition("/")[0] not in named}
-
-    def _check_state(self, numbers: Mapping[str, Any], state: Pieces, elsewhere: Collection[str]) -> None:
-        if not all(type(numbers.get(name)) is int for name in ("steps", "nonfinite_steps")):
-            raise StateError("inner optimizer state without step counts", "resume from another checkpoint")
-        shapes = {entry: state.shape(entry) for entry in state if entry not in elsewhere}
-        _check_state(shapes, dict(self._named_parameters()), _state_keys(self.optimizer))
-
-    def _named_parameters(self) -> list[tuple[str, Tensor]]:
-        return list(named_parameters(self.model).items())
 
 
 def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optimizer:
@@ -325,19 +237,16 @@ def make_optimizer(model: nn.Module, section: InnerSection) -> torch.optim.Optim
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 
 
-def _state_keys(optimizer: torch.optim.Optimizer) -> dict[Tensor, set[str]]:
-    """Keys of the optimizer's state for each parameter once that has moved, from the settings of its group."""
-    return {p: _group_keys(group) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _group_keys(group: Mapping[str, Any]) -> set[str]:
+def _state_keys(group: Mapping[str, Any]) -> set[str]:
+    """Keys of the inner optimizer's state for a parameter that it has moved, from the settings of its group."""
     if "betas" in group:
         return {"step", "exp_avg", "exp_avg_sq"}
     return {"momentum_buffer"} if "ns_steps" in group else set()
 
 
-def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys: Mapping[Tensor, set[str]]) -> None:
-    """Raise StateError unless each parameter has all of its `keys`, or none of them, in its own shape."""
+def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Raise StateError unless each parameter has all of the inner optimizer's entries, or none, in its own shape."""
+    fix = "resume with the contract that wrote the checkpoint"
     got: dict[str, set[str]] = {}
     for entry, found_shape in shapes.items():
         name, _, key = entry.rpartition("/")
@@ -345,17 +254,13 @@ def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], keys:
         parameter = named.get(name)
         shape = None if parameter is None else () if key == "step" else tuple(parameter.shape)
         if found_shape != shape:
-            raise StateError(
-                f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}",
-                "resume with the contract that wrote the checkpoint",
-            )
+            raise StateError(f"inner optimizer state {entry}: shape {found_shape}, this model expects {shape}", fix)
+    keys = {p: _state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     for name, found in got.items():
         expected = keys[named[name]]
         if found != expected:
-            raise StateError(
-                f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}",
-                "resume with the contract that wrote the checkpoint",
-            )
+            cause = f"inner optimizer state of {name}: has {sorted(found)}, this optimizer needs {sorted(expected)}"
+            raise StateError(cause, fix)
 
 
 def evaluate(
@@ -367,26 +272,22 @@ def evaluate(
     Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
     `ranks` that a model is spread over evaluate the same blocks together.
     """
-    ranks = ranks or WholeModel(model)
+    ranks = ranks or ModelRanks(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=ranks.bf16)
         with torch.no_grad(), ranks.micro_batch(last=True), autocast:
-            batches = torch.split(blocks, batch_size)
-            losses = (_loss(ranks, rows.to(device)).item() for rows in batches)
-            total = math.fsum(loss * len(rows) for loss, rows in zip(losses, batches, strict=True))
+            losses = []
+            for rows in torch.split(blocks, batch_size):
+                rows = rows.to(device)
+                loss = ranks.loss(rows) if isinstance(ranks, Pipelined) else full(next_token_loss(ranks.forward, rows))
+                losses.append(loss.item() * len(rows))
     finally:
-        ranks.settle()
+        give_back(model)  # no backward pass did it
         for module, training in modes:
             module.training = training
-    return total / len(blocks)
-
-
-def _loss(ranks: ModelRanks, rows: Tensor) -> Tensor:
-    if ranks.pipeline is not None:
-        return ranks.pipeline.loss(rows)
-    return ranks.whole(next_token_loss(ranks.forward, rows))
+    return math.fsum(losses) / len(blocks)
 
 
 def seed_everything(seed: int) -> None:
@@ -396,11 +297,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def random_states() -> State:
+def random_states() -> dict[str, Tensor | int | float]:
     """The global random states of Python, NumPy and torch (CPU and the current GPU), as tensors and plain numbers."""
     _, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
-    states: State = {
+    states: dict[str, Tensor | int | float] = {
         "python": torch.tensor(words),
         "numpy": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
         "numpy_position": numpy_state["state"]["pos"],

@@ -69,20 +69,18 @@ class Phases:
 
 
 def memory_of(device: torch.device) -> list[int]:
-    """This process's memory: the numbers of `RankMemory`."""
+    """This process's peak and current memory on host and device, as the fields of the event part `RankMemory`."""
+    # Of this program only: getrusage may return the peak of the process that started it.
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.is_file() else []
+    found = next((line for line in lines if line.startswith("VmHWM:")), None)
+    if found is not None:
+        peak = int(found.split()[1]) * 1024
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if device.type != "cuda":
-        return [_host_peak_bytes(), 0, 0]
-    return [_host_peak_bytes(), torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)]
-
-
-def _host_peak_bytes() -> int:
-    status = Path("/proc/self/status")  # of this program; what getrusage says may be that of who started it
-    if status.is_file():
-        found = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if found:
-            return int(found[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        return [peak, 0, 0]
+    return [peak, torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)]
 
 
 def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:
@@ -96,7 +94,7 @@ def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver calls it; a CPU is a "cpu"."""
+    """Name of a GPU as its driver has it; a CPU is a "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -116,7 +114,7 @@ class Usage:
         self._phases.take()
 
     def step(self, tokens: int, seconds: float) -> None:
-        """An inner step of the whole island."""
+        """Count an inner step of the whole island."""
         self._tokens += tokens
         self._inner_s += seconds
 
@@ -148,7 +146,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trace:
-    """From now on until so many inner steps are over: what the CPU did, and the GPU where there is one."""
+    """A trace of the next inner steps of this rank for a browser, by torch's profiler (`diloco peer --profile`)."""
 
     def __init__(self, path: Path, steps: int, device: torch.device) -> None:
         """`path`: the file to write, Chrome's trace format in gzip (`.json.gz`)."""
@@ -158,7 +156,7 @@ class Trace:
         self._profile.start()
 
     def step(self) -> bool:
-        """An inner step is over. True with the last one: the file is written, unless the disk refused it."""
+        """Count a finished inner step. Returns True after the last: the file is written, unless the disk refused it."""
         self._left -= 1
         if self._left:
             return False

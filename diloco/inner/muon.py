@@ -28,7 +28,9 @@ class MuonAdamW(Optimizer):
         """`groups` are those of AdamW alone; of these Muon takes `matrices`."""
         group = {"params": matrices, "weight_decay": section.weight_decay, LR_RATIO: section.muon_lr / section.lr}
         muon: Optimizer = torch.optim.Muon([group], lr=section.muon_lr, momentum=section.muon_momentum)
-        others = _without(groups, set(matrices))
+        taken = set(matrices)
+        left = [{**group, "params": [p for p in group["params"] if p not in taken]} for group in groups]
+        others = [group for group in left if group["params"]]
         adamw = torch.optim.AdamW(others, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._parts = (muon, adamw)
@@ -50,13 +52,8 @@ class MuonAdamW(Optimizer):
             part.step()
 
 
-def _without(groups: list[dict[str, Any]], taken: set[nn.Parameter]) -> list[dict[str, Any]]:
-    left = [{**group, "params": [p for p in group["params"] if p not in taken]} for group in groups]
-    return [group for group in left if group["params"]]
-
-
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices inside layers, in model order, tied ones once: what Muon moves.
+    """The parameters that Muon moves: the trainable matrices inside layers, in model order, tied ones once.
 
     A layer is an entry of a module list (`blocks.<i>.`). Embeddings are not Muon's wherever they are (each of their
     rows is a vector of its own), nor a head that shares its weights with one; a head of its own is in no layer.
@@ -66,9 +63,6 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in embeddings and _in_layer(name)
+        if parameter.requires_grad and parameter.ndim == 2 and id(parameter) not in embeddings
+        if any(piece.isdecimal() for piece in name.split("."))
     ]
-
-
-def _in_layer(name: str) -> bool:
-    return any(piece.isdecimal() for piece in name.split("."))

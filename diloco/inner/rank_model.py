@@ -1,4 +1,4 @@
-"""The inner side of one rank: data, model, inner loop. All ranks of an island make the same calls in the same order.
+"""Data, model and inner loop of one rank. All ranks of an island make the same calls in the same order.
 
 Rank 0 alone reads data; the rows of a step are sent to all, and each trains on its own.
 """
@@ -19,16 +19,15 @@ from diloco.base.life import Life, Wait
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
-from diloco.data.dataset import Dataset
-from diloco.inner.loop import InnerLoop, ModelRanks, evaluate, random_states, restore_random_states, seed_everything
+from diloco.inner.loop import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
 from diloco.inner.meter import Trace, Usage, device_name, memory_of, peak_flops
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
-from diloco.island.parallel import Copies, checkpoint_blocks, divide, divided
-from diloco.island.pipeline import Pipelined, column_of, cut_into_stages
+from diloco.island.parallel import Copies, Divided, ModelRanks, checkpoint_blocks, divide
+from diloco.island.pipeline import Pipelined, pipelined
 from diloco.island.slices import Pieces, Slices, whole_slices
 from diloco.models import build_model, count_parameters
 from diloco.models.transformer import Transformer
@@ -45,9 +44,9 @@ class RankModel:
 
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         """All ranks make theirs together. Raises ConfigError when they do not fit the model."""
-        self.dataset = open_dataset(contract.data, Path(site.data.root)) if island.leads else None
-        about = island.share(json.dumps(_facts_of(self.dataset)) if self.dataset is not None else "")
-        self.vocab_size, self.blocks_per_epoch, self.fingerprint = json.loads(about)
+        self.dataset = data = open_dataset(contract.data, Path(site.data.root)) if island.leads else None
+        about = None if data is None else [data.vocab_size, data.blocks_per_epoch, data.fingerprint]
+        self.vocab_size, self.blocks_per_epoch, self.fingerprint = json.loads(island.share(json.dumps(about)))
         check_device(site, contract, island.device.type)
         sizes = sizes_of(site.mesh, island.size)
         check(sizes, site, contract, island.ranks_per_node)
@@ -59,16 +58,13 @@ class RankModel:
             balance_together(self.model, self.mesh.of_one_stage() if self.mesh.size("pp") > 1 else None)
         seed_everything(contract.run.seed)
         compiled = site.device.compile and not self.divided  # else its blocks are
+        # Each rank trains its share of the peer's micro-batch, in pieces.
+        share = contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
+        section = contract.inner.model_copy(update={"batch_size": share // site.mesh.micro_batches})
         total = contract.run.total_tokens
-        self.inner = InnerLoop(
-            self.model, self._inner_section(), total, island.device, compile=compiled, ranks=self.ranks
-        )
-        self.usage = Usage(
-            flops_per_token(contract, self.vocab_size),
-            peak_flops(site.device, island.device, contract.inner.precision),
-            island.size,
-            self.inner.phases,
-        )
+        self.inner = InnerLoop(self.model, section, total, island.device, compile=compiled, ranks=self.ranks)
+        peak = peak_flops(site.device, island.device, contract.inner.precision)
+        self.usage = Usage(flops_per_token(contract, self.vocab_size), peak, island.size, self.inner.phases)
         self._trace: Trace | None = None
         self._trace_folder: Path | None = None
         self._on_traced: Callable[[Path], None] = lambda _: None
@@ -77,12 +73,11 @@ class RankModel:
     @property
     def parameters(self) -> int:
         """Elements of all parameters of the whole model, shared ones once."""
-        pipeline = self.ranks.pipeline if self.ranks else None
-        return count_parameters(pipeline.whole_model if pipeline else self.model)
+        return count_parameters(self.ranks.whole_model if isinstance(self.ranks, Pipelined) else self.model)
 
     def _build(self) -> nn.Module:
-        contract = self.contract
-        return build_model(contract.model, self.vocab_size, contract.run.seed, Path(self.site.data.root))
+        run = self.contract.run
+        return build_model(self.contract.model, self.vocab_size, run.seed, Path(self.site.data.root))
 
     def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
         """A model that each rank has all of."""
@@ -97,39 +92,23 @@ class RankModel:
 
     def _divided(self) -> tuple[nn.Module, ModelRanks, Weights]:
         """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
-        island, section = self.island, self.site.mesh
+        island, mesh, site = self.island, self.mesh, self.site
         whole = named_parameters(self._build()) if island.leads else {}
         with torch.device("meta"):
             model = self._build()
         assert isinstance(model, Transformer)
         bf16 = self.contract.inner.precision == "bf16"
-        if self.mesh.size("pp") > 1:
-            return self._in_stages(model, whole, bf16=bf16)
-        ranks = divided(model, self.mesh, self.site, bf16=bf16)
-        model.to_empty(device="cpu" if section.offload else island.device)
-        bridge = Bridge(named_parameters(model), island)
+        ranks: Divided | Pipelined
+        if mesh.size("pp") > 1:
+            ranks = pipelined(model, mesh, site, self.contract, island.device, bf16=bf16)
+        else:
+            divide(model, model, mesh, site, bf16=bf16)
+            model.to_empty(device="cpu" if site.mesh.offload else island.device)
+            ranks = Divided(model, site.mesh, mesh, bf16=bf16)
+        column = ranks.column if isinstance(ranks, Pipelined) else None
+        bridge = Bridge(named_parameters(ranks.forward), island, column)
         bridge.begin(whole)
-        return model, ranks, bridge
-
-    def _in_stages(
-        self, model: Transformer, whole: dict[str, Tensor], *, bf16: bool
-    ) -> tuple[nn.Module, ModelRanks, Weights]:
-        """A model, given on the meta device, of which each rank has some layers, and a share of those."""
-        section, device = self.site.mesh, self.island.device
-        length = self.contract.data.sequence_length
-        stages, layers = cut_into_stages(model, self.mesh, section, self.contract.model, length, bf16=bf16)
-        for stage in stages.stages:
-            divide(stage.part, stage, self.mesh, self.site, bf16=bf16)
-        stages.to_empty(device=device)
-        column = column_of(model, layers, self.mesh, section, device)
-        bridge = Bridge(named_parameters(stages), self.island, column)
-        bridge.begin(whole)
-        return stages, Pipelined(stages, model, self.mesh, section, column), bridge
-
-    def _inner_section(self) -> Any:
-        """Each rank trains its share of the peer's micro-batch, in pieces."""
-        share = self.contract.inner.batch_size // self.mesh.size(*DATA_DIMENSIONS)
-        return self.contract.inner.model_copy(update={"batch_size": share // self.site.mesh.micro_batches})
+        return ranks.forward, ranks, bridge
 
     # ------------------------------------------------------------ inner steps
 
@@ -139,18 +118,24 @@ class RankModel:
         `block`: (sequences, L + 1) token ids, on rank 0. `position`: tokens of the run at its end, which sets the
         learning rate.
         """
-        self._trace_if_due()
+        device = self.site.device
+        if self._trace_folder is not None and device.profile_steps and self._steps == device.profile_after:
+            path = self._trace_folder / f"rank-{self.island.rank}.json.gz"
+            self._trace = Trace(path, device.profile_steps, self.island.device)
+        self._steps += 1
         with self.inner.phases.host("data"):
-            block = self._shared_rows(
-                block, (self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1)
-            )
+            shape = self.contract.inner.sequences_per_step, self.contract.data.sequence_length + 1
+            block = self._shared_rows(block, shape)
         micro_batches = torch.split(block, self.contract.inner.batch_size)
         ranks, place = self.mesh.size(*DATA_DIMENSIONS), self.mesh.place(*DATA_DIMENSIONS)
         mine = torch.cat([micro_batch.chunk(ranks)[place] for micro_batch in micro_batches])
         loss = self.inner.step(self._piece(mine), position)
         with self.inner.phases.host("wait"):  # for the slowest rank
             loss = self.island.mean(loss)
-        self._traced()
+        if self._trace is not None and self._trace.step():  # the last step of the trace
+            if self._trace.path.is_file():
+                self._on_traced(self._trace.path)
+            self._trace = None
         return loss
 
     def linger(self, began_s: float) -> Life[None]:
@@ -161,33 +146,19 @@ class RankModel:
             yield Wait(None, max(began_s + lasts_s - monotonic_s(), 0.0))
 
     def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
-        """Where the ranks write the traces that `device.profile_steps` asks for, and whom to tell of this rank's."""
+        """Write the trace that `device.profile_steps` asks for into a folder; `on_traced` is called with its path."""
         self._trace_folder, self._on_traced = folder.resolve(), on_traced
 
-    def _trace_if_due(self) -> None:
-        device = self.site.device
-        if self._trace_folder is not None and device.profile_steps and self._steps == device.profile_after:
-            path = self._trace_folder / f"rank-{self.island.rank}.json.gz"
-            self._trace = Trace(path, device.profile_steps, self.island.device)
-        self._steps += 1
-
-    def _traced(self) -> None:
-        """An inner step is over, which may be the last of a trace."""
-        if self._trace is not None and self._trace.step():
-            if self._trace.path.is_file():
-                self._on_traced(self._trace.path)
-            self._trace = None
-
     def _piece(self, rows: Tensor) -> Tensor:
-        """What this rank has of these sequences."""
+        """This rank's piece of each sequence, under context parallelism."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
     def _shared_rows(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Rank 0's rows of tokens."""
+        """Rank 0's rows of tokens, on every rank."""
         block = torch.empty(shape, dtype=torch.int64) if block is None else block.contiguous()
         return self.island.share_tensor(block)
 
-    # ------------------------------------------------------------ looks at it
+    # ------------------------------------------------------------ evaluation and events
 
     def evaluate(self) -> float:
         """Held-out loss of the weights as they stand, nats per token; the same on every rank."""
@@ -202,7 +173,7 @@ class RankModel:
         return self.island.mean(loss) if self.mesh.size("cp") > 1 else loss
 
     def facts(self) -> dict[str, Any]:
-        """Fields of `Started` that tell of this island."""
+        """Fields of the event `Started` that describe this island."""
         return {
             "parameters": self.parameters,
             "blocks_per_epoch": self.blocks_per_epoch,
@@ -214,11 +185,11 @@ class RankModel:
         }
 
     def version_fields(self) -> dict[str, Any]:
-        """Fields of `VersionClosed` that tell of inner steps."""
+        """Fields of the event `VersionClosed` that describe inner steps."""
         return {"lr": self.inner.lr, "expert_imbalance": tuple(self.inner.expert_imbalance())}
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since it was asked last."""
+        """Fields of the event `HardwareUsed`, since they were taken last."""
         memories = self.island.gather(json.dumps(memory_of(self.island.device)))
         memory = tuple(RankMemory(*json.loads(one)) for one in memories)
         return {**self.usage.fields(), "memory": memory}
@@ -226,21 +197,21 @@ class RankModel:
     # ------------------------------------------------------------ checkpoints (`Trains`)
 
     def live(self, *, local: bool) -> Slices:
-        """What this rank holds, and inner steps move: the optimizer's state, and the weights if they are wanted."""
+        """Slices for a checkpoint that this rank holds and inner steps move: those of the optimizer's state, and with
+        `local` those of the weights."""
         live = {"inner": self.inner.state()}
         return {**live, "local": self.inner.weights()} if local else live
 
     def kept(self) -> Contents:
-        """What only rank 0 saves: random states, counts."""
+        """Contents of a checkpoint that only rank 0 saves: random states, counts."""
         random = random_states()
         numbers: dict[str, JsonValue] = {
             "vocab_size": self.vocab_size,
             "inner": self.inner.numbers(),
             "random": {key: value for key, value in random.items() if not isinstance(value, Tensor)},
         }
-        return {
-            "random": whole_slices({key: value for key, value in random.items() if isinstance(value, Tensor)})
-        }, numbers
+        slices = whole_slices({key: value for key, value in random.items() if isinstance(value, Tensor)})
+        return {"random": slices}, numbers
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
         """Take back the inner side of a checkpoint, and the weights that are in it, saved on whatever mesh. The
@@ -250,19 +221,14 @@ class RankModel:
         read_together(self.island, lambda: self._take(opened(), known))
 
     def _take(self, checkpoint: Checkpoint, known: Collection[str]) -> None:
-        """`known`: parameters of all ranks."""
+        """Load this rank's side of a checkpoint. `known`: parameters of all ranks. Raises StateError."""
         state, weights = checkpoint.groups.get("inner", Pieces(())), checkpoint.groups.get("local", Pieces(()))
         mine = {one.box.name: one for one in self.inner.weights()} if weights else {}
         if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):
             cause = f"the weights in checkpoint {checkpoint.path} are not those of this model"
             raise StateError(cause, "resume with the contract that wrote the checkpoint")
-        elsewhere = {entry for entry in self.inner.foreign(state) if entry.rpartition("/")[0] in known}
-        self.inner.load_state(checkpoint.value("inner", dict), state, elsewhere)
+        self.inner.load_state(checkpoint.value("inner", dict), state, known)
         for one in mine.values():
             weights.read(one)
         if self.island.leads:
             restore_random_states({**checkpoint.groups.get("random", {}), **checkpoint.value("random", dict)})
-
-
-def _facts_of(dataset: Dataset) -> list[Any]:
-    return [dataset.vocab_size, dataset.blocks_per_epoch, dataset.fingerprint]

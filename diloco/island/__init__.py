@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,34 +30,31 @@ SEE = "its output says why"
 COLLECTIVE_S = 600.0
 """`timeouts.collective_s`, where there is no site."""
 MEETING_TIMEOUT = timedelta(minutes=10)
-"""For all ranks to have started, at least."""
+"""Longest time, at least, from the first rank's start to the last one's."""
 ASIDE_TIMEOUT = timedelta(hours=6)
-"""How long ranks wait for each other on another thread (`Island.aside`): there it is for a disk."""
+"""Longest that ranks wait for each other on another thread (`Island.aside`): there they wait for a disk."""
 
 
+@dataclass(eq=False)
 class Island:
-    """This process's place among the ranks, and what they say to each other."""
+    """This process's place among the ranks of an island, and the calls by which they exchange texts and numbers."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        ranks_per_node: int | None = None,
-        timeout_s: float = COLLECTIVE_S,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self.ranks_per_node = ranks_per_node or size
-        self.timeout_s = timeout_s
-        """Longest that a rank waits for another."""
-        self._group: Any = None
-        """Whom it speaks over; None: torch's default group."""
-        self._connections: list[Connection[Any, Any]] = []
-        """On rank 0 to all other ranks, on these to rank 0; made when the first text is shared."""
-        self._borrowed = False
-        """Whether torch.distributed is somebody else's, to begin and to end."""
+    rank: int
+    size: int
+    device: torch.device
+    ranks_per_node: int = 0
+    """All ranks, where it is not given."""
+    timeout_s: float = COLLECTIVE_S
+    """Longest that a rank waits for another."""
+    _group: Any = None
+    """Process group for numbers; None: torch's default group."""
+    _borrowed: bool = False
+    """Whether the caller's script began torch.distributed, and will end it."""
+    _connections: list[Connection[Any, Any]] = field(init=False, default_factory=list)
+    """On rank 0 to all other ranks, on these to rank 0; made when the first text is shared."""
+
+    def __post_init__(self) -> None:
+        self.ranks_per_node = self.ranks_per_node or self.size
 
     @staticmethod
     def here(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
@@ -79,20 +77,15 @@ class Island:
                 raise ResourceError(cause, f"start {there} ranks on each node (device.ranks, or --nproc-per-node)")
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        return Island.at(rank, size, device, per_node, timeout_s=timeout_s)
+        return replace(Island.at(rank, size, device, timeout_s=timeout_s), ranks_per_node=per_node)
 
     @staticmethod
     def at(
-        rank: int,
-        size: int,
-        device: torch.device,
-        ranks_per_node: int | None = None,
-        rendezvous: str = "env://",
-        timeout_s: float = COLLECTIVE_S,
+        rank: int, size: int, device: torch.device, rendezvous: str = "env://", timeout_s: float = COLLECTIVE_S
     ) -> Island:
         """Rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
-            # What is said goes over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
+            # Texts go over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_s)
             store, rank, size = next(meet(rendezvous, rank, size, timeout=max(timeout, MEETING_TIMEOUT)))
@@ -100,7 +93,7 @@ class Island:
             # The launcher's store outlives ranks that are started again; what the dead wrote there misleads these.
             store = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
             dist.init_process_group(backend, timeout=timeout, world_size=size, rank=rank, store=store)
-        return Island(rank, size, device, ranks_per_node, timeout_s)
+        return Island(rank, size, device, timeout_s=timeout_s)
 
     @staticmethod
     def beside(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
@@ -110,36 +103,32 @@ class Island:
         """
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return Island(0, 1, device)
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
-        island = Island(dist.get_rank(), dist.get_world_size(), device, per_node, timeout_s)
-        island._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        island._borrowed = True
-        return island
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return Island(dist.get_rank(), dist.get_world_size(), device, per_node, timeout_s, group, _borrowed=True)
 
     def aside(self) -> Island:
         """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
-        other = Island(self.rank, self.size, self.device, self.ranks_per_node, ASIDE_TIMEOUT.total_seconds())
-        if self.size > 1:
-            other._group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT)
-        return other
+        group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT) if self.size > 1 else None
+        return replace(self, timeout_s=ASIDE_TIMEOUT.total_seconds(), _group=group, _borrowed=False)
 
     @property
     def host(self) -> str:
-        """Where the other ranks reach rank 0."""
+        """Address at which the other ranks reach rank 0."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def leads(self) -> bool:
-        """Whether this rank talks to the world."""
+        """Whether this is rank 0, which lives the peer's life and decides for all ranks."""
         return self.rank == 0
 
     def decide(self, decision: Decision) -> None:
-        """On rank 0: have the other ranks do this now, too."""
+        """On rank 0: announce a decision to the other ranks, which then carry it out with it."""
         if self.size > 1:
             self.share(decision.to_json())
 
     def decision(self) -> Decision:
-        """On the other ranks: what rank 0 decides next. Raises ResourceError when rank 0 is gone, or has failed."""
+        """On the other ranks: rank 0's next decision. Raises ResourceError when rank 0 is gone, or has failed."""
         decision = Decision.from_json(self.share())
         if isinstance(decision, Fail):
             raise ResourceError(f"rank 0 of this island failed: {decision.why}", SEE)
@@ -176,7 +165,7 @@ class Island:
         return [call_rank_0((self.host, int(port)), bytes.fromhex(key_hex), self.rank)]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Rank 0's host tensor, into every rank's of the same shape and dtype."""
+        """Copy rank 0's host tensor into every rank's of the same shape and dtype."""
         try:
             if self.size > 1:
                 dist.broadcast(tensor, 0, group=self._group)
@@ -187,7 +176,7 @@ class Island:
         return tensor
 
     def all(self, fine: bool) -> bool:
-        """Whether it is fine on every rank."""
+        """Whether something is fine on every rank."""
         return self.total(torch.tensor([not fine], dtype=torch.float64, device="cpu")).item() == 0
 
     def total(self, sums: Tensor) -> Tensor:
@@ -202,7 +191,8 @@ class Island:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
         try:
-            lengths = [int(length) for length in self._gather(_count(len(data)))]
+            count = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+            lengths = [int(length) for length in self._gather(count)]
             padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             padded[: len(data)] = data
             found = self._gather(padded)
@@ -220,13 +210,11 @@ class Island:
         """The mean of a number over the ranks."""
         if self.size == 1:
             return value
-        total = torch.tensor([value], dtype=torch.float32, device="cpu")
-        dist.all_reduce(total, group=self._group)
-        return total.item() / self.size
+        return self.total(torch.tensor([value], dtype=torch.float32, device="cpu")).item() / self.size
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What torch raises where another rank is gone or hangs, as ResourceError."""
+        """Raise ResourceError in place of torch's errors where another rank is gone or hangs."""
         try:
             yield
         except RuntimeError as error:
@@ -245,15 +233,10 @@ class Island:
             connection.close()
 
 
-def _count(number: int) -> Tensor:
-    """As ranks tell it each other."""
-    return torch.tensor([number], dtype=torch.int64, device="cpu")
-
-
-def given_ranks() -> tuple[int, int, int, int | None] | None:
+def given_ranks() -> tuple[int, int, int, int] | None:
     """(rank, ranks, rank on this node, ranks on this node) that torchrun or srun gave this process; None: neither did.
 
-    Raises UsageError when torchrun's variables are incomplete.
+    Ranks on this node are 0 where they are not known. Raises UsageError when torchrun's variables are incomplete.
     """
     variables = os.environ
     if "WORLD_SIZE" in variables:
@@ -261,12 +244,10 @@ def given_ranks() -> tuple[int, int, int, int | None] | None:
         if missing:
             cause = f"WORLD_SIZE is set, but not {', '.join(missing)}"
             raise UsageError(cause, "start with torchrun, or unset WORLD_SIZE")
-        per_node = int(variables.get("LOCAL_WORLD_SIZE", 0)) or None
+        per_node = int(variables.get("LOCAL_WORLD_SIZE", 0))
         return int(variables["RANK"]), int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"]), per_node
     if int(variables.get("SLURM_STEP_NUM_TASKS", 1)) > 1:  # of srun; SLURM_NTASKS is also set where nothing was started
         tasks = re.match(r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        per_node = int(tasks.group()) if tasks else None
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        rank, ranks, local_rank = (int(variables[name]) for name in names)
-        return rank, ranks, local_rank, per_node
+        ranks, per_node = int(variables["SLURM_STEP_NUM_TASKS"]), int(tasks.group()) if tasks else 0
+        return int(variables["SLURM_PROCID"]), ranks, int(variables["SLURM_LOCALID"]), per_node
     return None

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from diloco.base.decisions import GatherWeights, TakeWeights
 from diloco.base.memory import floats
 from diloco.island import Island
+from diloco.island.slices import full
 from diloco.outer.fragments import Fragment, NamedShapes, ParameterEntry, Spot, Weights
 
 AHEAD = 4
@@ -40,46 +41,25 @@ class Column:
     """The rank in this column that has a parameter; the first one, where two have it."""
     device: torch.device
 
-    def broadcast(self, name: str, value: Tensor | None, shape: torch.Size) -> Tensor:
-        """The holder's `value` of a parameter, fp32 of this shape, on all ranks. The others' `value` is ignored."""
+    def broadcast(self, name: str, value: Tensor | None) -> Tensor:
+        """The holder's `value` of a parameter, fp32, on all ranks. The others' `value` is ignored."""
         holder = self.holders[name]
         if dist.get_rank() == holder:
             assert value is not None
-            whole = whole_of(value).to(self.device).contiguous()
+            whole = full(value).detach().to(self.device).contiguous()
         else:
-            whole = torch.empty(shape, dtype=torch.float32, device=self.device)
+            whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.device)
         dist.broadcast(whole, holder, self.group)
         return whole
 
 
-def whole_of(value: Tensor) -> Tensor:
-    """A tensor of which each rank may have a share, whole on each of them. They call it together."""
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-
-
-def spread(value: Tensor, into: Tensor | None, device: torch.device | str | None = None) -> Tensor | None:
-    """Rank 0's `value`, whole and on any device, into a tensor that each rank may hold a share of. Returns `into`.
-
-    All ranks call it together; of what others than rank 0 give as `value` only the shape is looked at. None: this rank
-    has nothing of it, and `value` travels as fp32 over `device`.
-    """
-    dtype = torch.float32 if into is None else into.dtype
-    if into is not None:
-        device = into.device_mesh.device_type if isinstance(into, DTensor) else into.device
-    leads = dist.get_rank() == 0
-    whole = value.to(device, dtype) if leads else torch.empty(value.shape, dtype=dtype, device=device)
-    dist.broadcast(whole, 0)
-    return take(whole, into) if into is not None else None
-
-
-def take(whole: Tensor, into: Tensor) -> Tensor:
-    """This rank's share of a tensor that every rank has, into `into`, which it returns."""
+def take(whole: Tensor, into: Tensor) -> None:
+    """Copy this rank's share of a parameter that every rank has whole into `into`."""
     if isinstance(into, DTensor):
         share = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None).to_local()
         into.to_local().copy_(share)
     else:
         into.copy_(whole)
-    return into
 
 
 def _handed_over(values: Tensor, room: threading.Semaphore) -> Tensor:
@@ -108,20 +88,30 @@ class Bridge(Weights):
 
     @torch.no_grad()
     def begin(self, values: Mapping[str, Tensor]) -> None:
-        """Rank 0's `values` of whole parameters become everybody's shares."""
+        """Copy rank 0's `values` of whole parameters, on any device, into every rank's shares of them."""
         for name, shape in self.shapes:
-            shaped = torch.empty(shape, dtype=torch.float32, device="meta")
-            value = values[name].detach() if self._island.leads else shaped
-            spread(value, self.parameters.get(name), self._island.device)
+            # A rank that has nothing of a parameter gets it with the others all the same, as fp32 on its own device.
+            into = self.parameters.get(name)
+            device: torch.device | str = self._island.device
+            if into is not None:
+                device = into.device_mesh.device_type if isinstance(into, DTensor) else into.device
+            dtype = torch.float32 if into is None else into.dtype
+            if self._island.leads:
+                whole = values[name].detach().to(device, dtype)
+            else:
+                whole = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(whole, 0)
+            if into is not None:
+                take(whole, into)
 
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
         """A parameter as the ranks hold it now, whole on each of them. They call it together."""
         held = self.parameters.get(name)
         if self._column is not None:
-            return self._column.broadcast(name, held, self._column.shapes[name])
+            return self._column.broadcast(name, held)
         assert held is not None
-        return whole_of(held)
+        return full(held).detach()
 
     @torch.no_grad()
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
@@ -174,30 +164,28 @@ class Bridge(Weights):
     def _take(
         self, entry: ParameterEntry, own: Sequence[Tensor], lanes: Sequence[Sequence[Spot]], holders: int
     ) -> None:
-        """Every rank's share of a parameter, of the pieces that each has."""
-        whole = self._assembled(entry, torch.cat([*own, floats(0)]), lanes, holders)
+        """Make a parameter whole on every rank from the pieces that each has (`own`), and copy shares into the model.
+
+        Pieces are moved, not summed: a sum turns -0.0 into 0.0.
+        """
+        mine = torch.cat([*own, floats(0)])
+        if holders == 1:
+            whole = (mine if self._island.leads else floats(entry.elements)).to(self._island.device)
+            dist.broadcast(whole, 0)
+        else:
+            most = max(sum(spot.elements for spot in spots) for spots in lanes)
+            padded = torch.cat([mine, floats(most - mine.numel())]).to(self._island.device)
+            every = [torch.empty_like(padded) for _ in lanes]
+            dist.all_gather(every, padded)
+            whole = padded.new_empty(entry.elements)
+            for spots, pieces in zip(lanes, every, strict=True):
+                begin = 0
+                for spot in spots:
+                    whole[spot.start : spot.stop] = pieces[begin : begin + spot.elements]
+                    begin += spot.elements
         held = self.parameters.get(entry.name)
         if held is not None:
-            take(whole.to(held.dtype), held)
-
-    def _assembled(self, entry: ParameterEntry, own: Tensor, lanes: Sequence[Sequence[Spot]], holders: int) -> Tensor:
-        """A parameter, on every rank, from the pieces that each has. Moved, not summed: a sum turns -0.0 into 0.0."""
-        if holders == 1:
-            whole = own if self._island.leads else floats(entry.elements)
-            whole = whole.to(self._island.device)
-            dist.broadcast(whole, 0)
-            return whole.view(entry.shape)
-        most = max(sum(spot.elements for spot in spots) for spots in lanes)
-        padded = torch.cat([own, floats(most - own.numel())]).to(self._island.device)
-        every = [torch.empty_like(padded) for _ in lanes]
-        dist.all_gather(every, padded)
-        whole = padded.new_empty(entry.elements)
-        for spots, pieces in zip(lanes, every, strict=True):
-            begin = 0
-            for spot in spots:
-                whole[spot.start : spot.stop] = pieces[begin : begin + spot.elements]
-                begin += spot.elements
-        return whole.view(entry.shape)
+            take(whole.view(entry.shape).to(held.dtype), held)
 
     def _plan(self, fragment: Fragment) -> Plan:
         """Places of each parameter's pieces in the flat buffers of the ranks, for one fragment."""

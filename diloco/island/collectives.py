@@ -69,29 +69,28 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
     Raises UsageError when there is one rank only, or the layout has another number of them.
     """
     if island.size == 1:
-        raise UsageError(
-            "one rank has nobody to talk to",
-            "start with torchrun: torchrun --nproc-per-node 2 -m diloco bench collectives",
-        )
+        fix = "start with torchrun: torchrun --nproc-per-node 2 -m diloco bench collectives"
+        raise UsageError("one rank has nobody to talk to", fix)
     if layout is not None and layout.world != island.size:
         cause = f"{layout} makes {layout.world} ranks, and {island.size} were started"
         raise UsageError(cause, "change --layout, or torchrun's --nproc-per-node and --nnodes")
-    for dimension, group in _groups(island, layout):
+    groups: list[tuple[str, Any]] = [("all", dist.group.WORLD)]
+    if layout is not None:
+        names = tuple(reversed(PLACED))  # a mesh's last dimension varies fastest
+        extents = tuple(getattr(layout, name) for name in names)
+        mesh = init_device_mesh(island.device.type, extents, mesh_dim_names=names)
+        groups = [(name, mesh[name].get_group()) for name in PLACED if getattr(layout, name) > 1]
+    for dimension, group in groups:
         ranks = dist.get_world_size(group)
         for collective in BUS_FACTORS:
             for values in (math.ceil(size / 4 / ranks) * ranks for size in sizes):
                 call = _call(collective, values, island.device, group)
-                seconds = _slowest_s(call, island.device, group, timed_s)
+                for _ in range(WARM_UPS):  # the first one sets up connections
+                    call()
+                once_s = _slowest_s(call, 1, island.device, group)
+                repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
+                seconds = _slowest_s(call, repeats, island.device, group)
                 yield Measured(collective, dimension, ranks, 4 * values, seconds)
-
-
-def _groups(island: Island, layout: MeshLayout | None) -> list[tuple[str, Any]]:
-    """(name, process group that this rank is in) of each dimension, the fastest varying one first."""
-    if layout is None:
-        return [("all", dist.group.WORLD)]
-    names = tuple(reversed(PLACED))  # a mesh's last dimension varies fastest
-    mesh = init_device_mesh(island.device.type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
-    return [(name, mesh[name].get_group()) for name in PLACED if getattr(layout, name) > 1]
 
 
 def _call(collective: str, values: int, device: torch.device, group: Any) -> Callable[[], object]:
@@ -117,33 +116,20 @@ def _call(collective: str, values: int, device: torch.device, group: Any) -> Cal
     return calls[collective]
 
 
-def _slowest_s(call: Callable[[], object], device: torch.device, group: Any, timed_s: float) -> float:
-    """Seconds of one call on the slowest rank of the group."""
-    for _ in range(WARM_UPS):  # the first one sets up connections
-        call()
-    once_s = _agreed(_timed_s(call, 1, device, group), device, group)
-    repeats = min(max(1, round(timed_s / once_s)), MAX_REPEATS)  # the same on every rank
-    return _agreed(_timed_s(call, repeats, device, group), device, group)
-
-
-def _timed_s(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
+def _slowest_s(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
+    """Seconds of one call, the mean of so many, on the slowest rank of the group."""
     dist.barrier(group)
     _finish(device)
     began_s = monotonic_s()
     for _ in range(repeats):
         call()
     _finish(device)
-    return (monotonic_s() - began_s) / repeats
+    seconds: Tensor = torch.tensor([(monotonic_s() - began_s) / repeats], dtype=torch.float32, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return seconds.item()
 
 
 def _finish(device: torch.device) -> None:
-    """Calls on a GPU only enqueue."""
+    """Wait until a GPU has done what collectives only enqueued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _agreed(seconds: float, device: torch.device, group: Any) -> float:
-    """The largest value of all ranks of the group."""
-    largest: Tensor = torch.tensor([seconds], dtype=torch.float32, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest.item()

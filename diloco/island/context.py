@@ -25,139 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from diloco.base.errors import ConfigError
 from diloco.models.transformer import Attention, Transformer, attend
 
-HALVES = 2
-"""Chunks of a sequence that a rank has."""
-
-Kernel = Callable[..., Any]
-
-
-class RingAttention:
-    """Causal attention over whole sequences of which each rank has a piece: shapes as `attend`, T being the piece's.
-
-    T must be even.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        """Raises ConfigError where this torch has no ring attention."""
-        self._group = group
-        _torch_ring()
-        ranks, rank = group.size(), group.rank()
-        self._owner = [min(chunk, HALVES * ranks - 1 - chunk) for chunk in range(HALVES * ranks)]
-        """By chunk of a sequence: the rank that has it while keys and values go round."""
-        mine = [HALVES * rank, HALVES * rank + 1]
-        balanced = [rank, HALVES * ranks - 1 - rank]
-        self._there = _Move(mine, balanced, self._owner, [chunk // HALVES for chunk in range(HALVES * ranks)], group)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's loop keeps tensors that it could not capture
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [part.shape[1] for part in (q, k, v)]
-        q, k, v = torch.split(self._there(torch.cat((q, k, v), dim=1)), heads, dim=1)
-        mixed: Tensor = _Ring.apply(self._group, q, k, v)  # type: ignore[no-untyped-call]
-        return self._there.back(mixed)
-
-
-class _Move:
-    """Chunks of sequences, (B, heads, T, E) with two of them along T, from the ranks of one order to another's."""
-
-    def __init__(
-        self, before: list[int], after: list[int], owner: list[int], source: list[int], group: dist.ProcessGroup
-    ) -> None:
-        """`before`, `after`: the chunks of this rank. `owner`, `source`: each chunk's rank after, and before."""
-        ranks = range(group.size())
-        self._group = group
-        self._sent = sorted(before, key=lambda chunk: (owner[chunk], chunk))
-        self._arriving = sorted(after, key=lambda chunk: (source[chunk], chunk))
-        self._before, self._after = before, after
-        self._to = [sum(owner[chunk] == rank for chunk in before) for rank in ranks]
-        self._from = [sum(source[chunk] == rank for chunk in after) for rank in ranks]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._moved(x, self._before, self._sent, self._arriving, self._after, self._from, self._to)
-
-    def back(self, x: Tensor) -> Tensor:
-        return self._moved(x, self._after, self._arriving, self._sent, self._before, self._to, self._from)
-
-    def _moved(
-        self, x: Tensor, had: list[int], sent: list[int], arriving: list[int], wanted: list[int], received: list[int],
-        given: list[int],
-    ) -> Tensor:  # fmt: skip
-        chunks = dict(zip(had, x.chunk(HALVES, dim=2), strict=True))
-        parts = torch.stack([chunks[chunk] for chunk in sent])
-        arrived: Tensor = all_to_all_single_autograd(parts, received, given, self._group)
-        found = dict(zip(arriving, arrived.unbind(), strict=True))
-        return torch.cat([found[chunk] for chunk in wanted], dim=2)
-
-
-class _Ring(torch.autograd.Function):
-    """Torch's ring around a kernel that returns the logarithm of each query's softmax sum."""
-
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, sums, *rest = _torch_ring()._templated_ring_attention(
-            group, 2, _forward_of(q), query=q, key=k, value=v, is_causal=True
-        )
-        ctx.group, ctx.rest = group, rest
-        ctx.save_for_backward(q, k, v, out, sums)
-        return out  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        q, k, v, out, sums = ctx.saved_tensors
-        found = _torch_ring()._templated_ring_attention_backward(
-            ctx.group, 2, _backward_of(q, ctx.rest), grad_out=gradients[0].contiguous(), grad_out_name="grad_out",
-            query=q, key=k, value=v, out=out, logsumexp=sums, is_causal=True,
-        )  # fmt: skip
-        return None, *found[:3]
-
-
-def _forward_of(q: Tensor) -> Kernel:
-    """Attention with as many heads of keys and values as of queries, or fewer: the ring carries few."""
-    aten = torch.ops.aten
-    kernel: Kernel = (
-        aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
-    )
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Any:
-        shared = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(shared, dim=1) for one in (key, value))
-        return kernel(query, key, value, dropout_p=0.0, is_causal=is_causal)
-
-    return attention
-
-
-def _backward_of(q: Tensor, rest: list[Any]) -> Kernel:
-    """The gradient of `_forward_of`, given what else that returned (of flash attention: lengths and a random state)."""
-    aten = torch.ops.aten
-
-    def gradients(
-        *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool
-    ) -> Any:
-        heads = key.shape[1]
-        wide = [one.repeat_interleave(query.shape[1] // heads, dim=1) for one in (key, value)]
-        common = (grad_out, query, *wide, out, logsumexp)
-        if q.is_cuda:
-            lengths, (seed, offset) = rest[:4], rest[4:6]
-            of_q, *of_kv = aten._scaled_dot_product_flash_attention_backward(
-                *common, *lengths, 0.0, is_causal, seed, offset
-            )
-        else:
-            of_q, *of_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*common, 0.0, is_causal)
-        return of_q, *(one.unflatten(1, (heads, -1)).sum(dim=2) for one in of_kv)
-
-    return gradients
-
-
-def _torch_ring() -> Any:
-    """Torch's module, set to what this one counts on. Raises ConfigError where there is none."""
-    try:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-    except ImportError as error:
-        cause = f"mesh.cp_method 'ring' needs the ring attention of torch 2.13, this is {torch.__version__}"
-        raise ConfigError(cause, 'set mesh.cp_method = "heads"') from error
-    ring._cp_options.enable_load_balance = True
-    ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
-    return ring
-
 
 def divide_sequences(model: Transformer, mesh: DeviceMesh, method: Literal["heads", "ring"] = "heads") -> None:
     """Let each rank of a one-dimensional mesh call the model with its piece of the sequences, in place.
@@ -200,3 +67,112 @@ class WholeSequences:
         """Part i to rank i, in the order of the ranks they come from."""
         arrived: Tensor = all_to_all_single_autograd(parts.contiguous(), None, None, self._group)
         return arrived
+
+
+HALVES = 2
+"""Chunks of a sequence that a rank has."""
+
+
+class RingAttention:
+    """Causal attention over whole sequences of which each rank has a piece: shapes as `attend`, T being the piece's.
+
+    T must be even.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Raises ConfigError where this torch has no ring attention."""
+        _torch_ring()
+        self._group = group
+        chunks = range(HALVES * group.size())
+        self._consecutive = [chunk // HALVES for chunk in chunks]
+        """By chunk of a sequence: the rank that has it outside of attention."""
+        self._balanced = [min(chunk, chunks[-1] - chunk) for chunk in chunks]
+        """By chunk of a sequence: the rank that has it while keys and values go round."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's loop keeps tensors that it could not capture
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = [part.shape[1] for part in (q, k, v)]
+        moved = self._moved(torch.cat((q, k, v), dim=1), self._consecutive, self._balanced)
+        mixed: Tensor = _Ring.apply(self._group, *torch.split(moved, heads, dim=1))  # type: ignore[no-untyped-call]
+        return self._moved(mixed, self._balanced, self._consecutive)
+
+    def _moved(self, x: Tensor, before: list[int], after: list[int]) -> Tensor:
+        """Chunks of sequences, (B, heads, T, E) with two of them along T, from the ranks that have them `before` to the
+        ranks that have them `after`."""
+        rank, ranks = self._group.rank(), range(self._group.size())
+        had = [chunk for chunk, owner in enumerate(before) if owner == rank]
+        wanted = [chunk for chunk, owner in enumerate(after) if owner == rank]
+        # An all-to-all sends and receives rank by rank; chunks of one rank are in their own order.
+        sent, arriving = sorted(had, key=after.__getitem__), sorted(wanted, key=before.__getitem__)
+        given = [sum(after[chunk] == other for chunk in had) for other in ranks]
+        received = [sum(before[chunk] == other for chunk in wanted) for other in ranks]
+        chunks = dict(zip(had, x.chunk(HALVES, dim=2), strict=True))
+        parts = torch.stack([chunks[chunk] for chunk in sent])
+        arrived: Tensor = all_to_all_single_autograd(parts, received, given, self._group)
+        found = dict(zip(arriving, arrived.unbind(), strict=True))
+        return torch.cat([found[chunk] for chunk in wanted], dim=2)
+
+
+class _Ring(torch.autograd.Function):
+    """Torch's ring around a kernel that returns the logarithm of each query's softmax sum.
+
+    The ring carries as few heads of keys and values as there are; kernels get as many as of queries.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        aten = torch.ops.aten
+        kernel: Callable[..., Any] = (
+            aten._scaled_dot_product_flash_attention if q.is_cuda else aten._scaled_dot_product_flash_attention_for_cpu
+        )
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Any:
+            shared = query.shape[1] // key.shape[1]
+            key, value = (one.repeat_interleave(shared, dim=1) for one in (key, value))
+            return kernel(query, key, value, dropout_p=0.0, is_causal=is_causal)
+
+        out, sums, *rest = _torch_ring()._templated_ring_attention(
+            group, 2, attention, query=q, key=k, value=v, is_causal=True
+        )
+        ctx.group, ctx.rest = group, rest
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, out, sums = ctx.saved_tensors
+        aten = torch.ops.aten
+
+        def gradients_of(
+            *, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+            is_causal: bool,
+        ) -> Any:  # fmt: skip
+            heads = key.shape[1]
+            wide = [one.repeat_interleave(query.shape[1] // heads, dim=1) for one in (key, value)]
+            common = (grad_out, query, *wide, out, logsumexp)
+            if q.is_cuda:
+                lengths, (seed, offset) = ctx.rest[:4], ctx.rest[4:6]  # flash attention's, and its random state
+                of_q, *of_kv = aten._scaled_dot_product_flash_attention_backward(
+                    *common, *lengths, 0.0, is_causal, seed, offset
+                )
+            else:
+                of_q, *of_kv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*common, 0.0, is_causal)
+            return of_q, *(one.unflatten(1, (heads, -1)).sum(dim=2) for one in of_kv)
+
+        found = _torch_ring()._templated_ring_attention_backward(
+            ctx.group, 2, gradients_of, grad_out=gradients[0].contiguous(), grad_out_name="grad_out",
+            query=q, key=k, value=v, out=out, logsumexp=sums, is_causal=True,
+        )  # fmt: skip
+        return None, *found[:3]
+
+
+def _torch_ring() -> Any:
+    """Torch's module, set to what this one counts on. Raises ConfigError where there is none."""
+    try:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+    except ImportError as error:
+        cause = f"mesh.cp_method 'ring' needs the ring attention of torch 2.13, this is {torch.__version__}"
+        raise ConfigError(cause, 'set mesh.cp_method = "heads"') from error
+    ring._cp_options.enable_load_balance = True
+    ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
+    return ring

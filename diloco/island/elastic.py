@@ -17,16 +17,8 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from diloco.base import errors
 from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.errors import (
-    ConfigError,
-    EvictedError,
-    IncompatibleError,
-    StateError,
-    TicketError,
-    UnreachableError,
-    UsageError,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +40,12 @@ MAX_APART_S = 30.0
 GRACE_S = 15
 """Beyond `timeouts.leave_s`: for the last evaluation and the last checkpoint."""
 FINAL = {
-    error.exit_code for error in (UsageError, ConfigError, TicketError, StateError, EvictedError, IncompatibleError)
-}
+    error.exit_code
+    for error in (
+        errors.UsageError, errors.ConfigError, errors.TicketError,
+        errors.StateError, errors.EvictedError, errors.IncompatibleError,
+    )
+}  # fmt: skip
 """Exit codes that starting again does not change."""
 
 
@@ -66,7 +62,7 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
         os.environ[LIFE] = str(life)
         began_s = monotonic_s()
         code = run_once(ranks, "diloco", arguments, int(leave_s) + GRACE_S)
-        if code == 0 or code in FINAL or (life == 0 and code == UnreachableError.exit_code):
+        if code == 0 or code in FINAL or (life == 0 and code == errors.UnreachableError.exit_code):
             break
         lived_s = monotonic_s() - began_s
         losses = 1 if lived_s >= WELL_S else losses + 1
@@ -87,17 +83,10 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
     The launcher could start them again itself, but whatever it was that ended them.
     """
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.5,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.5, signals_to_handle="SIGTERM,SIGINT,SIGHUP",
         shutdown_timeout=leave_s,
-    )
+    )  # fmt: skip
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)
@@ -110,7 +99,7 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
 
 
 def restarted() -> bool:
-    """Whether this rank stands in for one that died."""
+    """Whether this rank was started in the place of one that died."""
     return any(int(os.environ.get(name, 0)) > 0 for name in (LIFE, "TORCHELASTIC_RESTART_COUNT"))
 
 
@@ -138,12 +127,12 @@ def _torch_began_us() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent and so on: the name before them may hold spaces (proc_pid_stat)."""
+    """Linux's fields of a process behind its name, which may hold spaces (proc_pid_stat): state, parent and so on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def end_with_launcher() -> None:
-    """A rank that the launcher started dies when that is killed, which leaves it no time to say so. Only Linux."""
+    """Let Linux kill this rank when its launcher is killed, which leaves that no time to end its ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):

@@ -27,11 +27,6 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
             module.experts = DividedExperts(module.experts, mesh)
 
 
-def divided_experts(model: nn.Module) -> list[DividedExperts]:
-    """Divided experts that `divide_experts` has put into a model."""
-    return [module for module in model.modules() if isinstance(module, DividedExperts)]
-
-
 def balance_together(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Let an auxiliary loss see the loads of all ranks, which share a batch, as if it were one rank's.
 
@@ -61,8 +56,10 @@ class DividedExperts(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # each step has other splits, and would be compiled anew
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
         """As `Experts`: rows (R, D) of this rank's tokens, by expert, and how many each expert of the block gets."""
-        arriving = self._exchanged(loads.view(self._ranks, -1))  # [rank it comes from, expert here] -> rows
-        sent = loads.view(self._ranks, -1).sum(dim=1).tolist()
+        leaving = loads.view(self._ranks, -1)
+        arriving = torch.empty_like(leaving)  # [rank it comes from, expert here] -> rows
+        dist.all_to_all_single(arriving, leaving.contiguous(), group=self._group)
+        sent = leaving.sum(dim=1).tolist()
         received = arriving.sum(dim=1).tolist()
         here = arriving.shape[1]
         rows = all_to_all_single_autograd(rows, received, sent, self._group)
@@ -70,22 +67,12 @@ class DividedExperts(nn.Module):
         numbers = torch.arange(here, dtype=torch.int64, device=loads.device)
         experts = numbers.repeat(self._ranks).repeat_interleave(arriving.flatten())
         order = experts.argsort(stable=True)
-        out = self.run(rows[order], arriving.sum(dim=0), *self._stacks())
-        return all_to_all_single_autograd(out[order.argsort()], sent, received, self._group)
-
-    def _exchanged(self, loads: Tensor) -> Tensor:
-        arriving = torch.empty_like(loads)
-        dist.all_to_all_single(arriving, loads.contiguous(), group=self._group)
-        return arriving
-
-    def _stacks(self) -> list[Tensor]:
-        """This rank's shares of gate, up and down.
-
-        Their gradient sums what all ranks' tokens say, each rank's loss being a mean over its own tokens: divided by
-        the ranks, it is the gradient of the mean loss, and whoever averages gradients over copies need not know.
-        """
+        # This rank's shares of gate, up and down. Their gradient sums over all ranks' tokens, each rank's loss being a
+        # mean over its own: divided by the ranks it is the gradient of the mean loss, so that gradients can be averaged
+        # over copies like those of all other parameters.
         stacks = [stack.to_local() if isinstance(stack, DTensor) else stack for stack in self.parameters()]
         for stack in stacks:
             if stack.requires_grad:
                 stack.register_hook(lambda gradient: gradient / self._ranks)  # type: ignore[no-untyped-call]
-        return stacks
+        out = self.run(rows[order], arriving.sum(dim=0), *stacks)
+        return all_to_all_single_autograd(out[order.argsort()], sent, received, self._group)

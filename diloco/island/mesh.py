@@ -1,8 +1,12 @@
-"""The mesh of an island: its ranks along named dimensions, of which torch makes one DeviceMesh.
+"""The mesh of an island: its ranks along named dimensions, of which torch makes one DeviceMesh, and the stages of a
+pipeline.
 
 A rank's number in the island counts the dimensions of `DIMENSIONS` like digits, the last one the fastest: ranks of one
 tensor-parallel group have consecutive numbers, and as torchrun numbers the ranks node by node, they are in one node.
 A new dimension is a line in `DIMENSIONS`, a key of `[mesh]`, and a check in `check`.
+
+A stage of a pipeline is some consecutive blocks; the first has the embedding as well, the last the final norm and the
+head. A step takes as long as the slowest stage lets it, so layers are cut into stages that are equally costly.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from torch.distributed import ProcessGroup
@@ -44,10 +47,8 @@ def stages_of(place: int, section: MeshSection, ranks: int) -> list[int]:
 
 
 def home_of(stage: int, section: MeshSection, ranks: int) -> int:
-    """The place of the rank that has a stage."""
-    if section.schedule == "zbv":
-        return min(stage, 2 * ranks - 1 - stage)
-    return stage % ranks
+    """The place in the pipeline of the rank that has a stage."""
+    return next(place for place in range(ranks) if stage in stages_of(place, section, ranks))
 
 
 def layer_costs(model: ModelSection, vocabulary: int, sequence_length: int) -> list[float]:
@@ -74,21 +75,19 @@ def cut(costs: Sequence[float], pieces: int) -> list[range]:
     """
     sums = [0.0, *accumulate(costs)]
     # best[end]: (largest piece, sum of squares, cuts) of the first `end` costs, in as many pieces as there were rounds.
+    # Cuts are negated, so that the least of equally good ones is the later one.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+
+    def extended(start: int, end: int) -> tuple[float, float, tuple[int, ...]]:
+        """The best cut up to `start`, with the piece from there to `end`."""
+        largest, squares, cuts = best[start]
+        cost = sums[end] - sums[start]
+        return max(largest, cost), squares + math.pow(cost, 2), (*cuts, -end)
+
     for piece in range(1, pieces + 1):
         ends = range(piece, len(costs) - pieces + piece + 1)
-        best = {end: min(_extended(best, start, end, sums) for start in best if start < end) for end in ends}
-    cuts = [-at for at in best[len(costs)][2]]
-    return [range(start, end) for start, end in pairwise(cuts)]
-
-
-def _extended(
-    best: dict[int, tuple[float, float, tuple[int, ...]]], start: int, end: int, sums: Sequence[float]
-) -> tuple[float, float, tuple[int, ...]]:
-    """The best cut up to `start`, with the piece from there to `end`. Cuts are negated, to prefer the later one."""
-    largest, squares, cuts = best[start]
-    cost = sums[end] - sums[start]
-    return max(largest, cost), squares + math.pow(cost, 2), (*cuts, -end)
+        best = {end: min(extended(start, end) for start in best if start < end) for end in ends}
+    return [range(-start, -end) for start, end in pairwise(best[len(costs)][2])]
 
 
 DIMENSIONS = ("dp_replicate", "pp", "dp_shard", "cp", "ep", "tp")
@@ -127,9 +126,10 @@ class Mesh:
 
     def place(self, *names: str) -> int:
         """This rank's place among the `size(*names)` along these dimensions."""
-        place = 0
+        place, dimensions = 0, list(self.sizes)
         for name in names:
-            place = place * self.sizes[name] + self._places[name]
+            behind = dimensions[dimensions.index(name) + 1 :]  # these vary faster
+            place = place * self.sizes[name] + self.rank // self.size(*behind) % self.sizes[name]
         return place
 
     def along(self, *names: str) -> DeviceMesh:
@@ -156,14 +156,6 @@ class Mesh:
     def _as_one(self, names: Sequence[str], name: str) -> DeviceMesh:
         """These dimensions as one of that name."""
         return _patient(self.along(*names)._flatten(name), self.timeout_s)
-
-    @cached_property
-    def _places(self) -> Sizes:
-        places: dict[str, int] = {}
-        rest = self.rank
-        for name in reversed(list(self.sizes)):
-            rest, places[name] = divmod(rest, self.sizes[name])
-        return places
 
 
 def _patient(devices: DeviceMesh, timeout_s: float) -> DeviceMesh:
@@ -217,8 +209,12 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
         _check_tensor_parallel(sizes, site, contract, ranks_per_node)
     elif section.async_tp:
         raise ConfigError("mesh.async_tp is for mesh.tp > 1", "set mesh.async_tp = false")
-    if sizes["cp"] > 1:
-        _check_context_parallel(sizes["cp"], section, contract)
+    cp, length = sizes["cp"], contract.data.sequence_length
+    if cp > 1 and section.cp_method == "heads":
+        _check_divides("cp", cp, {**_heads(model), "data.sequence_length": length})
+    elif cp > 1 and length % (2 * cp):
+        cause = f"mesh.cp_method 'ring' cuts sequences into 2 x mesh.cp ({2 * cp}) chunks, and {length} does not divide"
+        raise ConfigError(cause, "change mesh.cp, or set data.sequence_length to a multiple")
     if sizes["ep"] > 1:
         _check_expert_parallel(sizes, model)
 
@@ -230,15 +226,6 @@ def divides(sizes: Sizes, section: MeshSection) -> bool:
 
 def _heads(model: ModelSection) -> dict[str, int]:
     return {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads}
-
-
-def _check_context_parallel(cp: int, section: MeshSection, contract: Contract) -> None:
-    length = contract.data.sequence_length
-    if section.cp_method == "heads":
-        _check_divides("cp", cp, {**_heads(contract.model), "data.sequence_length": length})
-    elif length % (2 * cp):
-        cause = f"mesh.cp_method 'ring' cuts sequences into 2 x mesh.cp ({2 * cp}) chunks, and {length} does not divide"
-        raise ConfigError(cause, "change mesh.cp, or set data.sequence_length to a multiple")
 
 
 def check_device(site: Site, contract: Contract, kind: str) -> None:
@@ -258,11 +245,10 @@ def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
         raise ConfigError(f"mesh.ep ({sizes['ep']}) divides experts, and this model has none", "set mesh.ep = 1")
     _check_divides("ep", sizes["ep"], {"model.experts": model.experts})
     shares = sizes["dp_shard"] * sizes["cp"]
+    said = f"mesh.dp_shard x mesh.cp ({shares})"
     for name, width in (("the width of an expert", model.expert_width), ("model.dim", model.dim)):
         if width % shares:
-            cause = (
-                f"mesh.dp_shard x mesh.cp ({shares}) does not divide {name} ({width}), along which experts are sharded"
-            )
+            cause = f"{said} does not divide {name} ({width}), along which experts are sharded"
             raise ConfigError(cause, "lower mesh.dp_shard, for instance by more mesh.dp_replicate")
 
 
@@ -295,11 +281,7 @@ def _check_pipeline(pp: int, site: Site, contract: Contract) -> None:
         raise ConfigError(f"mesh.cp_method 'ring' does not go with mesh.pp ({pp})", 'set mesh.cp_method = "heads"')
     if section.offload:
         raise ConfigError(f"mesh.offload does not go with mesh.pp ({pp})", "leave it out: more stages need less memory")
-    _check_micro_batches(pp, section, contract.inner.accumulation * section.micro_batches)
-
-
-def _check_micro_batches(pp: int, section: MeshSection, micro_batches: int) -> None:
-    schedule = f"mesh.schedule {section.schedule!r}"
+    micro_batches = contract.inner.accumulation * section.micro_batches
     said = f"inner.accumulation x mesh.micro_batches is {micro_batches}"
     if section.schedule != "gpipe" and micro_batches < pp:
         cause = f"{schedule} keeps mesh.pp ({pp}) micro-batches on their way, and {said}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
@@ -37,55 +37,56 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from diloco.base.errors import ConfigError
 from diloco.config.site import MeshSection, Site
 from diloco.island.context import divide_sequences
-from diloco.island.experts import divide_experts, divided_experts
+from diloco.island.experts import DividedExperts, divide_experts
 from diloco.island.mesh import Mesh
-from diloco.island.slices import Slice, held
 from diloco.models.moe import MixtureOfExperts, routers
 from diloco.models.transformer import Block, Transformer
 
 Checkpointing = Literal["none", "selective", "full"]
 
 
-class Copies:
+class ModelRanks:
+    """A model as inner steps call it on the ranks that train it together. Here one process has all of it."""
+
+    bf16 = False
+    """Whether a sharded model gathers its parameters as bf16: without autocast the inputs would then be fp32."""
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.forward = forward
+        """The module to call: the model itself, or its wrapper."""
+
+    def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch. The gradient is complete after the `last` of a step."""
+        return contextlib.nullcontext()
+
+
+class Copies(ModelRanks):
     """Ranks that each hold the whole model (DistributedDataParallel)."""
 
-    pipeline = None
-    bf16 = False
+    forward: DistributedDataParallel
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         """`model` is on `device` already. Rank 0's weights become everybody's."""
-        self.forward = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        super().__init__(DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None))
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward; only in the last one of a step are gradients averaged."""
+        """Gradients are averaged in the last one of a step only."""
         return contextlib.nullcontext() if last else self.forward.no_sync()
 
-    def whole(self, value: Tensor) -> Tensor:
-        """A loss, or a norm of the gradient: every rank has all of it."""
-        return value
 
-    def settle(self) -> None:
-        """After forward passes without backward passes there is nothing to put back."""
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        """All of it."""
-        return held(name, value)
-
-
-class Divided:
+class Divided(ModelRanks):
     """Ranks that each hold a share of the model (FSDP2, tensor parallelism)."""
 
-    pipeline = None
-
     def __init__(self, model: nn.Module, section: MeshSection, mesh: Mesh, *, bf16: bool) -> None:
+        """`model` was divided over the mesh by `divide`."""
+        super().__init__(model)
         assert isinstance(model, FSDPModule)
         self.bf16 = bf16
-        self.forward: nn.Module = model
         self._fsdp: FSDPModule = model
         self._gathers_per_block = section.shard == "parameters"
         self._divides_gradients = section.shard in ("gradients", "parameters")
@@ -93,37 +94,22 @@ class Divided:
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward: nothing is reduced or gathered before it must be."""
+        """Nothing is reduced or gathered before it must be."""
         self._fsdp.set_requires_gradient_sync(last or self._divides_gradients)
         self._fsdp.set_requires_all_reduce(last)
         self._fsdp.set_reshard_after_backward(last or self._gathers_per_block)
         with loss_parallel() if self._tensor_parallel else contextlib.nullcontext():
             yield
 
-    def whole(self, value: Tensor) -> Tensor:
-        """A loss, or a norm of the gradient, of which each rank may have a part."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        """This rank's share."""
-        return held(name, value)
-
-    def settle(self) -> None:
-        """Give back what a forward pass without a backward pass left gathered."""
-        give_back(self.forward)
-
 
 def give_back(model: nn.Module) -> None:
-    """Keep no more of what FSDP2 has gathered than this rank's shares."""
+    """Free what FSDP2 gathered in forward passes of a model: this rank keeps its shares. Without FSDP2 nothing is done.
+
+    A backward pass does it by itself.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def divided(model: Transformer, mesh: Mesh, site: Site, *, bf16: bool = False) -> Divided:
-    """Divide a model over the mesh, in place (`divide`)."""
-    divide(model, model, mesh, site, bf16=bf16)
-    return Divided(model, site.mesh, mesh, bf16=bf16)
 
 
 def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16: bool) -> None:
@@ -161,7 +147,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
     if mesh.size("ep") > 1:
         # An expert's copies are on fewer ranks. Sharded by another dimension than the one that `ep` divides.
         apart = {**policy, "mesh": mesh.copies_of_shares("cp"), "shard_placement_fn": lambda _: Shard(1)}
-        for experts in divided_experts(model):
+        for experts in [module for module in model.modules() if isinstance(module, DividedExperts)]:
             fully_shard(experts, reshard_after_forward=by_block, mp_policy=precision, **apart)
     for router in routers(model) if bf16 else ():
         fully_shard(router, reshard_after_forward=False, **policy)  # stays fp32, as its scores are
@@ -269,25 +255,22 @@ def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
         return
     keep: dict[str, Any] = {"preserve_rng_state": False}
     if how == "selective":
-        keep["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        keep["context_fn"] = partial(create_selective_checkpoint_contexts, PRODUCTS)
     for name, block in list(model.blocks.named_children()):  # a part's do not begin at 0
         assert isinstance(block, Block)
         if how == "selective" and isinstance(block.ffn, MixtureOfExperts):
-            _checkpoint_around_routing(block, keep)
+            # Attention and each SwiGLU apart: routing, and tokens that go to other ranks and come back, happen once.
+            parts: Any = block
+            parts.attn = checkpoint_wrapper(block.attn, **keep)
+            if block.ffn.shared is not None:
+                parts.ffn.shared = checkpoint_wrapper(block.ffn.shared, **keep)
+            experts = parts.ffn.experts
+            experts.run = partial(checkpoint, experts.run, use_reentrant=False, **keep)
         else:
             model.blocks.add_module(name, checkpoint_wrapper(block, **keep))
 
 
-def _checkpoint_around_routing(block: Any, keep: Mapping[str, Any]) -> None:
-    """Attention and each SwiGLU by itself: routing, and tokens that go to other ranks and come back, happen once."""
-    block.attn = checkpoint_wrapper(block.attn, **keep)
-    if block.ffn.shared is not None:
-        block.ffn.shared = checkpoint_wrapper(block.ffn.shared, **keep)
-    experts = block.ffn.experts
-    experts.run = partial(checkpoint, experts.run, use_reentrant=False, **keep)
-
-
-PRODUCTS = {
+PRODUCTS = [
     torch.ops.aten.mm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
@@ -296,8 +279,5 @@ PRODUCTS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     *([torch.ops.aten._grouped_mm.default] if hasattr(torch.ops.aten, "_grouped_mm") else []),  # of experts, in bf16
-}
-
-
-def _keep_products(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+]
+"""Operations whose results `selective` keeps."""

@@ -13,38 +13,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from diloco.config.contract import ModelSection
-from diloco.config.site import MeshSection, PipelineSchedule
+from diloco.config.contract import Contract
+from diloco.config.site import MeshSection, PipelineSchedule, Site
 from diloco.island.bridge import Column
 from diloco.island.mesh import LOOPED, Mesh, count_stages, cut, home_of, layer_costs, stages_of
-from diloco.island.parallel import give_back
-from diloco.island.slices import Slice, held
+from diloco.island.parallel import ModelRanks, divide
+from diloco.island.slices import full
 from diloco.models.moe import routers
 from diloco.models.transformer import Transformer, token_loss
 from diloco.outer.fragments import named_parameters
 
 SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
 }
 
 
@@ -88,65 +82,56 @@ class Stages(nn.ModuleList):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of all stages of this rank, named as in the whole model."""
-        for stage in self.stages:
+        for stage in self:
+            assert isinstance(stage, Stage)
             yield from stage.part.named_parameters(*args, **kwargs)
 
-    @property
-    def stages(self) -> list[Stage]:
-        """Stages of this rank, in order."""
-        return [stage for stage in self if isinstance(stage, Stage)]
 
+def pipelined(
+    whole: Transformer, mesh: Mesh, site: Site, contract: Contract, device: torch.device, *, bf16: bool
+) -> Pipelined:
+    """Cut a model, given on the meta device, into the stages of a pipeline, and divide this rank's over the mesh.
 
-def cut_into_stages(
-    whole: Transformer, mesh: Mesh, section: MeshSection, model: ModelSection, sequence_length: int, *, bf16: bool
-) -> tuple[Stages, list[range]]:
-    """This rank's stages of a model on the meta device, and the layers of each stage of the pipeline."""
-    costs = layer_costs(model, whole.vocab_size, sequence_length)
-    layers = cut(costs, count_stages(section, mesh.size("pp")))
-    mine = stages_of(mesh.place("pp"), section, mesh.size("pp"))
-    return Stages(Stage(whole.part(layers[stage]), bf16=bf16) for stage in mine), layers
-
-
-def column_of(
-    whole: Transformer, layers: Sequence[range], mesh: Mesh, section: MeshSection, device: torch.device
-) -> Column:
-    """Where this rank finds each parameter of the model."""
-    group, ranks = mesh.along("pp").get_group(), mesh.size("pp")
-    global_ranks = dist.get_process_group_ranks(group)
+    They have memory of their own then, and no values yet. All ranks make theirs together.
+    """
+    section, ranks = site.mesh, mesh.size("pp")
+    costs = layer_costs(contract.model, whole.vocab_size, contract.data.sequence_length)
+    layers = cut(costs, count_stages(section, ranks))
+    mine = stages_of(mesh.place("pp"), section, ranks)
+    stages = {stage: Stage(whole.part(layers[stage]), bf16=bf16) for stage in mine}
+    for stage in stages.values():
+        divide(stage.part, stage, mesh, site, bf16=bf16)
+        stage.to_empty(device=device)
+    group = mesh.along("pp").get_group()
+    members = dist.get_process_group_ranks(group)
+    homes = [members[home_of(stage, section, ranks)] for stage in range(len(layers))]
     holders: dict[str, int] = {}
-    for stage, of_stage in enumerate(layers):
+    for home, of_stage in zip(homes, layers, strict=True):
         for name in named_parameters(whole.part(of_stage)):
-            holders.setdefault(name, global_ranks[home_of(stage, section, ranks)])
+            holders.setdefault(name, home)
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole).items()}
-    return Column(group, shapes, holders, device)
+    return Pipelined(stages, homes, whole, mesh, section, Column(group, shapes, holders, device))
 
 
-class Pipelined:
-    """Ranks that each hold some stages of the model, and a share of those (`Ranks` and `Pipeline` of
-    diloco.inner.loop)."""
+class Pipelined(ModelRanks):
+    """Ranks that each hold some stages of the model, and a share of those. Stages themselves take care of bf16."""
 
-    bf16 = False  # a stage takes care of it
-
-    def __init__(self, stages: Stages, whole: Transformer, mesh: Mesh, section: MeshSection, column: Column) -> None:
-        """`stages` are divided as `[mesh]` has it. `whole`: the whole model, on the meta device."""
-        self.forward: nn.Module = stages
+    def __init__(
+        self, stages: dict[int, Stage], homes: list[int], whole: Transformer, mesh: Mesh, section: MeshSection,
+        column: Column,
+    ) -> None:  # fmt: skip
+        """`stages`: this rank's, by number, divided as `[mesh]` has it. `homes`: the rank that has each stage."""
+        super().__init__(Stages(stages.values()))
         self.whole_model: nn.Module = whole
+        """On the meta device: all parameters, of which this rank has some."""
+        self.column = column
         self._tied_head = whole.head is None
-        self._column = column
         self._section = section
-        ranks, members = mesh.size("pp"), dist.get_process_group_ranks(column.group)
-        self._count = count_stages(section, ranks)
-        self._home = [members[home_of(stage, section, ranks)] for stage in range(self._count)]
-        self._stages = dict(zip(stages_of(mesh.place("pp"), section, ranks), stages.stages, strict=True))
+        self._count, self._home = len(homes), homes
+        self._stages = stages
         self._tensor_parallel = mesh.size("tp") > 1
         self._hidden = whole.width
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
-
-    @property
-    def pipeline(self) -> Pipelined:
-        return self
-
-    # ------------------------------------------------------------ what InnerLoop asks of a pipeline
 
     def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Add the gradient of the mean loss over micro-batches, int64 (n, L + 1) and all of one shape. Returns that."""
@@ -161,7 +146,16 @@ class Pipelined:
             stage.share = 1 / len(micro_batches)
         with self.micro_batch(last=True):
             self._schedules[key].step(*tokens, target=target, losses=losses, return_outputs=False)
-        self._sum_tied()
+        weight = self._tied()
+        if weight is not None and weight.grad is not None:
+            # The two copies of a tied embedding are on two ranks, and get the sum of both gradients.
+            gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            other = torch.empty_like(gradient)
+            peer, group = self._home[0 if self._ends else self._count - 1], self.column.group
+            sends = dist.P2POp(dist.isend, gradient.contiguous(), peer, group)
+            for work in dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, other, peer, group)]):
+                work.wait()
+            gradient.add_(other)
         return self._from_last(torch.stack([loss.detach() for loss in losses]).sum() if self._ends else None)
 
     def loss(self, rows: Tensor) -> Tensor:
@@ -171,43 +165,27 @@ class Pipelined:
         for index, stage in self._stages.items():
             if index > 0 and index - 1 not in self._stages:
                 x = torch.empty(self._hidden_shape(rows.shape), dtype=torch.float32, device=rows.device)
-                dist.recv(x, self._home[index - 1], self._column.group)
+                dist.recv(x, self._home[index - 1], self.column.group)
             x = stage(x)
             if index + 1 == self._count:
-                loss = self.whole(token_loss(x, rows[:, 1:]))
+                loss = full(token_loss(x, rows[:, 1:]))
             elif index + 1 not in self._stages:
-                dist.send(x.contiguous(), self._home[index + 1], self._column.group)
+                dist.send(x.contiguous(), self._home[index + 1], self.column.group)
         return self._from_last(loss)
 
     def norm(self, own: Tensor) -> Tensor:
         """The norm of all ranks' gradients, of each of which `own` is the norm."""
         squares = own.square()
-        dist.all_reduce(squares, group=self._column.group)
+        dist.all_reduce(squares, group=self.column.group)
         return squares.sqrt()
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether a parameter of this rank is no copy of another rank's."""
         return not (self._ends and 0 not in self._stages and parameter is self._tied())
 
-    # ------------------------------------------------------------ what it asks of any ranks
-
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward."""
+        """Around all micro-batches of a step."""
         return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
-
-    def whole(self, value: Tensor) -> Tensor:
-        """A loss, or a norm of the gradient, of which each rank may have a part."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-    def settle(self) -> None:
-        """Give back what a forward pass without a backward pass left gathered."""
-        give_back(self.forward)
-
-    def held(self, name: str, value: Tensor) -> Slice:
-        """This rank's share, of a stage that it has."""
-        return held(name, value)
-
-    # ------------------------------------------------------------ inside
 
     @property
     def _ends(self) -> bool:
@@ -217,22 +195,14 @@ class Pipelined:
         """A schedule for so many micro-batches of (n, L + 1)."""
         tokens = torch.empty((shape[0], shape[1] - 1), dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(shape), dtype=torch.float32, device="meta", requires_grad=True)
-        stages = [
-            PipelineStage(
-                stage,
-                index,
-                self._count,
-                self._column.device,
-                input_args=hidden if index else tokens,
-                output_args=hidden,  # nobody receives the last stage's logits
-                group=self._column.group,
-            )
-            for index, stage in self._stages.items()
-        ]
+        device, group = self.column.device, self.column.group
+        # Nobody receives the last stage's logits: their shape need not be right.
+        engine = partial(PipelineStage, num_stages=self._count, device=device, output_args=hidden, group=group)
+        stages = [engine(stage, index, input_args=hidden if index else tokens) for index, stage in self._stages.items()]
         given: Any = stages if self._section.schedule in LOOPED else stages[0]
 
         def loss(logits: Tensor, target: Tensor) -> Tensor:
-            return self.whole(token_loss(logits, target)) / micro_batches
+            return full(token_loss(logits, target)) / micro_batches
 
         return SCHEDULES[self._section.schedule](given, micro_batches, loss_fn=loss, scale_grads=False)
 
@@ -243,8 +213,8 @@ class Pipelined:
 
     def _from_last(self, value: Tensor | None) -> Tensor:
         """Scalar of the rank with the last stage, on all ranks."""
-        scalar = torch.zeros((), dtype=torch.float32, device=self._column.device) if value is None else value
-        dist.broadcast(scalar, self._home[-1], self._column.group)
+        scalar = torch.zeros((), dtype=torch.float32, device=self.column.device) if value is None else value
+        dist.broadcast(scalar, self._home[-1], self.column.group)
         return scalar
 
     def _tied(self) -> Tensor | None:
@@ -254,19 +224,3 @@ class Pipelined:
         embed = self._stages[0 if 0 in self._stages else self._count - 1].part.embed
         assert embed is not None
         return embed.weight
-
-    def _sum_tied(self) -> None:
-        """Sum the gradients of the two copies, which are on two ranks."""
-        weight = self._tied()
-        if weight is None or weight.grad is None:
-            return
-        gradient = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
-        other = torch.empty_like(gradient)
-        peer = self._home[0 if self._ends else self._count - 1]
-        exchange = [
-            dist.P2POp(dist.isend, gradient.contiguous(), peer, self._column.group),
-            dist.P2POp(dist.irecv, other, peer, self._column.group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        gradient.add_(other)

@@ -19,12 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a share of it (FSDP2, tensor parallelism)."""
+    """Whether this rank holds a share of a tensor (FSDP2, tensor parallelism)."""
     return isinstance(tensor, DTensor)
 
 
+def full(tensor: Tensor) -> Tensor:
+    """A tensor of which each rank may have a share or a summand, whole on each of them. They call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def device_of_share(tensor: Tensor) -> torch.device:
-    """Where this rank's share lies."""
+    """Device of this rank's share of a tensor."""
     return tensor.to_local().device if isinstance(tensor, DTensor) else tensor.device
 
 
@@ -52,7 +57,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A place in a tensor."""
+    """Place of a slice in a tensor."""
 
     name: str
     """The tensor's."""
@@ -167,6 +172,7 @@ class Pieces(Mapping[str, Tensor]):
 
 
 def _check(name: str, boxes: Sequence[Box]) -> None:
+    """Raises ValueError unless the slices of a tensor tile it."""
     shapes = {box.shape for box in boxes}
     if len(shapes) > 1:
         raise ValueError(f"slices of {name[:100]!r} are of tensors of different shapes")
@@ -192,7 +198,7 @@ def tiles(boxes: Sequence[Sequence[tuple[int, int]]], shape: Shape) -> bool:
     return end == shape[0] and all(tiles(rest, shape[1:]) for rest in intervals.values())
 
 
-# ---------------------------------------------------------------- who writes which
+# ---------------------------------------------------------------- writers of a checkpoint's slices
 
 
 def offered(groups: Slices) -> dict[str, int]:
@@ -203,7 +209,7 @@ def offered(groups: Slices) -> dict[str, int]:
 
 
 def chosen(groups: Slices, writers: Mapping[str, int], rank: int) -> dict[str, list[Slice]]:
-    """Those that this process writes."""
+    """The slices of a checkpoint that this process writes, by group."""
     return {
         group: [one for one in slices if writers.get(_label(group, one.box)) == rank]
         for group, slices in groups.items()
@@ -220,7 +226,11 @@ def writers_of(offers: Sequence[Mapping[str, int]]) -> dict[str, int]:
     for rank, offer in enumerate(offers):
         for label in offer:
             holders.setdefault(label, []).append(rank)
-    _check_all(holders)
+    tensors: dict[tuple[str, str], list[Box]] = {}
+    for group, name, shape, offsets, extent in map(json.loads, holders):
+        tensors.setdefault((group, name), []).append(Box(name, tuple(shape), tuple(offsets), tuple(extent)))
+    for (_, name), boxes in tensors.items():
+        _check(name, boxes)
     sizes = {label: size for offer in offers for label, size in offer.items()}
     loads = [0] * len(offers)
     writers = {}
@@ -231,12 +241,5 @@ def writers_of(offers: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _label(group: str, box: Box) -> str:
+    """The slice's name among all ranks that write a checkpoint together, from which its box can be read."""
     return json.dumps([group, box.name, box.shape, box.offsets, box.extent])
-
-
-def _check_all(labels: Iterable[str]) -> None:
-    tensors: dict[tuple[str, str], list[Box]] = {}
-    for group, name, shape, offsets, extent in map(json.loads, labels):
-        tensors.setdefault((group, name), []).append(Box(name, tuple(shape), tuple(offsets), tuple(extent)))
-    for (_, name), boxes in tensors.items():
-        _check(name, boxes)

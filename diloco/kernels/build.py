@@ -72,7 +72,7 @@ def compiled_codecs(mode: Literal["auto", "on", "off"]) -> str:
 
 
 def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None = None) -> str:
-    """Switch all codecs of this process to compiled kernels, or back. Returns what is used, in words, for people.
+    """Switch all codecs of this process to compiled kernels, or back. Returns a name of those in use, for people.
 
     `auto`: eager torch, with a warning, where there can be none; `on`: that raises ConfigError. `cache`: the folder to
     keep the library in. Seconds when it has to be compiled, 0.1 s when not. Nothing changes for other threads until
@@ -82,12 +82,11 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
         kernels.install(None)
         return EAGER
     try:
-        library = _found(cache or _cache_folder())
+        library = _found(cache)
     except NoKernelsError as error:
         if mode == "on":
-            raise ConfigError(
-                f"device.compile_codecs = on: {error}", "install a C compiler (package gcc or clang), or say auto"
-            ) from error
+            fix = "install a C compiler (package gcc or clang), or say auto"
+            raise ConfigError(f"device.compile_codecs = on: {error}", fix) from error
         log.warning("codecs run uncompiled: %s", error)
         kernels.install(None)
         return f"{EAGER}: {error}"
@@ -95,16 +94,15 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
     return COMPILED
 
 
-def _cache_folder() -> Path:
+def _found(cache: Path | None) -> ctypes.CDLL:
+    """Library of the first compiler that makes the right bits."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
+        folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
     except RuntimeError as error:
         raise NoKernelsError(f"no folder to keep them in: {error} Set XDG_CACHE_HOME.") from error
-
-
-def _found(folder: Path) -> ctypes.CDLL:
-    """Library of the first compiler that makes the right bits."""
-    compilers = _compilers()
+    compilers: dict[str, str] = {}
+    for path in filter(None, map(shutil.which, COMPILERS)):
+        compilers.setdefault(os.path.realpath(path), path)  # cc is mostly another name of one of the others
     if not compilers:
         raise NoKernelsError(f"no C compiler found ({', '.join(COMPILERS)})")
     try:
@@ -113,7 +111,7 @@ def _found(folder: Path) -> ctypes.CDLL:
     except OSError as error:
         raise NoKernelsError(f"cannot compile the codecs: {error}") from error
     failures = []
-    for compiler in compilers:
+    for compiler in compilers.values():
         try:
             library = _compiled(compiler, folder)
             _check(library)
@@ -124,23 +122,26 @@ def _found(folder: Path) -> ctypes.CDLL:
     raise NoKernelsError("; ".join(failures))
 
 
-def _compilers() -> list[str]:
-    """Those on the PATH, each once: cc is mostly another name of one of the others."""
-    found: dict[str, str] = {}
-    for path in filter(None, map(shutil.which, COMPILERS)):
-        found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
-
-
 def _compiled(compiler: str, folder: Path) -> ctypes.CDLL:
+    """Library in the cache folder, or made there now. Raises NoKernelsError."""
     try:
         path = folder / f"kernels-{_key(compiler)}.so"
         if path.exists():
             _refuse_shared(path)
             with contextlib.suppress(OSError):  # it is damaged: compiled anew
                 return ctypes.CDLL(str(path))
-        _compile(compiler, path)
-        return ctypes.CDLL(str(path))
+        # Into a file of its own, then renamed: several peers may start at once, and a machine may lose its power.
+        native = [["-march=native"]] if CPUINFO.exists() else []  # which not every compiler knows
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            made = Path(own) / path.name
+            for machine in [*native, []]:
+                run = _run([compiler, *FLAGS, *machine, "-shared", "-o", str(made), str(SOURCE), "-lm"])
+                if run.returncode == 0:
+                    made.chmod(0o700)
+                    sync_path(made)
+                    made.replace(path)
+                    return ctypes.CDLL(str(path))
+        raise NoKernelsError(f"{compiler} fails: {run.stderr.strip()[-300:]}")
     except (OSError, subprocess.SubprocessError) as error:
         raise NoKernelsError(f"cannot compile the codecs: {error}") from error
 
@@ -161,28 +162,13 @@ def _key(compiler: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> None:
-    """Into a file of its own, then renamed: several peers may start at once, and a machine may lose its power."""
-    native = [["-march=native"]] if CPUINFO.exists() else []  # which not every compiler knows
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        for machine in [*native, []]:
-            run = _run([compiler, *FLAGS, *machine, "-shared", "-o", str(made), str(SOURCE), "-lm"])
-            if run.returncode == 0:
-                made.chmod(0o700)
-                sync_path(made)
-                made.replace(path)
-                return
-    raise NoKernelsError(f"{compiler} fails: {run.stderr.strip()[-300:]}")
-
-
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", timeout=COMPILE_TIMEOUT_S, check=False
     )
 
 
-# ---------------------------------------------------------------- the same bits?
+# ---------------------------------------------------------------- comparing with torch
 
 
 def _check(library: ctypes.CDLL) -> None:
@@ -194,7 +180,14 @@ def _check(library: ctypes.CDLL) -> None:
     seeded = torch.Generator(device="cpu").manual_seed(1)
     some = torch.randn(20_000, generator=seeded, dtype=torch.float32, device="cpu").exp_().sub_(1.0)
     values = torch.cat([ties, some, some.new_zeros(5000)])
-    codecs = [open_codec(section) for section in _sections()]
+    # Contracts' codecs that between them use every kernel.
+    names = ("int8", "int4", "e3m0", "two_bit", "sign")
+    plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
+    dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
+    binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
+    topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
+    halves = topk[0].model_copy(update={"values": "fp16", "mean": "all"})
+    codecs = [open_codec(section) for section in (*plain, *dithered, *binned, *topk, halves)]
     trials: list[tuple[str, Callable[[torch.Tensor], Sequence[bytes]]]] = [
         *((codec.name, partial(_outcome, codec)) for codec in codecs),
         ("largest value", _sized),
@@ -204,44 +197,31 @@ def _check(library: ctypes.CDLL) -> None:
     for name, trial in trials:
         with kernels.using(None):
             eager = trial(values)
-        if not _makes(eager, library, partial(trial, values)):
+        try:
+            with kernels.using(library):
+                same = trial(values) == eager
+        except Exception as error:  # whatever a wrong library leads to: it may refuse its own payload
+            log.debug("a trial of compiled codecs: %r", error)
+            same = False
+        if not same:
             raise NoKernelsError(f"the compiled {name} makes other bits than torch does on this machine")
 
 
-def _makes(expected: Sequence[bytes], library: ctypes.CDLL, trial: Callable[[], Sequence[bytes]]) -> bool:
-    """Whatever a wrong library leads to: refusing its own payload is another result, too."""
-    try:
-        with kernels.using(library):
-            return trial() == expected
-    except Exception as error:
-        log.debug("a trial of compiled codecs: %r", error)
-        return False
-
-
-def _sections() -> list[CodecSection]:
-    names = ("int8", "int4", "e3m0", "two_bit", "sign")
-    plain = [CodecSection(name=name, zstd=False) for name in names]  # type: ignore[arg-type]
-    dithered = [section.model_copy(update={"rounding": "stochastic"}) for section in plain[:3]]
-    binned = [section.model_copy(update={"scale": "statistical"}) for section in plain[:2]]
-    topk = [CodecSection(name="topk", values="int8", density=density, zstd=False) for density in (0.01, 0.125)]
-    return plain + dithered + binned + [*topk, topk[0].model_copy(update={"values": "fp16", "mean": "all"})]
-
-
 def _sized(values: torch.Tensor) -> list[bytes]:
-    """Magnitudes, as text, of some finite values, of infinite ones, and of NaN."""
+    """Trial of `magnitude`: as text, those of some finite values, of infinite ones, and of NaN."""
     infinite = values.where(values < 1.0, -math.inf)
     return [str(magnitude(some)).encode() for some in (values, values[-7:], infinite, values / values)]
 
 
 def _fed_back(values: torch.Tensor) -> list[bytes]:
-    """With values that are finite, and with one that is not."""
+    """Trial of error feedback, with values that are finite, and with one that is not."""
     target = torch.empty_like(values)
     finite = [with_residual(values, values.roll(7), decay, target) for decay in (1e38, 1 / 3)]
     return [bytes(finite), target.numpy().tobytes()]
 
 
 def _stepped(values: torch.Tensor) -> list[bytes]:
-    """By a whole outer step and by a third of one."""
+    """Trial of the Nesterov outer step, of a whole one and of a third."""
     optimizer = Nesterov(0.7, 0.9)
     state = FragmentState(values, {"momentum": values.flip(0)}, 1)
     after = [optimizer.step(state, values.roll(7), share=share) for share in (1.0, 1 / 3)]
@@ -249,6 +229,7 @@ def _stepped(values: torch.Tensor) -> list[bytes]:
 
 
 def _outcome(codec: Codec, values: torch.Tensor) -> list[bytes]:
+    """Trial of a codec: payloads, and sum, mean and values from them."""
     payload, other = codec.encode(values), codec.encode(values.flip(0))
     total, mean = values.clone(), torch.empty_like(values)
     codec.fold(payload, 3.0, total)

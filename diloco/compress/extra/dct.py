@@ -32,9 +32,7 @@ TILES_AT_ONCE = 16
 class DctCodec(TopKCodec):
     """As `TopKCodec`; a chunk is a square tile."""
 
-    @property
-    def name(self) -> str:
-        return "dct"
+    name = "dct"
 
     fold = Codec.fold
     """Folds values, not the coefficients that were sent."""
@@ -83,14 +81,11 @@ def _turn_back(tiles: Tensor) -> None:
 @lru_cache
 def _basis(size: int) -> Tensor:
     """The orthonormal DCT-II: row k holds s_k cos(pi k (2 j + 1) / (2 size)), fp32, the same bits on any machine."""
-    numbers = [
-        [
-            math.sqrt((1 if k == 0 else 2) / size) * _cosine_of_quarters(k * (2 * j + 1), size)
-            for j in range(size)
-        ]
-        for k in range(size)
-    ]  # fmt: skip
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu").float()
+    rows = []
+    for k in range(size):
+        scale = math.sqrt((1 if k == 0 else 2) / size)
+        rows.append([scale * _cosine_of_quarters(k * (2 * j + 1), size) for j in range(size)])
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").float()
 
 
 def _cosine_of_quarters(numerator: int, size: int) -> float:

@@ -1,4 +1,5 @@
-"""Low rank: a part as a matrix, and of it the product of two thin ones (PowerSGD, arXiv 1905.13727).
+"""The low-rank codec: a part is a matrix, and is sent as two thin ones, whose product is near it (PowerSGD, arXiv
+1905.13727).
 
     M ~ P Q^T,  M rows x columns,  P rows x rank with orthonormal columns,  Q = M^T P columns x rank
 
@@ -41,20 +42,22 @@ class LowRankCodec(Codec):
         """The codec that a contract asks for."""
         return cls(section.rank, section.columns)
 
-    @property
-    def name(self) -> str:
-        return "lowrank"
-
-    @property
-    def gathered(self) -> bool:
-        return True
+    name = "lowrank"
+    gathered = True
 
     def encode(self, values: Tensor) -> bytes:
         values = saturated(values, MAX_VALUE)
         rows, columns, rank = self._shape(values.numel())
         matrix = _zeros(rows, columns)
         matrix.view(-1)[: values.numel()] = values
-        left, right = _factors(matrix, rank)
+        largest = magnitude(matrix) or 1.0
+        unit = matrix / largest  # squares of tiny numbers would be zero
+        start = torch.Generator(device="cpu").manual_seed(0)
+        right = torch.randn(columns, rank, generator=start, dtype=torch.float32, device="cpu")
+        for _ in range(POWER_ITERATIONS):
+            left, _ = torch.linalg.qr(unit @ right)
+            right = unit.T @ left
+        right.mul_(largest)
         scales = right.abs().amax(dim=0)
         right /= scales.masked_fill(scales == 0, torch.inf)
         return to_bytes(scales) + to_bytes(left.T.contiguous().half()) + to_bytes(right.T.contiguous().half())
@@ -89,15 +92,3 @@ class LowRankCodec(Codec):
 
 def _zeros(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.float32, device="cpu")
-
-
-def _factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """P (rows, rank), orthonormal, and Q (columns, rank), fp32; their product is near the best of this rank."""
-    largest = magnitude(matrix) or 1.0
-    unit = matrix / largest  # squares of tiny numbers would be zero
-    start = torch.Generator(device="cpu").manual_seed(0)
-    right = torch.randn(matrix.shape[1], rank, generator=start, dtype=torch.float32, device="cpu")
-    for _ in range(POWER_ITERATIONS):
-        left, _ = torch.linalg.qr(unit @ right)
-        right = unit.T @ left
-    return left, right.mul_(largest)

@@ -1,5 +1,5 @@
-"""One bit a value: its sign, with the mean absolute value of the block as scale, in bf16 (as in EF-signSGD, arXiv
-1901.09847, and 1-bit Adam, arXiv 2102.02888: both feed the error back).
+"""The codec of one bit a value: its sign, with the mean absolute value of the block as scale, in bf16 (as in
+EF-signSGD, arXiv 1901.09847, and 1-bit Adam, arXiv 2102.02888: both feed the error back).
 
 1.0625 bits a value with blocks of 256; 60 % relative L2 error on gaussian values, as every code of one bit has.
 """
