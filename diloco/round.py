@@ -100,8 +100,7 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
             finite = with_residual(flat, line.residuals.get(fragment.index), line.feedback, target)
             if not line.ranks.all(finite):
                 raise PayloadError("the pseudo-gradient with what was dropped before is not finite")
-        made = gradients(line.weights, fragment, anchor, local, target)
-        pieces = ((part, line.codecs[fragment.group_of(part)], values) for part, values in made)
+        pieces = gradients(line.weights, fragment, line.codecs, anchor, local, target)
         parts = line.encode(fragment.parts, pieces)
     trained = line.trained
     weight = line.weighing.weight(trained.tokens, how.staleness)

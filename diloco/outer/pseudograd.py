@@ -33,9 +33,14 @@ def pseudo_gradient(anchor: Tensor, local: Tensor, out: Tensor | None = None) ->
 
 
 def gradients(
-    weights: Weights, fragment: Fragment, anchor: Tensor, local: Tensor | None, target: Tensor | None
-) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-    """Parts to encode: the number of each, and a function that makes its values when somebody asks for them.
+    weights: Weights,
+    fragment: Fragment,
+    codecs: Sequence[Codec],
+    anchor: Tensor,
+    local: Tensor | None,
+    target: Tensor | None,
+) -> Iterator[tuple[int, Codec, Callable[[], Tensor]]]:
+    """Parts to encode: the number of each, its codec, and a function that makes its values when the encoder asks.
 
     `target`: where it is here whole, flat fp32. Else it is the pseudo-gradient of `local`; None: of the weights as they
     are.
@@ -50,7 +55,8 @@ def gradients(
     else:
         made = ((part, partial(whole.__getitem__, slice(*bounds))) for part, bounds in fragment.cuts.items())
     for part, values in made:
-        yield part, values if target is not None else partial(gradient, slice(*fragment.cuts[part]), values)
+        made_here = values if target is not None else partial(gradient, slice(*fragment.cuts[part]), values)
+        yield part, codecs[fragment.group_of(part)], made_here
 
 
 Total = Callable[[Tensor], Tensor]
