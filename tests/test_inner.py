@@ -27,7 +27,7 @@ from diloco.inner.loop import (
     restore_random_states,
     seed_everything,
 )
-from diloco.island.parallel import Copies, ModelRanks
+from diloco.island.parallel import DataParallelRanks, ModelRanks
 from diloco.island.slices import Pieces, whole_slices
 from diloco.models import build_model
 
@@ -207,7 +207,7 @@ def test_distributed_data_parallel_steps_and_names_as_the_plain_model() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = tiny()
-        wrapped = InnerLoop(model, SECTION, TOTAL, CPU, ranks=Copies(model, CPU))
+        wrapped = InnerLoop(model, SECTION, TOTAL, CPU, ranks=DataParallelRanks(model, CPU))
         plain = loop()
         block = text_block(8)  # two micro-batches
         assert wrapped.step(block, 1) == plain.step(block, 1)

@@ -12,7 +12,7 @@ from diloco.config.load import load_contract
 from diloco.config.site import DeviceSection
 from diloco.inner import meter
 from diloco.inner.loop import InnerLoop
-from diloco.inner.meter import Phases, Usage, memory_of, peak_flops
+from diloco.inner.meter import Phases, Throughput, memory_of, peak_flops
 from diloco.models import build_model, count_parameters
 from diloco.plan.hardware import DRIVER_NAMES, GPUS, gpu_called
 from diloco.plan.model import flops_per_token
@@ -58,7 +58,7 @@ def test_flops_of_a_token_are_six_per_active_parameter_and_attention() -> None:
 
 
 def test_mfu_is_told_of_inner_steps_and_of_all_time(clock: Clock) -> None:
-    usage = Usage(1e9, 1e12, ranks=2, phases=Phases(CPU))
+    usage = Throughput(1e9, 1e12, ranks=2, phases=Phases(CPU))
     for _ in range(2):
         usage.step(tokens=500, seconds=1.0)
     clock.now = 4.0
@@ -73,7 +73,7 @@ def test_mfu_is_told_of_inner_steps_and_of_all_time(clock: Clock) -> None:
 
 def test_without_a_peak_there_is_no_mfu_and_without_sizes_no_flops(clock: Clock) -> None:
     for flops, expected in ((1e9, 1e9), (None, None)):
-        usage = Usage(flops, None, ranks=1, phases=Phases(CPU))
+        usage = Throughput(flops, None, ranks=1, phases=Phases(CPU))
         usage.step(tokens=1, seconds=1.0)
         clock.now += 2.0
         fields = usage.fields()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.island.slices import Pieces, Slice, chosen, offered, whole_slices, writers_of
+from diloco.island.slices import Pieces, Slice, whole_slices
+from diloco.storage.saving import chosen, offered, writers_of
 
 
 def cut(name: str, tensor: Tensor, *cuts: list[int]) -> list[Slice]:

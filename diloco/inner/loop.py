@@ -48,12 +48,12 @@ def learning_rate(section: InnerSection, total_tokens: int, tokens: int) -> floa
 
 
 def _ramp(position: float, start: float, stop: float) -> float:
-    """0 up to `start`, 1 from `stop` on, linear between."""
+    """Ramp of the inner learning rate: 0 up to `start`, 1 from `stop` on, linear between."""
     return min(max((position - start) / (stop - start), 0.0), 1.0) if start < stop else float(position >= stop)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices and embeddings decay, norms and biases do not; shared parameters appear once.
+    """Groups of the inner optimizer: matrices and embeddings decay, norms and biases do not; shared ones appear once.
 
     A router's bias is not the optimizer's: its gradient is a load error (`diloco.models.moe`).
     """
@@ -69,7 +69,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Tensors that lie on one device mesh, or on none, together: torch's functions of lists mix no two.
+    """Parameters or gradients of inner steps, grouped by device mesh or none: torch's functions of lists mix no two.
 
     Divided experts are on another one than all else.
     """
@@ -80,7 +80,7 @@ def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def next_token_loss(model: Forward, block: Tensor) -> Tensor:
-    """Mean cross-entropy (nats, fp32 scalar) of each token of `block`, int64 (n, L + 1), given those before it."""
+    """Loss of an inner step: mean cross-entropy (nats, fp32 scalar) of the next tokens in `block`, int64 (n, L + 1)."""
     return token_loss(model(block[:, :-1]), block[:, 1:])
 
 
@@ -133,7 +133,7 @@ class InnerLoop:
         return value
 
     def _backward(self, block: Tensor) -> Tensor:
-        """Add the gradient of the mean loss over `block`, one micro-batch at a time. Returns that loss."""
+        """Backward of an inner step: gradient of the mean loss over `block`, by micro-batch. Returns that loss."""
         micro_batches = torch.split(block, self.section.batch_size)
         if self._pipeline is not None:
             with self.phases.device("pipeline"):
@@ -177,21 +177,21 @@ class InnerLoop:
         self.model.zero_grad(set_to_none=True)
 
     def expert_imbalance(self) -> list[float]:
-        """`Router.imbalance` of each block's experts in the last step; empty for a dense model. In a pipeline: of
-        the blocks that this rank has."""
+        """`Router.imbalance` of each block's experts in the last inner step; empty for a dense model. In a pipeline:
+        of the blocks that this rank has."""
         return [round(router.imbalance(), 3) for router in self._routers]
 
     def numbers(self) -> dict[str, int]:
-        """Step counts."""
+        """Counts of the inner loop's steps, for a checkpoint."""
         return {"steps": self.steps, "nonfinite_steps": self.nonfinite_steps}
 
     def weights(self) -> list[Slice]:
-        """Slice of each trainable parameter that this rank holds: views."""
+        """Slices of the trained parameters that this rank holds: views, which inner steps move."""
         return [held(name, parameter) for name, parameter in named_parameters(self.model).items()]
 
     def state(self) -> list[Slice]:
-        """Slices of the optimizer's state that this rank holds, as `<parameter>/<key>`: views, which the next step
-        moves."""
+        """Slices of the inner optimizer's state that this rank holds, as `<parameter>/<key>`: views, which inner steps
+        move."""
         return [
             held(f"{name}/{key}", value)
             for name, parameter in named_parameters(self.model).items()
@@ -199,7 +199,7 @@ class InnerLoop:
         ]
 
     def load_state(self, numbers: Mapping[str, Any], state: Pieces, known: Collection[str] = ()) -> None:
-        """Take back this rank's slices of what `numbers` and `state` gave on all ranks, or on others than these.
+        """Load the inner loop's `numbers`, and this rank's slices of its `state`, as these ranks or others saved them.
 
         `known`: parameters of all ranks; entries of those that only others hold are left out. Raises StateError when it
         belongs to another model or optimizer.
@@ -266,8 +266,8 @@ def _check_state(shapes: Mapping[str, Shape], named: Mapping[str, Tensor], optim
 def evaluate(
     model: nn.Module, blocks: Tensor, batch_size: int, device: torch.device, ranks: ModelRanks | None = None
 ) -> float:
-    """Mean loss in nats per token over `blocks`, int64 (n, L + 1), `batch_size` sequences at a time, in fp32 but where
-    ranks have parameters as bf16 only.
+    """Evaluation: mean loss in nats per token over `blocks`, int64 (n, L + 1), `batch_size` sequences at a time, in
+    fp32 but where ranks have parameters as bf16 only.
 
     Summed exactly, so the batch size changes no more than rounding. Each module's training mode is restored. The
     `ranks` that a model is spread over evaluate the same blocks together.
@@ -291,14 +291,14 @@ def evaluate(
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global random states of Python, NumPy and torch (CPU and GPUs)."""
+    """Seed the random states that inner steps draw from: Python, NumPy and torch (CPU and GPUs)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Tensor | int | float]:
-    """The global random states of Python, NumPy and torch (CPU and the current GPU), as tensors and plain numbers."""
+    """Random states that inner steps draw from (Python, NumPy, torch on CPU and this GPU), as tensors and numbers."""
     _, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     states: dict[str, Tensor | int | float] = {
@@ -317,7 +317,7 @@ def random_states() -> dict[str, Tensor | int | float]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put back what `random_states` gave; a GPU's state only where there is a GPU. Raises KeyError if one is absent."""
+    """Restore the random states of inner steps; a GPU's only where there is a GPU. Raises KeyError if one is absent."""
     random.setstate((3, tuple(states["python"].tolist()), states.get("python_gauss")))
     keys = states["numpy"].numpy().astype(np.uint32)
     gauss = (states["numpy_position"], states["numpy_has_gauss"], states["numpy_gauss"])

@@ -38,7 +38,7 @@ class Phases:
 
     @contextmanager
     def device(self, name: str) -> Iterator[None]:
-        """Around work of the device; on a GPU, around what enqueues it."""
+        """Time a phase of an inner step on the device; on a GPU, around what enqueues it."""
         with torch.profiler.record_function(name):
             if not self._on_gpu:
                 with timed(self.seconds, name):
@@ -52,24 +52,24 @@ class Phases:
 
     @contextmanager
     def host(self, name: str) -> Iterator[None]:
-        """Around work of the host, waiting included."""
+        """Time a phase of an inner step on the host, waiting included."""
         with torch.profiler.record_function(name), timed(self.seconds, name):
             yield
 
     def read(self) -> None:
-        """Read what was marked. Only where the device has nothing left to do of it."""
+        """Add up the phases of inner steps marked on the GPU, when it has done them all."""
         for name, began, ended in self._marks:
             self.seconds[name] = self.seconds.get(name, 0.0) + began.elapsed_time(ended) / 1000
         self._marks.clear()
 
     def take(self) -> dict[str, float]:
-        """The seconds by phase since they were taken last."""
+        """Seconds of each phase of inner steps since they were taken last."""
         taken, self.seconds = self.seconds, {}
         return taken
 
 
 def memory_of(device: torch.device) -> list[int]:
-    """This process's peak and current memory on host and device, as the fields of the event part `RankMemory`."""
+    """Memory of a rank that runs inner steps, peak and current, on host and device: fields of `RankMemory`."""
     # Of this program only: getrusage may return the peak of the process that started it.
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.is_file() else []
@@ -84,7 +84,7 @@ def memory_of(device: torch.device) -> list[int]:
 
 
 def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> float | None:
-    """Peak of one rank's device in FLOP/s: the site's, else for bf16 that of a known GPU; None: not known."""
+    """Peak FLOP/s of a rank's device, for the MFU of inner steps: the site's, else a known GPU's for bf16, or None."""
     if section.peak_tflops is not None:
         return section.peak_tflops * 1e12
     if device.type != "cuda" or precision != "bf16":
@@ -94,11 +94,11 @@ def peak_flops(section: DeviceSection, device: torch.device, precision: str) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a GPU as its driver has it; a CPU is a "cpu"."""
+    """Name of the device of inner steps: a GPU's as its driver has it, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-class Usage:
+class Throughput:
     """Throughput, MFU and phases of a peer's inner steps since the last report."""
 
     def __init__(self, flops_per_token: float | None, peak_flops: float | None, ranks: int, phases: Phases) -> None:
@@ -109,17 +109,17 @@ class Usage:
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Start to measure the throughput of inner steps anew."""
         self._tokens, self._inner_s, self._since_s = 0, 0.0, monotonic_s()
         self._phases.take()
 
     def step(self, tokens: int, seconds: float) -> None:
-        """Count an inner step of the whole island."""
+        """Count an inner step of the whole island in the throughput."""
         self._tokens += tokens
         self._inner_s += seconds
 
     def fields(self) -> dict[str, Any]:
-        """Fields of a "usage" event; what is not known is None. Begins anew."""
+        """Throughput and MFU of inner steps as fields of a "usage" event; what is not known is None. Begins anew."""
         wall_s = monotonic_s() - self._since_s
         flops = None if self.flops_per_token is None else self._tokens * self.flops_per_token
         inner, wall = _rate(flops, self._inner_s), _rate(flops, wall_s)
@@ -156,7 +156,7 @@ class Trace:
         self._profile.start()
 
     def step(self) -> bool:
-        """Count a finished inner step. Returns True after the last: the file is written, unless the disk refused it."""
+        """Count a traced inner step. Returns True after the last: the file is written, unless the disk refused it."""
         self._left -= 1
         if self._left:
             return False

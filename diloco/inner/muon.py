@@ -22,7 +22,7 @@ LR_RATIO = "lr_ratio"
 
 
 class MuonAdamW(Optimizer):
-    """Muon on its group and AdamW on the others, over one `state` and one list of `param_groups`."""
+    """Inner optimizer: Muon on its group and AdamW on the others, over one `state` and one list of `param_groups`."""
 
     def __init__(self, groups: list[dict[str, Any]], matrices: list[nn.Parameter], section: InnerSection) -> None:
         """`groups` are those of AdamW alone; of these Muon takes `matrices`."""
@@ -37,7 +37,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both parts work on our groups and our state."""
+        """Let both inner optimizers, Muon and AdamW, work on one set of groups and one state."""
         muon, adamw = self._parts
         muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
         muon.state = adamw.state = self.state
@@ -47,13 +47,13 @@ class MuonAdamW(Optimizer):
         self._share()  # torch put other groups and another state in their places
 
     def step(self) -> None:  # type: ignore[override]
-        """One step of both parts."""
+        """One step of both inner optimizers, Muon and AdamW."""
         for part in self._parts:
             part.step()
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that Muon moves: the trainable matrices inside layers, in model order, tied ones once.
+    """Parameters that the inner optimizer Muon moves: trainable matrices inside layers, in model order, tied ones once.
 
     A layer is an entry of a module list (`blocks.<i>.`). Embeddings are not Muon's wherever they are (each of their
     rows is a vector of its own), nor a head that shares its weights with one; a head of its own is in no layer.

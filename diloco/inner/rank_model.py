@@ -20,13 +20,13 @@ from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.data import open_dataset
 from diloco.inner.loop import InnerLoop, evaluate, random_states, restore_random_states, seed_everything
-from diloco.inner.meter import Trace, Usage, device_name, memory_of, peak_flops
+from diloco.inner.meter import Throughput, Trace, device_name, memory_of, peak_flops
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.context import piece_of
 from diloco.island.experts import balance_together
 from diloco.island.mesh import DATA_DIMENSIONS, Mesh, check, check_device, divides, sizes_of
-from diloco.island.parallel import Copies, Divided, ModelRanks, checkpoint_blocks, divide
+from diloco.island.parallel import DataParallelRanks, Divided, ModelRanks, checkpoint_blocks, divide
 from diloco.island.pipeline import Pipelined, pipelined
 from diloco.island.slices import Pieces, Slices, whole_slices
 from diloco.models import build_model, count_parameters
@@ -40,7 +40,7 @@ from diloco.storage.saving import Contents
 
 
 class RankModel:
-    """A rank's model, or its share of one, and the inner loop on it. It trains what a run agrees on (`Trains`)."""
+    """A rank's model, or its share of one, and the inner loop on it: the trainer of our own inner loop (`Trains`)."""
 
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         """All ranks make theirs together. Raises ConfigError when they do not fit the model."""
@@ -64,7 +64,7 @@ class RankModel:
         total = contract.run.total_tokens
         self.inner = InnerLoop(self.model, section, total, island.device, compile=compiled, ranks=self.ranks)
         peak = peak_flops(site.device, island.device, contract.inner.precision)
-        self.usage = Usage(flops_per_token(contract, self.vocab_size), peak, island.size, self.inner.phases)
+        self.usage = Throughput(flops_per_token(contract, self.vocab_size), peak, island.size, self.inner.phases)
         self._trace: Trace | None = None
         self._trace_folder: Path | None = None
         self._on_traced: Callable[[Path], None] = lambda _: None
@@ -72,7 +72,7 @@ class RankModel:
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters of the whole model, shared ones once."""
+        """Parameters of the model that the inner loop trains: elements of all, over all ranks, shared ones once."""
         return count_parameters(self.ranks.whole_model if isinstance(self.ranks, Pipelined) else self.model)
 
     def _build(self) -> nn.Module:
@@ -80,7 +80,7 @@ class RankModel:
         return build_model(self.contract.model, self.vocab_size, run.seed, Path(self.site.data.root))
 
     def _whole(self) -> tuple[nn.Module, ModelRanks | None, Weights]:
-        """A model that each rank has all of."""
+        """Model for the inner loop that each rank has all of."""
         island = self.island
         model = self._build().to(island.device)
         if isinstance(model, Transformer):
@@ -88,10 +88,10 @@ class RankModel:
         own = named_parameters(model)
         if island.size == 1:
             return model, None, Weights(own)
-        return model, Copies(model, island.device), Bridge(own, island)
+        return model, DataParallelRanks(model, island.device), Bridge(own, island)
 
     def _divided(self) -> tuple[nn.Module, ModelRanks, Weights]:
-        """A model that each rank has a share of. Its values come from rank 0's host, where the whole one is built."""
+        """Model for the inner loop that each rank has a share of. Its values come from rank 0, built whole there."""
         island, mesh, site = self.island, self.mesh, self.site
         whole = named_parameters(self._build()) if island.leads else {}
         with torch.device("meta"):
@@ -139,29 +139,29 @@ class RankModel:
         return loss
 
     def linger(self, began_s: float) -> Life[None]:
-        """After an inner step that began then: be as slow as `device.step_s` and `device.speed` have it."""
+        """Slow the inner loop down after a step that began then, as `device.step_s` and `device.speed` have it."""
         device = self.site.device
         if device.step_s or device.speed < 1:
             lasts_s = max(monotonic_s() - began_s, device.step_s) / device.speed
             yield Wait(None, max(began_s + lasts_s - monotonic_s(), 0.0))
 
     def trace_into(self, folder: Path, on_traced: Callable[[Path], None]) -> None:
-        """Write the trace that `device.profile_steps` asks for into a folder; `on_traced` is called with its path."""
+        """Trace inner steps (`device.profile_steps`) into a file of `folder`; `on_traced` is called with its path."""
         self._trace_folder, self._on_traced = folder.resolve(), on_traced
 
     def _piece(self, rows: Tensor) -> Tensor:
-        """This rank's piece of each sequence, under context parallelism."""
+        """This rank's piece of each sequence of an inner step, under context parallelism."""
         return piece_of(rows, self.mesh.place("cp"), self.mesh.size("cp"))
 
     def _shared_rows(self, block: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Rank 0's rows of tokens, on every rank."""
+        """Rank 0's rows of tokens for an inner step or an evaluation, on every rank."""
         block = torch.empty(shape, dtype=torch.int64) if block is None else block.contiguous()
         return self.island.share_tensor(block)
 
     # ------------------------------------------------------------ evaluation and events
 
     def evaluate(self) -> float:
-        """Held-out loss of the weights as they stand, nats per token; the same on every rank."""
+        """Evaluation: held-out loss of the model on its ranks, nats per token; the same on every rank."""
         heldout = self.dataset.heldout(self.contract.eval.sequences) if self.dataset is not None else None
         batch_size, device = self.contract.inner.batch_size, self.island.device
         if not self.divided:  # rank 0 has all that it takes
@@ -173,7 +173,7 @@ class RankModel:
         return self.island.mean(loss) if self.mesh.size("cp") > 1 else loss
 
     def facts(self) -> dict[str, Any]:
-        """Fields of the event `Started` that describe this island."""
+        """Fields of the event `Started` that describe the model of the inner loop, its ranks and device."""
         return {
             "parameters": self.parameters,
             "blocks_per_epoch": self.blocks_per_epoch,
@@ -185,11 +185,11 @@ class RankModel:
         }
 
     def version_fields(self) -> dict[str, Any]:
-        """Fields of the event `VersionClosed` that describe inner steps."""
+        """Learning rate and expert imbalance of inner steps, as fields of the event `VersionClosed`."""
         return {"lr": self.inner.lr, "expert_imbalance": tuple(self.inner.expert_imbalance())}
 
     def used(self) -> dict[str, Any]:
-        """Fields of the event `HardwareUsed`, since they were taken last."""
+        """Throughput of inner steps since the last call and memory of the ranks: fields of the event `HardwareUsed`."""
         memories = self.island.gather(json.dumps(memory_of(self.island.device)))
         memory = tuple(RankMemory(*json.loads(one)) for one in memories)
         return {**self.usage.fields(), "memory": memory}
@@ -197,13 +197,13 @@ class RankModel:
     # ------------------------------------------------------------ checkpoints (`Trains`)
 
     def live(self, *, local: bool) -> Slices:
-        """Slices for a checkpoint that this rank holds and inner steps move: those of the optimizer's state, and with
-        `local` those of the weights."""
+        """Slices for a checkpoint that this rank holds and inner steps move: the inner optimizer's state, and with
+        `local` the weights."""
         live = {"inner": self.inner.state()}
         return {**live, "local": self.inner.weights()} if local else live
 
     def kept(self) -> Contents:
-        """Contents of a checkpoint that only rank 0 saves: random states, counts."""
+        """Inner loop's contents of a checkpoint that only rank 0 saves: random states, step counts."""
         random = random_states()
         numbers: dict[str, JsonValue] = {
             "vocab_size": self.vocab_size,
@@ -214,14 +214,14 @@ class RankModel:
         return {"random": slices}, numbers
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
-        """Take back the inner side of a checkpoint, and the weights that are in it, saved on whatever mesh. The
+        """Restore the inner loop from a checkpoint, and the weights that are in it, saved on whatever mesh. The
         parameters are the anchor. Raises StateError on all ranks when one cannot."""
         mine = [one.box.name for one in self.inner.weights()]
         known = {name for names in self.island.gather(json.dumps(mine)) for name in json.loads(names)}
         read_together(self.island, lambda: self._take(opened(), known))
 
     def _take(self, checkpoint: Checkpoint, known: Collection[str]) -> None:
-        """Load this rank's side of a checkpoint. `known`: parameters of all ranks. Raises StateError."""
+        """Load this rank's inner loop from a checkpoint. `known`: parameters of all ranks. Raises StateError."""
         state, weights = checkpoint.groups.get("inner", Pieces(())), checkpoint.groups.get("local", Pieces(()))
         mine = {one.box.name: one for one in self.inner.weights()} if weights else {}
         if any(name not in weights or weights.shape(name) != one.box.shape for name, one in mine.items()):

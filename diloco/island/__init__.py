@@ -58,7 +58,7 @@ class Island:
 
     @staticmethod
     def here(device: torch.device, timeout_s: float = COLLECTIVE_S) -> Island:
-        """The island that torchrun or SLURM started, or an island of one. `timeout_s`: how long ranks wait for others.
+        """The island whose ranks torchrun or SLURM started, or one of one rank. `timeout_s`: longest wait of ranks.
 
         Raises UsageError when their variables are incomplete.
         """
@@ -83,7 +83,7 @@ class Island:
     def at(
         rank: int, size: int, device: torch.device, rendezvous: str = "env://", timeout_s: float = COLLECTIVE_S
     ) -> Island:
-        """Rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
+        """Join an island as rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
             # Texts go over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -108,34 +108,34 @@ class Island:
         return Island(dist.get_rank(), dist.get_world_size(), device, per_node, timeout_s, group, _borrowed=True)
 
     def aside(self) -> Island:
-        """The same ranks over connections of their own, for one other thread of each. All ranks call it together."""
+        """The island's ranks over connections of their own, for another thread of each. All ranks call it together."""
         group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT) if self.size > 1 else None
         return replace(self, timeout_s=ASIDE_TIMEOUT.total_seconds(), _group=group, _borrowed=False)
 
     @property
     def host(self) -> str:
-        """Address at which the other ranks reach rank 0."""
+        """Address at which the other ranks of the island reach rank 0."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which lives the peer's life and decides for all ranks."""
+        """Whether this process is rank 0 of the island, which decides for all ranks."""
         return self.rank == 0
 
     def decide(self, decision: Decision) -> None:
-        """On rank 0: announce a decision to the other ranks, which then carry it out with it."""
+        """On rank 0: announce a decision to the other ranks of the island, which then carry it out with it."""
         if self.size > 1:
             self.share(decision.to_json())
 
     def decision(self) -> Decision:
-        """On the other ranks: rank 0's next decision. Raises ResourceError when rank 0 is gone, or has failed."""
+        """On other ranks of the island: rank 0's next decision. Raises ResourceError when rank 0 is gone or failed."""
         decision = Decision.from_json(self.share())
         if isinstance(decision, Fail):
             raise ResourceError(f"rank 0 of this island failed: {decision.why}", SEE)
         return decision
 
     def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank. Raises ResourceError when another rank is gone.
+        """Rank 0's text, on every rank of the island. Raises ResourceError when another rank is gone.
 
         It travels over plain sockets: a broadcast of gloo takes several times as long, and ranks meet often.
         """
@@ -155,7 +155,7 @@ class Island:
         return text
 
     def _connect(self) -> list[Connection[Any, Any]]:
-        """From rank 0 to every other rank, or back. All ranks call it together."""
+        """Connect rank 0 of the island with every other rank. All ranks call it together."""
         if self.leads:
             key = secrets.token_bytes(32)
             listener = RankListener(self.host, key)
@@ -165,7 +165,7 @@ class Island:
         return [call_rank_0((self.host, int(port)), bytes.fromhex(key_hex), self.rank)]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy rank 0's host tensor into every rank's of the same shape and dtype."""
+        """Copy rank 0's host tensor into that of every rank of the island, of the same shape and dtype."""
         try:
             if self.size > 1:
                 dist.broadcast(tensor, 0, group=self._group)
@@ -176,17 +176,17 @@ class Island:
         return tensor
 
     def all(self, fine: bool) -> bool:
-        """Whether something is fine on every rank."""
+        """Whether something is fine on every rank of the island."""
         return self.total(torch.tensor([not fine], dtype=torch.float64, device="cpu")).item() == 0
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum of host tensors over the ranks, in place."""
+        """Sum of a host tensor over the ranks of the island, in place."""
         if self.size > 1:
             dist.all_reduce(sums, group=self._group)
         return sums
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank. Raises ResourceError when one is gone."""
+        """Every rank's text, on every rank of the island. Raises ResourceError when one is gone."""
         if self.size == 1:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8)
@@ -201,20 +201,20 @@ class Island:
         return [bytes(one[: length - 1].numpy()).decode() for one, length in zip(found, lengths, strict=True)]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's host tensor, all of one shape."""
+        """Host tensors of all ranks of the island, of one shape."""
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(found, tensor, group=self._group)
         return found
 
     def mean(self, value: float) -> float:
-        """The mean of a number over the ranks."""
+        """Mean of a number over the ranks of the island."""
         if self.size == 1:
             return value
         return self.total(torch.tensor([value], dtype=torch.float32, device="cpu")).item() / self.size
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Raise ResourceError in place of torch's errors where another rank is gone or hangs."""
+        """Raise ResourceError in place of torch.distributed's errors where another rank is gone or hangs."""
         try:
             yield
         except RuntimeError as error:
@@ -225,7 +225,7 @@ class Island:
             raise ResourceError(f"{cause} ({said})", SEE) from error
 
     def close(self) -> None:
-        """Leave the process group, all ranks together: one that goes early takes the others' connections with it."""
+        """Leave the island's process group, all ranks together: an early one takes the others' connections with it."""
         if self.size > 1 and dist.is_initialized() and not self._borrowed:
             dist.barrier()
             dist.destroy_process_group()

@@ -42,7 +42,7 @@ class Column:
     device: torch.device
 
     def broadcast(self, name: str, value: Tensor | None) -> Tensor:
-        """The holder's `value` of a parameter, fp32, on all ranks. The others' `value` is ignored."""
+        """A parameter, fp32, on all ranks of a pipeline, from the one that holds it. The others' `value` is ignored."""
         holder = self.holders[name]
         if dist.get_rank() == holder:
             assert value is not None
@@ -54,7 +54,7 @@ class Column:
 
 
 def take(whole: Tensor, into: Tensor) -> None:
-    """Copy this rank's share of a parameter that every rank has whole into `into`."""
+    """Copy this rank's share of a `whole` parameter, which every rank of the mesh has, into `into`."""
     if isinstance(into, DTensor):
         share = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None).to_local()
         into.to_local().copy_(share)
@@ -115,7 +115,7 @@ class Bridge(Weights):
 
     @torch.no_grad()
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
-        """Every rank gets the parts that its `fragment` holds."""
+        """Gather the parameters from the ranks' shares: every rank gets the parts that its `fragment` holds."""
         flat = floats(fragment.elements) if into is None else into
         for entry, lanes in self._plan(fragment):
             whole = self.whole(entry.name).flatten()
@@ -125,8 +125,8 @@ class Bridge(Weights):
 
     @torch.no_grad()
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """As of a whole model, but gathered here, on the thread that asks for the next part. That waits while `AHEAD`
-        parts were not asked for their values."""
+        """Parts of a fragment gathered from all ranks, on the thread that asks for the next part. That waits while
+        `AHEAD` parts were not asked for their values."""
         room = threading.Semaphore(AHEAD)
         cuts = iter(fragment.cuts.items())
         part, (begin, end) = next(cuts, (-1, (0, 0)))
@@ -146,7 +146,7 @@ class Bridge(Weights):
 
     @torch.no_grad()
     def write(self, fragment: Fragment, flat: Tensor) -> None:
-        """Every rank gives the parts that its `fragment` holds, and takes its shares of the parameters."""
+        """Scatter parameters to the ranks: each gives the parts that its `fragment` holds, and takes its shares."""
         for entry, lanes in self._plan(fragment):
             own = [flat[spot.offset : spot.end] for spot in lanes[self._island.rank]]
             self._take(entry, own, lanes, fragment.lanes)
@@ -188,7 +188,7 @@ class Bridge(Weights):
             take(whole.view(entry.shape).to(held.dtype), held)
 
     def _plan(self, fragment: Fragment) -> Plan:
-        """Places of each parameter's pieces in the flat buffers of the ranks, for one fragment."""
+        """Pieces of each parameter of a fragment that each rank of the island holds, and their places in its buffer."""
         key = fragment.index, fragment.lanes
         if key not in self._plans:
             shares = [fragment.on_lane(rank, fragment.lanes).spots for rank in range(self._island.size)]

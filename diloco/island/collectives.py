@@ -42,7 +42,7 @@ BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One collective with one size over one dimension of the mesh; the slowest rank's time."""
+    """One torch.distributed collective with one size over one dimension of the mesh; the slowest rank's time."""
 
     collective: str
     dimension: str
@@ -52,19 +52,19 @@ class Measured:
 
     @property
     def algorithm_bps(self) -> float:
-        """Bits per second."""
+        """Algorithm bandwidth of the collective in bits per second, as NCCL-tests defines it."""
         return 8 * self.size_bytes / self.seconds
 
     @property
     def bus_bps(self) -> float:
-        """Bus bandwidth in bits per second, as NCCL-tests defines it."""
+        """Bus bandwidth of the collective in bits per second, as NCCL-tests defines it."""
         return self.algorithm_bps * BUS_FACTORS[self.collective](self.ranks)
 
 
 def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], timed_s: float) -> Iterator[Measured]:
-    """Every collective over every dimension of more than one rank, or over all ranks if there is no layout; called by
-    all ranks alike. Sizes are in bytes, rounded up so that each rank has as many fp32 values; a measurement takes about
-    `timed_s`, or one call.
+    """Time every collective over every dimension of the mesh with more than one rank, or over all ranks if there is no
+    layout; called by all ranks alike. Sizes are in bytes, rounded up so that each rank has as many fp32 values; a
+    measurement takes about `timed_s`, or one call.
 
     Raises UsageError when there is one rank only, or the layout has another number of them.
     """
@@ -94,13 +94,13 @@ def measure(island: Island, layout: MeshLayout | None, sizes: Sequence[int], tim
 
 
 def _call(collective: str, values: int, device: torch.device, group: Any) -> Callable[[], object]:
-    """The collective to time, with its buffers: `values` fp32 numbers, which the ranks of the group divide."""
+    """The torch.distributed collective to time, with its buffers: `values` fp32 numbers, which its ranks divide."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(values, dtype=torch.float32, device=device)
     other, share = torch.empty_like(whole), whole.new_zeros(values // ranks)
 
     def shift() -> None:
-        """Each rank sends to the next one and receives from the one before."""
+        """Collective in which each rank sends to the next one and receives from the one before."""
         sends = dist.P2POp(dist.isend, whole, group=group, group_peer=(rank + 1) % ranks)
         receives = dist.P2POp(dist.irecv, other, group=group, group_peer=(rank - 1) % ranks)
         for work in dist.batch_isend_irecv([sends, receives]):
@@ -117,7 +117,7 @@ def _call(collective: str, values: int, device: torch.device, group: Any) -> Cal
 
 
 def _slowest_s(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
-    """Seconds of one call, the mean of so many, on the slowest rank of the group."""
+    """Seconds of one collective, the mean of so many, on the slowest rank of the group."""
     dist.barrier(group)
     _finish(device)
     began_s = monotonic_s()
@@ -130,6 +130,6 @@ def _slowest_s(call: Callable[[], object], repeats: int, device: torch.device, g
 
 
 def _finish(device: torch.device) -> None:
-    """Wait until a GPU has done what collectives only enqueued."""
+    """Wait until a rank's GPU has done what collectives only enqueued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

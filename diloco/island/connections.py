@@ -29,7 +29,7 @@ AT_ONCE = (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def call_rank_0(address: tuple[str, int], key: bytes, rank: int) -> Connection[Any, Any]:
-    """A connection from this rank to the `RankListener` of rank 0.
+    """Connect this rank of an island to the `RankListener` of rank 0.
 
     Raises OSError, EOFError and AuthenticationError when rank 0 refuses it.
     """
@@ -41,7 +41,7 @@ def call_rank_0(address: tuple[str, int], key: bytes, rank: int) -> Connection[A
 
 
 class RankListener:
-    """Listening socket of rank 0, to which the other ranks connect."""
+    """Listening socket of rank 0, to which the other ranks of the island connect."""
 
     def __init__(self, host: str, key: bytes) -> None:
         """`host`: where the other ranks reach this one."""
@@ -54,11 +54,11 @@ class RankListener:
 
     @property
     def port(self) -> int:
-        """Port on which it listens."""
+        """Port on which rank 0 listens for the other ranks of the island."""
         return int(self._listener.getsockname()[1])
 
     def accept_ranks(self, count: int, timeout_s: float) -> dict[int, Connection[Any, Any]]:
-        """The connections of ranks 1 to `count`, by rank. Raises ResourceError when one does not come in time."""
+        """Connections of an island's ranks 1 to `count`, by rank. Raises ResourceError when one is late."""
         threading.Thread(target=self._open, name="rank-listener", daemon=True).start()
         connections: dict[int, Connection[Any, Any]] = {}
         deadline_s = monotonic_s() + timeout_s
@@ -76,7 +76,7 @@ class RankListener:
         return connections
 
     def _open(self) -> None:
-        """Accept callers until the socket is closed. A silent caller keeps nobody else waiting."""
+        """Accept ranks of the island until the socket is closed. A silent caller keeps none waiting."""
         with suppress(OSError):
             while True:
                 caller, _ = self._listener.accept()
@@ -100,5 +100,5 @@ class RankListener:
 
 
 def _seconds(count: int) -> bytes:
-    """As the operating system takes them, a `struct timeval`."""
+    """Timeout of a socket between ranks of an island, as the operating system takes it, a `struct timeval`."""
     return struct.pack("ll", count, 0)

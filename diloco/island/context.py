@@ -27,7 +27,7 @@ from diloco.models.transformer import Attention, Transformer, attend
 
 
 def divide_sequences(model: Transformer, mesh: DeviceMesh, method: Literal["heads", "ring"] = "heads") -> None:
-    """Let each rank of a one-dimensional mesh call the model with its piece of the sequences, in place.
+    """Context parallelism in place: each rank of a one-dimensional mesh calls the model with its piece of sequences.
 
     Pieces are consecutive and in the order of the ranks (`piece_of`). With "heads", those of queries and those of keys
     and values must divide by the ranks; with "ring", pieces are of even length. Raises ConfigError where torch has no
@@ -41,13 +41,13 @@ def divide_sequences(model: Transformer, mesh: DeviceMesh, method: Literal["head
 
 
 def piece_of(block: Tensor, piece: int, pieces: int) -> Tensor:
-    """A rank's columns of sequences (n, L + 1): L / pieces tokens to read, and one more, as each is to be foretold."""
+    """A context-parallel rank's piece of sequences (n, L + 1): L / pieces tokens to read, and one more to predict."""
     length = (block.shape[1] - 1) // pieces
     return block[:, piece * length : (piece + 1) * length + 1]
 
 
 class WholeSequences:
-    """Attention over whole sequences of which each rank has a piece: shapes as `attend`, T being the piece's."""
+    """Attention by heads over whole sequences of which each rank has a piece: shapes as `attend`, T the piece's."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -64,7 +64,7 @@ class WholeSequences:
         return self._exchanged(pieces).transpose(0, 1).flatten(1, 2)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Part i to rank i, in the order of the ranks they come from."""
+        """All-to-all among context-parallel ranks: part i to rank i, in the order of the ranks they come from."""
         arrived: Tensor = all_to_all_single_autograd(parts.contiguous(), None, None, self._group)
         return arrived
 
@@ -97,8 +97,8 @@ class RingAttention:
         return self._moved(mixed, self._balanced, self._consecutive)
 
     def _moved(self, x: Tensor, before: list[int], after: list[int]) -> Tensor:
-        """Chunks of sequences, (B, heads, T, E) with two of them along T, from the ranks that have them `before` to the
-        ranks that have them `after`."""
+        """Move chunks of sequences, (B, heads, T, E) with two of them along T, among context-parallel ranks, from those
+        that have them `before` to those that have them `after`."""
         rank, ranks = self._group.rank(), range(self._group.size())
         had = [chunk for chunk, owner in enumerate(before) if owner == rank]
         wanted = [chunk for chunk, owner in enumerate(after) if owner == rank]
@@ -167,7 +167,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _torch_ring() -> Any:
-    """Torch's module, set to what this one counts on. Raises ConfigError where there is none."""
+    """Torch's module of ring attention (context parallelism), set up for ours. Raises ConfigError if absent."""
     try:
         from torch.distributed.tensor.experimental._context_parallel import _attention as ring
     except ImportError as error:

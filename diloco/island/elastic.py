@@ -50,11 +50,11 @@ FINAL = {
 
 
 def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
-    """Run `diloco` with these arguments in so many processes until all have ended. Returns the exit code.
+    """Run `diloco` with these arguments in all ranks of an island, by torch's launcher. Returns the exit code.
 
-    When one dies the others are ended, and all are started again, up to `MAX_RESTARTS` times in quick succession; not
-    at once where they died at once. A signal is passed on, and they have `leave_s` and a grace to leave in good order.
-    They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
+    It ends with them. When one dies the others are ended, and all are started again, up to `MAX_RESTARTS` times in
+    quick succession; not at once where they died at once. A signal is passed on, and they have `leave_s` and a grace to
+    leave in good order. They are in sessions of their own: a terminal's Ctrl-C reaches them only so, once.
     """
     os.environ[SINCE] = str(new_incarnation())
     losses = 0
@@ -78,7 +78,9 @@ def run_ranks(ranks: int, arguments: Sequence[str], leave_s: float) -> int:
 
 
 def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) -> int:
-    """One life of all ranks, each `python -m module arguments`. Returns the exit code; 0 also after a signal.
+    """Start all ranks of an island once by torch's launcher, each `python -m module arguments`. Returns the exit code.
+
+    It is 0 also after a signal.
 
     The launcher could start them again itself, but whatever it was that ended them.
     """
@@ -99,18 +101,18 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
 
 
 def restarted() -> bool:
-    """Whether this rank was started in the place of one that died."""
+    """Whether the launcher started this rank of the island in the place of one that died."""
     return any(int(os.environ.get(name, 0)) > 0 for name in (LIFE, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def of_this_launch(began_us: int) -> bool:
-    """Whether a life that began then is one of ours: since our launcher began, or torch's. Under torch's elsewhere than
-    on Linux that is not known, and any life is."""
+    """Whether a life began since the launcher of this island's ranks did, ours or torch's. Under torch's elsewhere than
+    on Linux that is not known, and any life did."""
     return began_us >= int(os.environ.get(SINCE) or _torch_began_us()) - SET_BACK_US
 
 
 def _torch_began_us() -> int:
-    """When the launcher began whose rank we are, as `new_incarnation` counts; 0: there is none, or it cannot be told.
+    """Start of torch's launcher (torchrun) of this rank, as `new_incarnation` counts; 0: there is none, or not known.
 
     It is the first process above us that is no rank: a script may stand between.
     """
@@ -127,12 +129,12 @@ def _torch_began_us() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Linux's fields of a process behind its name, which may hold spaces (proc_pid_stat): state, parent and so on."""
+    """Linux's fields of a rank's or launcher's process behind its name (proc_pid_stat): state, parent and so on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def end_with_launcher() -> None:
-    """Let Linux kill this rank when its launcher is killed, which leaves that no time to end its ranks."""
+    """Let Linux kill this rank of the island when its launcher is killed, which then has no time to end its ranks."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):

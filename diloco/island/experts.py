@@ -18,7 +18,7 @@ from diloco.models.moe import Experts, MixtureOfExperts, routers
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Leave each rank of a one-dimensional mesh its share of all experts, in place.
+    """Expert parallelism in place: leave each rank of a one-dimensional mesh its share of all experts.
 
     The stacks keep their names and become DTensors, sharded over `mesh` by expert. The number of experts must divide.
     """
@@ -28,7 +28,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def balance_together(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Let an auxiliary loss see the loads of all ranks, which share a batch, as if it were one rank's.
+    """Expert parallelism: let an auxiliary loss see the loads of all ranks, which share a batch, as one rank's.
 
     `group`: the ranks that have the same layers; None: all.
     """
@@ -42,7 +42,7 @@ def balance_together(model: nn.Module, group: dist.ProcessGroup | None = None) -
 
 
 class DividedExperts(nn.Module):
-    """In the place of `Experts`, under the same parameter names."""
+    """Experts divided over ranks, in the place of `Experts`, under the same parameter names."""
 
     def __init__(self, experts: Experts, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class DividedExperts(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # each step has other splits, and would be compiled anew
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
-        """As `Experts`: rows (R, D) of this rank's tokens, by expert, and how many each expert of the block gets."""
+        """All-to-all to the experts' ranks and back: rows (R, D) of this rank's tokens, by expert; `loads` of each."""
         leaving = loads.view(self._ranks, -1)
         arriving = torch.empty_like(leaving)  # [rank it comes from, expert here] -> rows
         dist.all_to_all_single(arriving, leaving.contiguous(), group=self._group)

@@ -32,12 +32,12 @@ SPLIT: tuple[PipelineSchedule, ...] = ("zero-bubble", "zbv")
 
 
 def count_stages(section: MeshSection, ranks: int) -> int:
-    """Stages of a pipeline of so many ranks."""
+    """Number of stages of an island's pipeline of so many ranks."""
     return ranks * section.chunks if section.schedule in LOOPED else ranks
 
 
 def stages_of(place: int, section: MeshSection, ranks: int) -> list[int]:
-    """The stages of the rank at this place of a pipeline, the earliest first.
+    """Pipeline stages of the rank at this place, the earliest first.
 
     Round and round over the ranks; under `zbv` there and back, so that the first rank has the last stage.
     """
@@ -47,15 +47,15 @@ def stages_of(place: int, section: MeshSection, ranks: int) -> list[int]:
 
 
 def home_of(stage: int, section: MeshSection, ranks: int) -> int:
-    """The place in the pipeline of the rank that has a stage."""
+    """Place in the pipeline of the rank that has this stage."""
     return next(place for place in range(ranks) if stage in stages_of(place, section, ranks))
 
 
 def layer_costs(model: ModelSection, vocabulary: int, sequence_length: int) -> list[float]:
-    """Multiplications of one token in each block; in the first those of the embedding as well, in the last the head's.
+    """Cost of each block, to cut a model into pipeline stages: multiplications per token, embedding and head included.
 
-    Of a token's matrices, each element is one; attention to half of the sequence on average takes 2 D each. A row of
-    the embedding counts D.
+    Each element of a matrix is one; attention to half of the sequence on average takes 2 D each. The embedding's row
+    counts D in the first block, the head's matrix in the last.
     """
     kv_width = (model.kv_heads or model.heads) * (model.dim // model.heads)
     attention = 2 * model.dim * (model.dim + kv_width) + model.dim * sequence_length
@@ -68,7 +68,7 @@ def layer_costs(model: ModelSection, vocabulary: int, sequence_length: int) -> l
 
 
 def cut(costs: Sequence[float], pieces: int) -> list[range]:
-    """Indices cut into so many consecutive pieces, none empty, such that the most costly one costs the least.
+    """Cut layers into so many pipeline stages, none empty, such that the most costly one costs the least.
 
     Among such cuts one whose pieces are alike (the least sum of squares); of two of these, the one with more in front.
     `pieces` is at most the number of costs.
@@ -79,7 +79,7 @@ def cut(costs: Sequence[float], pieces: int) -> list[range]:
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
 
     def extended(start: int, end: int) -> tuple[float, float, tuple[int, ...]]:
-        """The best cut up to `start`, with the piece from there to `end`."""
+        """The best cut into pipeline stages up to `start`, with the one from there to `end`."""
         largest, squares, cuts = best[start]
         cost = sums[end] - sums[start]
         return max(largest, cost), squares + math.pow(cost, 2), (*cuts, -end)
@@ -102,7 +102,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of the mesh."""
+    """The mesh of an island, from one of its ranks."""
 
     sizes: Sizes
     """Ranks by dimension, in the order of `DIMENSIONS`."""
@@ -114,18 +114,18 @@ class Mesh:
 
     @staticmethod
     def of(sizes: Sizes, rank: int, device_type: str, timeout_s: float) -> Mesh:
-        """The mesh of an island whose process group stands. All its ranks make it together."""
+        """The mesh of an island that has a process group. All its ranks make it together."""
         if math.prod(sizes.values()) == 1:
             return Mesh(sizes)
         devices = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         return Mesh(sizes, rank, _patient(devices, timeout_s), timeout_s)
 
     def size(self, *names: str) -> int:
-        """Ranks along these dimensions together."""
+        """Ranks along these dimensions of the mesh together."""
         return math.prod(self.sizes[name] for name in names)
 
     def place(self, *names: str) -> int:
-        """This rank's place among the `size(*names)` along these dimensions."""
+        """This rank's place among the `size(*names)` along these dimensions of the mesh."""
         place, dimensions = 0, list(self.sizes)
         for name in names:
             behind = dimensions[dimensions.index(name) + 1 :]  # these vary faster
@@ -133,7 +133,7 @@ class Mesh:
         return place
 
     def along(self, *names: str) -> DeviceMesh:
-        """Torch's mesh of the ranks that differ from this one in these dimensions only."""
+        """Torch's DeviceMesh of the ranks that differ from this one in these dimensions only."""
         assert self.devices is not None
         return self.devices[names]
 
@@ -154,19 +154,19 @@ class Mesh:
         return self._as_one(names, "stage").get_group()
 
     def _as_one(self, names: Sequence[str], name: str) -> DeviceMesh:
-        """These dimensions as one of that name."""
+        """These dimensions of the mesh as one of that name."""
         return _patient(self.along(*names)._flatten(name), self.timeout_s)
 
 
 def _patient(devices: DeviceMesh, timeout_s: float) -> DeviceMesh:
-    """Torch's groups have a default of their own, which is not that of the group that they were made from."""
+    """Set the timeout of a mesh's process groups: torch's do not take that of the group they were made from."""
     for group in devices.get_all_groups():
         _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return devices
 
 
 def sizes_of(section: MeshSection, ranks: int) -> Sizes:
-    """Ranks by dimension when the island has `ranks` in all. Raises ConfigError unless that comes out even."""
+    """Ranks along each dimension of the mesh of an island of `ranks`. Raises ConfigError unless they divide evenly."""
     sizes = {name: getattr(section, name) for name in DIMENSIONS}
     given = math.prod(size for size in sizes.values() if size > 0)
     said = " x ".join(f"{name} ({size})" for name, size in sizes.items() if size > 0)
@@ -185,7 +185,7 @@ def sizes_of(section: MeshSection, ranks: int) -> Sizes:
 
 
 def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> None:
-    """Whether the contract's model and batch can be divided so. Raises ConfigError, saying which number to change."""
+    """Raise ConfigError, with the number to change, unless the mesh can divide the contract's model and batch."""
     section, model = site.mesh, contract.model
     data = math.prod(sizes[name] for name in DATA_DIMENSIONS)
     if contract.inner.batch_size % data:
@@ -220,7 +220,7 @@ def check(sizes: Sizes, site: Site, contract: Contract, ranks_per_node: int) -> 
 
 
 def divides(sizes: Sizes, section: MeshSection) -> bool:
-    """Whether a rank has less than the whole model, or computes less than all of it."""
+    """Whether a mesh divides the model: a rank has less than the whole, or computes less than all of it."""
     return section.shard != "none" or any(sizes[name] > 1 for name in MODEL_DIMENSIONS)
 
 
@@ -229,7 +229,7 @@ def _heads(model: ModelSection) -> dict[str, int]:
 
 
 def check_device(site: Site, contract: Contract, kind: str) -> None:
-    """Whether ranks on this kind of device ("cpu", "cuda") can do what the site asks for. Raises ConfigError."""
+    """Raise ConfigError unless ranks of an island on such devices ("cpu", "cuda") can do what `[mesh]` asks for."""
     section = site.mesh
     if section.offload and kind == "cpu":
         raise ConfigError("mesh.offload moves shares from a GPU to the host", "leave it out on a CPU")
@@ -253,7 +253,7 @@ def _check_expert_parallel(sizes: Sizes, model: ModelSection) -> None:
 
 
 def _check_divides(name: str, ranks: int, numbers: Mapping[str, int]) -> None:
-    """Raises ConfigError unless `mesh.<name>` divides all numbers."""
+    """Raise ConfigError unless `mesh.<name>`, a dimension of the mesh, divides all numbers."""
     for what, number in numbers.items():
         if number % ranks:
             common = math.gcd(*numbers.values())

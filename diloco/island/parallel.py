@@ -51,7 +51,7 @@ Checkpointing = Literal["none", "selective", "full"]
 
 
 class ModelRanks:
-    """A model as inner steps call it on the ranks that train it together. Here one process has all of it."""
+    """The ranks of an island that hold a model together. Here one process has all of it."""
 
     bf16 = False
     """Whether a sharded model gathers its parameters as bf16: without autocast the inputs would then be fp32."""
@@ -61,11 +61,11 @@ class ModelRanks:
         """The module to call: the model itself, or its wrapper."""
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch. The gradient is complete after the `last` of a step."""
+        """Context of a micro-batch on the ranks of an island. The gradient is complete after the `last` of a step."""
         return contextlib.nullcontext()
 
 
-class Copies(ModelRanks):
+class DataParallelRanks(ModelRanks):
     """Ranks that each hold the whole model (DistributedDataParallel)."""
 
     forward: DistributedDataParallel
@@ -75,7 +75,7 @@ class Copies(ModelRanks):
         super().__init__(DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None))
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are averaged in the last one of a step only."""
+        """Context of a micro-batch (DDP): ranks average gradients in the last one of a step only."""
         return contextlib.nullcontext() if last else self.forward.no_sync()
 
 
@@ -94,7 +94,7 @@ class Divided(ModelRanks):
 
     @contextlib.contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Nothing is reduced or gathered before it must be."""
+        """Context of a micro-batch (FSDP2): nothing is reduced or gathered among the ranks before it must be."""
         self._fsdp.set_requires_gradient_sync(last or self._divides_gradients)
         self._fsdp.set_requires_all_reduce(last)
         self._fsdp.set_reshard_after_backward(last or self._gathers_per_block)
@@ -161,7 +161,7 @@ def divide(model: Transformer, root: nn.Module, mesh: Mesh, site: Site, *, bf16:
 
 
 class Replicated(ParallelStyle):
-    """Every rank computes the whole module; its parameters are DTensors like all others, so that norms add up."""
+    """Module that each rank of tensor parallelism computes whole; parameters are DTensors, so that norms add up."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -201,14 +201,14 @@ def split_matrices(model: Transformer, mesh: Mesh, *, sequence_parallel: bool) -
 
 
 def _arrived(_: nn.Module, __: Any, x: Tensor) -> Tensor:
-    """Waits for the embedding's output, which its ranks are still sending: a compiled block that is given it on its
-    way loses the gradient with respect to it (torch 2.13)."""
+    """Wait for the embedding's output, which tensor-parallel ranks still send: a compiled block that gets it on its way
+    loses the gradient with respect to it (torch 2.13)."""
     return x.clone()
 
 
 def overlap_with_products(tp: DeviceMesh) -> None:
-    """Let what is compiled from now on gather and scatter piece by piece, each while the product of the one before is
-    computed (asynchronous tensor parallelism): NVLink, and sequence-parallel norms."""
+    """Asynchronous tensor parallelism: modules compiled from now on gather and scatter piece by piece, each while the
+    product of the one before is computed. It needs NVLink and sequence-parallel norms."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def overlap_with_products(tp: DeviceMesh) -> None:
 
 def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelStyle) -> dict[str, ParallelStyle]:
     def whole(inputs: int) -> PrepareModuleInput:
-        """The first input is gathered once for all matrices that read it; tables of angles are whole anyway."""
+        """Tensor parallelism: the first input is gathered once for all matrices; tables of angles are whole anyway."""
         layouts, desired = (between, *[None] * (inputs - 1)), (Replicate(), *[None] * (inputs - 1))
         return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired)
 
@@ -246,7 +246,7 @@ def _block_plan(model: Transformer, between: Shard | Replicate, norm: ParallelSt
 
 
 def checkpoint_blocks(model: Transformer, how: Checkpointing) -> None:
-    """Compute activations again in the backward pass in place of keeping them.
+    """Activation checkpointing of the model on a rank: compute activations again in backward, in place of keeping them.
 
     `full`: all of a block's but its input. `selective`: all but the results of matrix products and of attention, so
     that only what is cheap is computed twice (the aim of arXiv 2205.05198, section 5).

@@ -43,7 +43,7 @@ SCHEDULES: Mapping[PipelineSchedule, Callable[..., Any]] = {
 
 
 class Stage(nn.Module):
-    """Tokens int64 (B, T) or hidden states fp32 (B, T, D) -> hidden states, or logits (B, T, V) of the last stage."""
+    """Pipeline stage: tokens int64 (B, T) or hidden states fp32 (B, T, D) -> hidden states, or logits (B, T, V)."""
 
     def __init__(self, part: Transformer, *, bf16: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Stage(nn.Module):
 
 
 class _AlsoMinimised(torch.autograd.Function):
-    """The first argument; the second is minimised as if it were added to the loss, which another rank computes."""
+    """Identity of a pipeline stage's `out`; `loss` is minimised as if added to that of the last stage."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
@@ -78,10 +78,10 @@ class _AlsoMinimised(torch.autograd.Function):
 
 
 class Stages(nn.ModuleList):
-    """The stages that a rank has, as one module. Parameters have the names they have in the whole model."""
+    """Pipeline stages of a rank, as one module. Parameters have the names they have in the whole model."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of all stages of this rank, named as in the whole model."""
+        """Parameters of all pipeline stages of this rank, named as in the whole model."""
         for stage in self:
             assert isinstance(stage, Stage)
             yield from stage.part.named_parameters(*args, **kwargs)
@@ -114,7 +114,7 @@ def pipelined(
 
 
 class Pipelined(ModelRanks):
-    """Ranks that each hold some stages of the model, and a share of those. Stages themselves take care of bf16."""
+    """Ranks that each hold some pipeline stages of the model, and a share of those. Stages take care of bf16."""
 
     def __init__(
         self, stages: dict[int, Stage], homes: list[int], whole: Transformer, mesh: Mesh, section: MeshSection,
@@ -134,7 +134,7 @@ class Pipelined(ModelRanks):
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
 
     def backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Add the gradient of the mean loss over micro-batches, int64 (n, L + 1) and all of one shape. Returns that."""
+        """Run the pipeline: gradient of the mean loss over micro-batches, all int64 (n, L + 1). Returns that loss."""
         rows, shape = torch.cat(list(micro_batches)), micro_batches[0].shape
         key = len(micro_batches), shape
         if key not in self._schedules:
@@ -159,7 +159,7 @@ class Pipelined(ModelRanks):
         return self._from_last(torch.stack([loss.detach() for loss in losses]).sum() if self._ends else None)
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean loss over sequences (n, L + 1), on all ranks; forwards only."""
+        """Mean loss over sequences (n, L + 1), on all ranks of the pipeline; forwards only."""
         x = rows[:, :-1]
         loss = None
         for index, stage in self._stages.items():
@@ -174,17 +174,17 @@ class Pipelined(ModelRanks):
         return self._from_last(loss)
 
     def norm(self, own: Tensor) -> Tensor:
-        """The norm of all ranks' gradients, of each of which `own` is the norm."""
+        """Norm of the gradients of all ranks of the pipeline, from each rank's `own`."""
         squares = own.square()
         dist.all_reduce(squares, group=self.column.group)
         return squares.sqrt()
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether a parameter of this rank is no copy of another rank's."""
+        """Whether a parameter of this rank's pipeline stages is no copy of another rank's."""
         return not (self._ends and 0 not in self._stages and parameter is self._tied())
 
     def micro_batch(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around all micro-batches of a step."""
+        """Context of all micro-batches of a step through the pipeline."""
         return loss_parallel() if self._tensor_parallel else contextlib.nullcontext()
 
     @property
@@ -192,7 +192,7 @@ class Pipelined(ModelRanks):
         return self._count - 1 in self._stages
 
     def _scheduled(self, micro_batches: int, shape: torch.Size) -> Any:
-        """A schedule for so many micro-batches of (n, L + 1)."""
+        """Pipeline schedule for so many micro-batches of (n, L + 1)."""
         tokens = torch.empty((shape[0], shape[1] - 1), dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(shape), dtype=torch.float32, device="meta", requires_grad=True)
         device, group = self.column.device, self.column.group
@@ -207,18 +207,18 @@ class Pipelined(ModelRanks):
         return SCHEDULES[self._section.schedule](given, micro_batches, loss_fn=loss, scale_grads=False)
 
     def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Shape of the activations that travel between two stages for sequences (n, L + 1)."""
+        """Shape of the activations that travel between two pipeline stages for sequences (n, L + 1)."""
         pieces = next(iter(self._stages.values())).part.hidden_pieces
         return shape[0], (shape[1] - 1) // pieces, self._hidden
 
     def _from_last(self, value: Tensor | None) -> Tensor:
-        """Scalar of the rank with the last stage, on all ranks."""
+        """Scalar of the rank with the last pipeline stage, on all ranks."""
         scalar = torch.zeros((), dtype=torch.float32, device=self.column.device) if value is None else value
         dist.broadcast(scalar, self._home[-1], self.column.group)
         return scalar
 
     def _tied(self) -> Tensor | None:
-        """This rank's copy of an embedding that is the head as well."""
+        """This rank's copy of an embedding that the first and last pipeline stage share."""
         if not self._tied_head or not (0 in self._stages or self._ends):
             return None
         embed = self._stages[0 if 0 in self._stages else self._count - 1].part.embed

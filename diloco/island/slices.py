@@ -7,7 +7,6 @@ that a mesh divides evenly or unevenly, along any dimensions, and ranges of a fl
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ def sharded(tensor: Tensor) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor of which each rank may have a share or a summand, whole on each of them. They call it together."""
+    """A tensor, whole on each rank, of which each may have a share or a summand. Ranks call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -34,12 +33,12 @@ def device_of_share(tensor: Tensor) -> torch.device:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in DistributedDataParallel, or itself."""
+    """The model without DistributedDataParallel around it, if that is there."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def held(name: str, tensor: Tensor) -> Slice:
-    """This rank's slice of a tensor: a view, to be read or written. Any placement but a sum that is not made yet.
+    """This rank's slice of a tensor: a view, to read or write. Any placement but a pending sum.
 
     FSDP over tensor parallelism divides one dimension twice, the outer of the two first (`_StridedShard`): torch says
     where the share begins, and it is one box, for tensor parallelism divides evenly.
@@ -57,7 +56,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Place of a slice in a tensor."""
+    """Place of a rank's slice in a tensor."""
 
     name: str
     """The tensor's."""
@@ -70,16 +69,16 @@ class Box:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the slice is all of its tensor."""
         return self.extent == self.shape
 
     @property
     def key(self) -> str:
-        """Its name among other slices: the tensor's where it is whole."""
+        """Name of the slice among a rank's others: the tensor's where it is whole."""
         return self.name if self.whole else f"{self.name}@{','.join(map(str, self.offsets))}"
 
     def overlap(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Part that two slices of one tensor share, as indices into each of the two; None for nothing."""
+        """Overlap of two ranks' slices of one tensor, as indices into each of the two; None for nothing."""
         starts = list(map(max, self.offsets, other.offsets))
         stops = [
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.extent, other.offsets, other.extent, strict=True)
@@ -90,14 +89,14 @@ class Box:
         return self._within(bounds), other._within(bounds)
 
     def _within(self, bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-        """(start, stop) by dimension of the whole tensor, as an index into this slice."""
+        """(start, stop) by dimension of the whole tensor, as an index into this rank's slice."""
         pairs = zip(bounds, self.offsets, strict=True)
         return tuple(slice(start - offset, stop - offset) for (start, stop), offset in pairs)
 
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A piece of a tensor that a rank or a file holds."""
+    """A slice of a tensor that a rank or a file holds."""
 
     box: Box
     local: Tensor
@@ -105,12 +104,12 @@ class Slice:
 
     @staticmethod
     def of(name: str, shape: Sequence[int], offsets: Sequence[int], local: Tensor) -> Slice:
-        """The slice of a tensor of `shape` that begins at `offsets`."""
+        """A rank's slice `local` of a tensor of `shape`, which begins at `offsets`."""
         return Slice(Box(name, tuple(shape), tuple(offsets), tuple(local.shape)), local)
 
     @staticmethod
     def whole(name: str, tensor: Tensor) -> Slice:
-        """A tensor that one process has all of."""
+        """Slice that is a whole tensor, held by one rank."""
         return Slice.of(name, tensor.shape, [0] * tensor.ndim, tensor.detach())
 
 
@@ -119,12 +118,12 @@ Slices = Mapping[str, Sequence[Slice]]
 
 
 def whole_slices(tensors: Mapping[str, Tensor]) -> list[Slice]:
-    """Tensors that one process has all of."""
+    """Slices that are whole tensors, held by one rank."""
     return [Slice.whole(name, tensor) for name, tensor in tensors.items()]
 
 
 class Pieces(Mapping[str, Tensor]):
-    """Tensors by name, whole: one that is kept in several slices is put together in new memory when it is asked for."""
+    """Tensors by name, made whole from slices of several ranks: each in new memory when it is asked for."""
 
     def __init__(self, slices: Iterable[tuple[Box, Callable[[], Tensor]]]) -> None:
         """Each slice with what gets its values. Raises ValueError unless the slices of each tensor tile it."""
@@ -132,24 +131,24 @@ class Pieces(Mapping[str, Tensor]):
         for box, values in slices:
             self._slices.setdefault(box.name, []).append((box, values))
         for name, mine in self._slices.items():
-            _check(name, [box for box, _ in mine])
+            check_tiled(name, [box for box, _ in mine])
 
     @staticmethod
     def of(slices: Iterable[Slice]) -> Pieces:
-        """Pieces from slices in memory."""
+        """Tensors made whole from slices of ranks in memory."""
         return Pieces((one.box, lambda one=one: one.local) for one in slices)  # type: ignore[misc]
 
     def shape(self, name: str) -> Shape:
-        """The whole tensor's."""
+        """Shape of the whole tensor that the ranks' slices make."""
         return self._slices[name][0][0].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's, as far as its first slice tells."""
+        """Data type of a tensor in slices: that of its first one."""
         return self._slices[name][0][1]().dtype
 
     def read(self, into: Slice) -> None:
-        """Copy a tensor's values into a slice of it, from those that overlap it. Raises KeyError for a name that is
-        not here; shapes must be equal."""
+        """Copy a tensor's values into a rank's slice of it, from slices that overlap it. Raises KeyError for a name
+        that is not here; shapes must be equal."""
         for box, values in self._slices[into.box.name]:
             shared = box.overlap(into.box)
             if shared is not None:
@@ -171,8 +170,8 @@ class Pieces(Mapping[str, Tensor]):
         return len(self._slices)
 
 
-def _check(name: str, boxes: Sequence[Box]) -> None:
-    """Raises ValueError unless the slices of a tensor tile it."""
+def check_tiled(name: str, boxes: Sequence[Box]) -> None:
+    """Raise ValueError unless the ranks' slices of a tensor tile it."""
     shapes = {box.shape for box in boxes}
     if len(shapes) > 1:
         raise ValueError(f"slices of {name[:100]!r} are of tensors of different shapes")
@@ -184,7 +183,7 @@ def _check(name: str, boxes: Sequence[Box]) -> None:
 
 
 def tiles(boxes: Sequence[Sequence[tuple[int, int]]], shape: Shape) -> bool:
-    """Whether boxes, (offset, extent) by dimension, cover `shape` once, as this module's first lines have it."""
+    """Whether slices of a tensor, (offset, extent) by dimension, cover its `shape` once: without gap or overlap."""
     if not shape:
         return len(boxes) == 1
     intervals: dict[tuple[int, int], list[Sequence[tuple[int, int]]]] = {}
@@ -196,50 +195,3 @@ def tiles(boxes: Sequence[Sequence[tuple[int, int]]], shape: Shape) -> bool:
             return False
         end += extent
     return end == shape[0] and all(tiles(rest, shape[1:]) for rest in intervals.values())
-
-
-# ---------------------------------------------------------------- writers of a checkpoint's slices
-
-
-def offered(groups: Slices) -> dict[str, int]:
-    """Slices that a process could write: bytes by slice, whose label is the same wherever it is held. Empty slices
-    are left out."""
-    boxes = ((group, one) for group, slices in groups.items() for one in slices)
-    return {_label(group, one.box): one.local.nbytes for group, one in boxes if one.local.numel() or one.box.whole}
-
-
-def chosen(groups: Slices, writers: Mapping[str, int], rank: int) -> dict[str, list[Slice]]:
-    """The slices of a checkpoint that this process writes, by group."""
-    return {
-        group: [one for one in slices if writers.get(_label(group, one.box)) == rank]
-        for group, slices in groups.items()
-    }
-
-
-def writers_of(offers: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """By slice, which of the processes that hold it writes it: the one with the fewest bytes so far, so that all have
-    as much to write as copies allow. The same wherever it is computed. `offers`: of each process, `offered`.
-
-    Raises ValueError when the slices do not make their tensors whole: nobody could read such a checkpoint.
-    """
-    holders: dict[str, list[int]] = {}
-    for rank, offer in enumerate(offers):
-        for label in offer:
-            holders.setdefault(label, []).append(rank)
-    tensors: dict[tuple[str, str], list[Box]] = {}
-    for group, name, shape, offsets, extent in map(json.loads, holders):
-        tensors.setdefault((group, name), []).append(Box(name, tuple(shape), tuple(offsets), tuple(extent)))
-    for (_, name), boxes in tensors.items():
-        _check(name, boxes)
-    sizes = {label: size for offer in offers for label, size in offer.items()}
-    loads = [0] * len(offers)
-    writers = {}
-    for label in sorted(holders, key=lambda label: (len(holders[label]) > 1, -sizes[label], label)):
-        writers[label] = min(holders[label], key=loads.__getitem__)
-        loads[writers[label]] += sizes[label]
-    return writers
-
-
-def _label(group: str, box: Box) -> str:
-    """The slice's name among all ranks that write a checkpoint together, from which its box can be read."""
-    return json.dumps([group, box.name, box.shape, box.offsets, box.extent])

@@ -51,11 +51,11 @@ _used: str | None = None
 
 
 class NoKernelsError(Exception):
-    """There is no compiler, it fails, or what it made does not do what eager torch does."""
+    """There is no C compiler, it fails, or its kernels do not make the bits of eager torch."""
 
 
 def compiled_codecs(mode: Literal["auto", "on", "off"]) -> str:
-    """`use_compiled` for a peer. The first one of the process decides for all: its threads may be encoding already.
+    """Compile the C kernels for a peer. The first one of the process decides for all: its threads may encode already.
 
     Raises ConfigError for `on` where that one has none.
     """
@@ -72,7 +72,7 @@ def compiled_codecs(mode: Literal["auto", "on", "off"]) -> str:
 
 
 def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None = None) -> str:
-    """Switch all codecs of this process to compiled kernels, or back. Returns a name of those in use, for people.
+    """Switch this process's codecs and outer step to compiled C kernels, or back. Returns a name of those in use.
 
     `auto`: eager torch, with a warning, where there can be none; `on`: that raises ConfigError. `cache`: the folder to
     keep the library in. Seconds when it has to be compiled, 0.1 s when not. Nothing changes for other threads until
@@ -95,7 +95,7 @@ def use_compiled(mode: Literal["auto", "on", "off"] = "auto", cache: Path | None
 
 
 def _found(cache: Path | None) -> ctypes.CDLL:
-    """Library of the first compiler that makes the right bits."""
+    """Kernel library of the first C compiler that makes the right bits."""
     try:
         folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco"
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def _found(cache: Path | None) -> ctypes.CDLL:
 
 
 def _compiled(compiler: str, folder: Path) -> ctypes.CDLL:
-    """Library in the cache folder, or made there now. Raises NoKernelsError."""
+    """Kernel library in the cache folder, or compiled there now from C. Raises NoKernelsError."""
     try:
         path = folder / f"kernels-{_key(compiler)}.so"
         if path.exists():
@@ -147,14 +147,14 @@ def _compiled(compiler: str, folder: Path) -> ctypes.CDLL:
 
 
 def _refuse_shared(path: Path) -> None:
-    """Raises where others may write: a library there could hold anybody's code."""
+    """Raise NoKernelsError where others may write: a compiled library there could hold anybody's code."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise NoKernelsError(f"{path} can be written by others")
 
 
 def _key(compiler: str) -> str:
-    """A digest of all that the compiled bytes depend on."""
+    """Digest of all that the compiled kernels depend on: C source, compiler, flags, processor."""
     version = _run([compiler, "--version"]).stdout
     cpu = CPUINFO.read_text(errors="replace").split("\n\n")[0] if CPUINFO.exists() else ""
     abilities = [line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features", "CPU"))]
@@ -172,9 +172,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _check(library: ctypes.CDLL) -> None:
-    """Raises NoKernelsError unless codecs, error feedback and outer step make the same bits with it as without.
+    """Compare compiled C kernels with torch: raise NoKernelsError unless all make the same bits with them as without.
 
-    Other threads go on with what is installed.
+    They are codecs, error feedback and outer step. Other threads go on with what is installed.
     """
     ties = torch.arange(-127.0, 127.25, 0.25, dtype=torch.float32, device="cpu")
     seeded = torch.Generator(device="cpu").manual_seed(1)
@@ -208,20 +208,20 @@ def _check(library: ctypes.CDLL) -> None:
 
 
 def _sized(values: torch.Tensor) -> list[bytes]:
-    """Trial of `magnitude`: as text, those of some finite values, of infinite ones, and of NaN."""
+    """Trial of the C kernel of `magnitude`: as text, those of some finite values, of infinite ones, and of NaN."""
     infinite = values.where(values < 1.0, -math.inf)
     return [str(magnitude(some)).encode() for some in (values, values[-7:], infinite, values / values)]
 
 
 def _fed_back(values: torch.Tensor) -> list[bytes]:
-    """Trial of error feedback, with values that are finite, and with one that is not."""
+    """Trial of the C kernel of error feedback, with values that are finite, and with one that is not."""
     target = torch.empty_like(values)
     finite = [with_residual(values, values.roll(7), decay, target) for decay in (1e38, 1 / 3)]
     return [bytes(finite), target.numpy().tobytes()]
 
 
 def _stepped(values: torch.Tensor) -> list[bytes]:
-    """Trial of the Nesterov outer step, of a whole one and of a third."""
+    """Trial of the C kernel of the Nesterov outer step, of a whole one and of a third."""
     optimizer = Nesterov(0.7, 0.9)
     state = FragmentState(values, {"momentum": values.flip(0)}, 1)
     after = [optimizer.step(state, values.roll(7), share=share) for share in (1.0, 1 / 3)]
@@ -229,7 +229,7 @@ def _stepped(values: torch.Tensor) -> list[bytes]:
 
 
 def _outcome(codec: Codec, values: torch.Tensor) -> list[bytes]:
-    """Trial of a codec: payloads, and sum, mean and values from them."""
+    """Trial of a codec's C kernels: payloads, and sum, mean and values from them."""
     payload, other = codec.encode(values), codec.encode(values.flip(0))
     total, mean = values.clone(), torch.empty_like(values)
     codec.fold(payload, 3.0, total)

@@ -32,7 +32,7 @@ few saw, the first steps of a warm-up) any honest step would be a hundred times 
 
 
 class BadTerm(PayloadError):
-    """Refusal of one of the contributions to a part."""
+    """Refusal of one of the contributions to a part's mean."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
@@ -48,7 +48,7 @@ def fold(
     trained: Sequence[int] = (),
     radial: bool = False,
 ) -> bytes:
-    """One part's mean as its owner sends it: sum of weight * values, over the sum of weights; or the bundle of them.
+    """Weighted mean of one part, encoded: sum of weight * values over the sum of weights; or the bundle of them.
 
     `payloads` are (weight >= 0, encoded values), at least one, in the order of the view, never of arrival: the sum
     is separately rounded fp32 in that order. Only ratios of weights count, so a common divisor is taken out first:
@@ -89,7 +89,7 @@ def fold(
 
 
 def _each(payloads: Terms, read: Callable[[int, bytes], T]) -> list[T]:
-    """The result of `read`, of weight and encoded values, for each contribution to a part. Raises BadTerm for a
+    """Result of `read`, from weight and encoded values, for each contribution to a part's mean. Raises BadTerm for a
     PayloadError."""
     found = []
     for index, (weight, payload) in enumerate(payloads):
@@ -101,7 +101,7 @@ def _each(payloads: Terms, read: Callable[[int, bytes], T]) -> list[T]:
 
 
 def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:
-    """Index of the contribution to a part that is so large beside the others that no training explains it, if one is.
+    """Index of the outlier among contributions to a part's mean: one that no training explains, beside the others.
 
     A mean has no defence of its own: one peer whose loss exploded, or that lies, moves it as far as it likes. The
     largest is refused when it is beyond `max_norm_ratio` times the lower median; a ratio of 0 lets everything pass.
@@ -118,7 +118,7 @@ def outlier(sizes: Sequence[float], max_norm_ratio: float) -> int | None:
 
 
 def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
-    """Fill `out`, flat contiguous fp32 on the host, with the mean that `fold` made, the same bits on any CPU.
+    """Decode a part's mean, made by `fold`, into `out`, flat contiguous fp32 on the host: the same bits on any CPU.
 
     Raises PayloadError; `out` may then hold anything.
     """
@@ -129,7 +129,7 @@ def mean_into(payload: bytes, codec: Codec, out: Tensor) -> None:
 
 
 def check_mean(payload: bytes, codec: Codec, elements: int) -> None:
-    """Raise PayloadError where `mean_into` would, without making the mean of a bundle."""
+    """Raise PayloadError unless a part's mean decodes (`mean_into`), without making the mean of a bundle."""
     if codec.gathered:
         bundle.check(payload, codec, elements)
     else:
@@ -137,12 +137,12 @@ def check_mean(payload: bytes, codec: Codec, elements: int) -> None:
 
 
 def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_CONTRIBUTIONS) -> int:
-    """The most bytes that `fold` makes of a part of so many elements and contributions."""
+    """Largest size in bytes of a part's mean, as `fold` encodes it from so many elements and contributions."""
     return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)
 
 
 def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
-    """The most bytes of the mean of any part; `codecs` by group of parameters."""
+    """Largest size in bytes of the encoded mean of any part of a layout; `codecs` by group of parameters."""
     sizes = (
         max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
         for fragment in layout.fragments
@@ -152,7 +152,7 @@ def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
 
 
 def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
-    """The mean of a fragment's parts that are held here, flat fp32. `parts`: encoded, by number; `codecs`: by group.
+    """A fragment's mean, flat fp32, from the parts that are held here: encoded, by number. `codecs`: by group.
 
     Raises PayloadError.
     """
@@ -165,17 +165,17 @@ def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) 
 
 
 def mean_digest(parts: Sequence[bytes]) -> str:
-    """SHA-256, hexadecimal, over the `content_hash` of each encoded part in order (`Commit.mean_digest`)."""
+    """Digest of a fragment's mean: SHA-256, hexadecimal, over its parts' `content_hash` (`Commit.mean_digest`)."""
     return digest_of(map(content_hash, parts))
 
 
 def digest_of(contents: Iterable[bytes]) -> str:
-    """`mean_digest` of a mean whose parts have these hashes."""
+    """`mean_digest` of a fragment's mean whose encoded parts have these hashes."""
     return hashlib.sha256(b"".join(contents)).hexdigest()
 
 
 def is_mean_of(parts: Sequence[bytes], commit: Commit, layout: Layout) -> bool:
-    """Whether these are the encoded parts of the mean that a commit names; of a founding there are none."""
+    """Whether encoded parts are the fragment's mean that a commit names; a founding has none."""
     if commit.fragment == -1:
         return not parts
     if commit.fragment >= len(layout.fragments) or len(parts) != layout.fragments[commit.fragment].parts:
@@ -221,7 +221,7 @@ def radial_mean(decoded: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
 
 
 def _length(values: Tensor) -> float:
-    """The Euclidean norm of flat fp64 values, the same bits on any CPU.
+    """Euclidean norm of flat fp64 values for the radial mean, the same bits on any CPU.
 
     Their squares are added by halves, element by element: the order that torch sums in depends on threads and vectors.
     """

@@ -75,14 +75,14 @@ class Spot:
 
     @property
     def end(self) -> int:
-        """The place behind its last element in the buffer."""
+        """Place behind the last element of this piece in the fragment's flat buffer."""
         return self.offset + self.elements
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The parameters that are synchronised together, one behind the other in a flat buffer: by group, then as in the
-    model."""
+    """Fragment of a layout: parameters that are synchronised together, one behind the other in a flat buffer: by group,
+    then as in the model."""
 
     index: int
     entries: tuple[ParameterEntry, ...]
@@ -95,22 +95,22 @@ class Fragment:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the parts that are held here: the length of flat buffers."""
+        """Elements of the fragment's parts that are held here: the length of its flat buffers."""
         return sum(stop - start for start, stop in self.cuts.values())
 
     @cached_property
     def total(self) -> int:
-        """Elements of all parts."""
+        """Elements of all parts of the fragment."""
         return sum(elements for _, elements in self.groups)
 
     @cached_property
     def parts(self) -> int:
-        """Number of parts in all; only the last one of a group may be shorter than `part_elements`."""
+        """Number of the fragment's parts in all; only the last one of a group may be shorter than `part_elements`."""
         return len(self._places)
 
     @cached_property
     def cuts(self) -> Mapping[int, tuple[int, int]]:
-        """The parts that are held here, in order, and their bounds in a flat buffer of them."""
+        """The fragment's parts that are held here, in order, and their bounds in its flat buffer."""
         cuts, begin = {}, 0
         for part in range(self.lane, self.parts, self.lanes):
             cuts[part] = begin, begin + self.size_of(part)
@@ -118,7 +118,7 @@ class Fragment:
         return cuts
 
     def part_bounds(self, part: int) -> tuple[int, int]:
-        """Bounds in a flat buffer of a part that is held here: its first element and the one behind its last."""
+        """Bounds, in the fragment's flat buffer, of a part held here: first element and the one behind the last."""
         return self.cuts[part]
 
     def place_of(self, part: int) -> tuple[int, int]:
@@ -126,26 +126,26 @@ class Fragment:
         return self._places[part][:2]
 
     def size_of(self, part: int) -> int:
-        """Elements of any part."""
+        """Elements of any part of the fragment."""
         start, stop = self.place_of(part)
         return stop - start
 
     def group_of(self, part: int) -> int:
-        """The number of a part's group."""
+        """Number of the parameter group that a part of the fragment belongs to."""
         return self._places[part][2]
 
     def on_lane(self, lane: int, lanes: int) -> Fragment:
-        """The fragment as one of several ranks holds it: nothing from `lanes` on."""
+        """The fragment with those parts that rank `lane` of several holds: none from `lanes` on."""
         return replace(self, lane=lane if lane < lanes else self.parts, lanes=lanes)
 
     @cached_property
     def spots(self) -> tuple[Spot, ...]:
-        """The pieces of parameters that the parts held here consist of, in the order of a flat buffer."""
+        """Pieces of parameters in the fragment's parts that are held here, in the order of its flat buffer."""
         return tuple(spot for spots in self.spots_of.values() for spot in spots)
 
     @cached_property
     def spots_of(self) -> Mapping[int, Sequence[Spot]]:
-        """The pieces of parameters by part."""
+        """Pieces of parameters in each of the fragment's parts that are held here."""
         ends = [entry.offset + entry.elements for entry in self.entries]
         found: dict[int, list[Spot]] = {}
         for part, (begin, _) in self.cuts.items():
@@ -174,7 +174,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Layout:
-    """All fragments of a model. Every element of every parameter is in exactly one of them."""
+    """Layout of a model: all its fragments. Every element of every parameter is in exactly one of them."""
 
     fragments: tuple[Fragment, ...]
 
@@ -186,7 +186,7 @@ class Layout:
         part_elements: int | None = None,
         groups: Sequence[Sequence[str]] = (),
     ) -> Layout:
-        """Cut parameters, given as (name, shape) in model order with tied ones once.
+        """Cut parameters into fragments: given as (name, shape) in model order, with tied ones once.
 
         A layer is a name up to its first module-list index (`blocks.<i>.`) and stays in one piece. `order` is
         `strided` (layer i to fragment i mod P) or `sequential` (consecutive layers together). What is in no layer
@@ -221,17 +221,17 @@ class Layout:
 
     @staticmethod
     def agreed(named_shapes: NamedShapes, contract: Contract) -> Layout:
-        """The layout that a contract gives to these parameters. Raises ConfigError."""
+        """Layout of these parameters in fragments and parts, as a contract has it. Raises ConfigError."""
         sync, groups = contract.sync, [group.match for group in contract.codec.groups]
         return Layout.of(named_shapes, sync.fragments, sync.fragment_order, sync.part_elements, groups)
 
     def on_lane(self, lane: int, lanes: int) -> Layout:
-        """The layout as one of several ranks holds it."""
+        """The layout with those parts of each fragment that rank `lane` of several holds."""
         return Layout(tuple(fragment.on_lane(lane, lanes) for fragment in self.fragments))
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of names, shapes, fragments and part sizes: equal when two peers' models fit.
+        """SHA-256, hexadecimal, of a layout: names, shapes, fragments, part sizes. Equal when two peers' models fit.
 
         Which names are a group is the contract's, whose digest peers compare before this one.
         """
@@ -240,7 +240,7 @@ class Layout:
 
 
 class Weights:
-    """A model's parameters as a round reads and writes them.
+    """Local weights: a model's parameters, which a round reads and writes fragment by fragment.
 
     Here they are the model's own. Where several ranks hold the model, `diloco.island.bridge` moves what is needed.
 
@@ -255,21 +255,21 @@ class Weights:
 
     @staticmethod
     def of(model: nn.Module) -> Weights:
-        """The trainable parameters of a model that this process has all of."""
+        """Local weights for a line: the trainable parameters of a model that this process has all of."""
         return Weights(named_parameters(model))
 
     @property
     def shapes(self) -> NamedShapes:
-        """Names and whole shapes of all parameters, in model order."""
+        """Names and whole shapes of all parameters in model order, from which a layout is cut."""
         return [(name, tuple(parameter.shape)) for name, parameter in self.parameters.items()]
 
     def read(self, fragment: Fragment, into: Tensor | None = None) -> Tensor:
-        """The parts of a fragment that are held here, as `read_fragment` has it."""
+        """Copy the local weights of a fragment, as far as held here, to a flat buffer (`read_fragment`)."""
         return read_fragment(self.parameters, fragment, into)
 
     def parts(self, fragment: Fragment) -> Iterator[tuple[int, Callable[[], Tensor]]]:
-        """The model's weights in a fragment, as far as they are held here: each part's number, and a function that
-        gives its values, flat fp32 on the host, to be read and not kept.
+        """Local weights of a fragment part by part, as far as held here: each part's number, and a function that
+        returns its values, flat fp32 on the host, to be read and not kept.
 
         Any thread may ask for them, each once, while nobody writes to the parameters.
         """
@@ -283,20 +283,20 @@ class Weights:
             yield part, partial(values, spots)
 
     def within(self, fragment: Fragment, limit: float) -> bool:
-        """Whether all that this process holds of a fragment's parameters is finite, and no larger than that."""
+        """Whether the local weights of a fragment, as far as held here, are finite and no larger than `limit`."""
         names = [entry.name for entry in fragment.entries if entry.name in self.parameters]
         return all(magnitude(self._held(self.parameters[name])) <= limit for name in names)
 
     def _held(self, parameter: Tensor) -> Tensor:
-        """The share of a parameter that this process holds."""
+        """This process's share of a parameter of the local weights."""
         return parameter.detach()
 
     def write(self, fragment: Fragment, flat: Tensor) -> None:
-        """Overwrite a fragment's parameters with what is held here of it."""
+        """Overwrite the local weights of a fragment with its flat buffer, as far as held here."""
         write_fragment(self.parameters, fragment, flat)
 
     def rounded(self, fragment: Fragment, flat: Tensor) -> Tensor:
-        """Values that `read` would give after `write`: of parameters that hold fp32 `flat` itself, else a rounded copy.
+        """A fragment's values rounded as `write` and `read` round them: `flat` itself for fp32 parameters, else a copy.
 
         `flat`: fp32 on the host. A rank without a parameter, at another stage of a pipeline, takes it for fp32.
         """
@@ -310,7 +310,7 @@ class Weights:
         return copy
 
     def change(self, fragment: Fragment, changed: Callable[[Tensor, slice], Tensor]) -> None:
-        """Overwrite a fragment's parameters piece by piece with what `changed` makes of each.
+        """Overwrite the local weights of a fragment piece by piece with what `changed` makes of each.
 
         It is given a piece, flat fp32 on the host, and where that is in a flat buffer of the fragment.
         """
@@ -322,7 +322,7 @@ class Weights:
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters by name in model order, tied ones once, by the names they have in the bare model."""
+    """Parameters that a layout cuts into fragments: trainable, in model order, tied ones once, by bare names."""
     trainable = (named for named in model.named_parameters() if named[1].requires_grad)
     return {_WRAPPERS.sub("", name): parameter for name, parameter in trainable}
 
@@ -353,7 +353,7 @@ def _pieces(parameters: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) 
 
 
 def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, int]:
-    """Index of each parameter's fragment. Raises ConfigError for more fragments than layers."""
+    """Index of the fragment that each parameter goes to. Raises ConfigError for more fragments than layers."""
     layer_of = {name: match.group() for name, _ in named_shapes if (match := _LAYER.match(name))}
     layers = list(dict.fromkeys(layer_of.values()))
     if not 1 <= fragments <= max(len(layers), 1):
@@ -374,7 +374,7 @@ def _homes(named_shapes: NamedShapes, fragments: int, order: str) -> dict[str, i
 
 
 def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The number of each parameter's codec group: from 1; 0 for none. Raises ConfigError for an empty group."""
+    """Number of each parameter's group in a layout: from 1; 0 for none. Raises ConfigError for an empty group."""
     numbers = dict.fromkeys(names, 0)
     for number, patterns in enumerate(groups, 1):
         free = [name for name in names if numbers[name] == 0]
@@ -390,6 +390,6 @@ def _numbers(names: Sequence[str], groups: Sequence[Sequence[str]]) -> dict[str,
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first and the last few, in one line; they may be a stranger's."""
+    """The first and last few names of a layout's parameters or group, for a message; they may be a stranger's."""
     few = names if len(names) <= 6 else (*names[:3], *names[-3:])
     return ", ".join(ascii(name[:30]) for name in few)

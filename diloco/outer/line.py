@@ -53,7 +53,7 @@ class Weighing:
 
     @staticmethod
     def of(contract: Contract) -> Weighing:
-        """The rule of a contract."""
+        """A contract's rule for the weight of contributions and the size of outer steps."""
         outer = contract.outer
         by_tokens = outer.weighting == "tokens"
         same = FINE if outer.staleness_power else 1
@@ -61,8 +61,8 @@ class Weighing:
         return Weighing(by_tokens, whole, outer.staleness_power, contract.partial == "share")
 
     def weight(self, tokens: int, staleness: float) -> int:
-        """Weight of a contribution of so many tokens. `staleness`: versions that closed while it was made, over the
-        trainers: one that is not slower than the others has at most about 1."""
+        """Weight in the mean of a contribution of so many tokens. `staleness`: versions that closed while it was made,
+        over the trainers: one that is not slower than the others has at most about 1."""
         late: float = max(staleness, 1.0) ** -self.staleness_power
         return max(round((tokens if self.by_tokens else self.whole) * late), 1)
 
@@ -77,7 +77,7 @@ class Weighing:
 
 @dataclass
 class UncommittedProgress:
-    """Tokens and data blocks that a peer trained since a commit counted it last."""
+    """A line's progress: tokens and data blocks that its peer trained since a commit counted it last."""
 
     tokens: int = 0
     blocks: int = 0
@@ -89,7 +89,7 @@ class UncommittedProgress:
 
 @dataclass(frozen=True)
 class PendingContribution:
-    """A contribution on its way. Tensors are flat fp32, of its fragment."""
+    """Contribution of a line on its way. Tensors are flat fp32, of its fragment."""
 
     contribution: Contribution
     local: Tensor | None
@@ -155,44 +155,44 @@ class Line:
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        """The model's own, by name."""
+        """The model's parameters that the line holds as local weights, by name."""
         return self.weights.parameters
 
     @property
     def stands_at(self) -> Commit | None:
-        """Commit of the version before which no state is copied. None: there is none, or our state is wrong and any is
-        better."""
+        """Commit of the line's version: no earlier outer state is copied. None: there is none, or our state is wrong,
+        and any is better."""
         return None if self.diverged else self.commit
 
     @property
     def due(self) -> Fragment:
-        """The fragment that the next version moves."""
+        """The fragment that the line's next outer step moves."""
         return self.layout.fragments[self.state.version % len(self.layout.fragments)]
 
     @property
     def trainers(self) -> int:
-        """Members that contribute, as far as we know: with us at least one, also where a view has witnesses only."""
+        """Members that contribute to the mean after a line's commit: at least one, also in a view of witnesses."""
         return max(sum(not member.witness for member in self.commit.view), 1) if self.commit else 1
 
     @property
     def staleness(self) -> float:
-        """Versions that closed since our progress began, over the trainers."""
+        """Versions that closed since the line's uncommitted progress began, over the trainers."""
         return (self.state.version - self.since) / self.trainers
 
     def measuring(self, overlaps: bool) -> Measure:
-        """Decision to measure a contribution now. Rank 0. `overlaps`: inner steps follow while it is on its way."""
+        """Decision to measure a contribution of the line. Rank 0. `overlaps`: inner steps follow meanwhile."""
         return Measure(self.staleness, self.trainers, overlaps)
 
     def applying(self, commit: Commit, counted: bool, state_unused: bool) -> Apply:
-        """Decision to apply a version now. Rank 0. `state_unused`: nobody else reads the state before it."""
+        """Decision to apply a version to the line. Rank 0. `state_unused`: nobody else reads its state before that."""
         omitted = any(entry.peer == self.peer for entry in commit.omitted)
         in_place = state_unused and counted and not (omitted or self.merge.needs_gradient)
         return Apply(commit.to_bytes().decode(), counted, in_place)
 
 
 def keep_local(line: Line) -> None:
-    """Copy the local weights of the contribution on its way, before inner steps change them: that is progress of the
-    next one."""
+    """Copy the line's local weights under the contribution on its way, before inner steps change them: that is progress
+    of the next one."""
     if line.sent is not None and line.sent.local is None:
         contribution = line.sent.contribution
         len(contribution.parts[:])  # waits: it may be made of these very weights
@@ -200,14 +200,14 @@ def keep_local(line: Line) -> None:
 
 
 def withdraw(line: Line) -> None:
-    """Make the contribution on its way progress again: it comes to nothing, and nobody holds it."""
+    """Make the line's contribution on its way progress again: it comes to nothing, and nobody holds it."""
     sent, line.sent = line.sent, None
     if sent is not None:
         line.merge.withdrawn(line, sent)
 
 
 def keep_residual(line: Line, sent: PendingContribution, fragment: Fragment, commit: Commit | None = None) -> None:
-    """Make the residual of what the codec dropped of a contribution: of the parts that `commit` counts, or of all."""
+    """Make the line's residual (error feedback) of what the codec dropped: in parts that `commit` counts, or in all."""
     if sent.target is not None:
         counts = [commit is None or commit.counts(line.peer, part) for part in range(fragment.parts)]
         before = line.residuals.get(fragment.index)
@@ -216,7 +216,7 @@ def keep_residual(line: Line, sent: PendingContribution, fragment: Fragment, com
 
 
 def fade_residual(line: Line, commit: Commit, fragment: Fragment) -> None:
-    """Fade the residual where a version counts a contribution of this peer's name, and none of this life.
+    """Fade the line's residual where a version counts a contribution of this peer's name, and none of this life.
 
     It is that of an earlier life. It had in it what the codec had dropped before, so that of the residual as much stays
     as after a copy of the state.
@@ -232,13 +232,13 @@ def fade_residual(line: Line, commit: Commit, fragment: Fragment) -> None:
 
 
 def entry_in(line: Line, commit: Commit) -> Counted | None:
-    """The contribution of this peer's name that a version counts."""
+    """The entry under the name of the line's peer among the contributions that a version counts."""
     return next((counted for counted in commit.counted if counted.peer == line.peer), None)
 
 
 @contextmanager
 def weights_at_anchor(line: Line) -> Iterator[None]:
-    """Context in which the model holds the anchor. All ranks enter and leave together."""
+    """Context in which the line's model holds the anchor of the outer state. All ranks enter and leave together."""
     local = [line.weights.read(fragment) for fragment in line.layout.fragments]
     try:
         for fragment in line.layout.fragments:
@@ -251,7 +251,7 @@ def weights_at_anchor(line: Line) -> Iterator[None]:
 
 @contextmanager
 def weights_to_keep(line: Line) -> Iterator[None]:
-    """Context in which the model holds anchor plus all progress that is not committed: without what `eager` foresees.
+    """Context in which the line's model holds anchor plus uncommitted progress, without what merge `eager` added ahead.
 
     A checkpoint holds these, for a contribution that is on its way is progress after a restart. All ranks together.
     """
@@ -269,7 +269,7 @@ def weights_to_keep(line: Line) -> Iterator[None]:
 
 
 def expect(line: Line, commit: Commit) -> Counted | None:
-    """This life's entry in a version that is about to be applied, if it counts one. Rank 0.
+    """Entry of the line's contribution in a version that is about to be applied, if it counts one. Rank 0.
 
     Raises Diverged when the version was made on another state than this.
     """
@@ -284,7 +284,7 @@ def expect(line: Line, commit: Commit) -> Counted | None:
 
 
 def book(line: Line, commit: Commit, mine: Counted | None) -> None:
-    """Take what a version counts of this peer, `mine`, off its progress, after it was applied. Rank 0."""
+    """Take `mine`, the contribution that a version counts, off the line's progress, after it was applied. Rank 0."""
     if mine is not None:
         line.trained.add(-mine.tokens, -mine.blocks)
     if mine is not None or not line.trained.tokens:
@@ -292,7 +292,7 @@ def book(line: Line, commit: Commit, mine: Counted | None) -> None:
 
 
 def complete(line: Line, state: FragmentState) -> None:
-    """Exchange, among the ranks, the hashes of the parts of the outer state that each holds."""
+    """Complete a fragment's outer state: ranks exchange the hashes of the parts that each holds."""
     fragment = state.fragment
     if fragment is None or fragment.lanes == 1:
         return
@@ -307,7 +307,7 @@ def complete(line: Line, state: FragmentState) -> None:
 
 
 class Diverged(Exception):
-    """Our outer state is not the one that a version was made on: it must be copied anew."""
+    """The line's outer state is not the one that a version was made on: it must be copied anew."""
 
     def __init__(self, version: int, uncounted: bool) -> None:
         """`uncounted`: for certain no version counts what was sent."""
@@ -317,7 +317,7 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class Adoption:
-    """Fate of the progress and the contribution of a peer that copies a state: fixed before, booked afterwards."""
+    """Fate of a line's progress and contribution if it adopts a copied outer state: fixed before, booked afterwards."""
 
     commit: Commit | None
     """Commit of the state."""
@@ -330,12 +330,12 @@ class Adoption:
 
     @property
     def discarded(self) -> int:
-        """Tokens given up that no known version counts."""
+        """Tokens that the line gives up for a copied outer state, and that no known version counts."""
         return 0 if self.mine is not None else self.given_up
 
 
 def adoption(line: Line, commit: Commit | None) -> Adoption:
-    """The fate of progress and contribution if the copied state of `commit` is adopted. Rank 0."""
+    """Fate of the line's progress and contribution if it adopts the copied outer state of `commit`. Rank 0."""
     stays = commit is not None and commit == line.commit
     if stays or line.sent is None:
         return Adoption(commit, stays, None, 0)
@@ -349,7 +349,7 @@ def adoption(line: Line, commit: Commit | None) -> Adoption:
 
 
 def book_adoption(line: Line, adoption: Adoption) -> None:
-    """Book the fate of progress and contribution after a copied state was adopted. Rank 0."""
+    """Set the line's commit and progress after it adopted a copied outer state. Rank 0."""
     line.diverged = False
     if adoption.stays:
         return
@@ -360,7 +360,7 @@ def book_adoption(line: Line, adoption: Adoption) -> None:
 
 
 def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
-    """Take over a copied outer state; progress that is not committed yet is carried onto the new anchor.
+    """Put a line onto a copied outer state; progress that is not committed yet is carried onto the new anchor.
 
     `stays`: it is of the same version, and what was sent stays sent. Else what was sent is the run's or given up, and
     the residual with it: what the codec dropped of it remains.
@@ -391,14 +391,14 @@ def adopt(line: Line, state: OuterState, stays: bool = False) -> None:
 
 
 def drop(line: Line) -> None:
-    """Give up all progress: the weights go back to the anchor."""
+    """Give up all progress of a line: its local weights go back to the anchor."""
     for fragment in line.layout.fragments:
         line.weights.write(fragment, line.state.fragments[fragment.index].anchor)
     line.sent = None
 
 
 def book_drop(line: Line) -> int:
-    """Book that all progress was dropped. Returns the discarded tokens; their data blocks stay used. Rank 0."""
+    """Set the line's progress to none after `drop`. Returns the discarded tokens; data blocks stay used. Rank 0."""
     discarded, line.trained.tokens = line.trained.tokens, 0
     line.since = line.state.version
     return discarded

@@ -33,14 +33,14 @@ class Carry:
     def sent(
         self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
     ) -> PendingContribution:
-        """Take note of a contribution, of `gradient`, flat fp32, which will weigh `share` of the mean. Returns it."""
+        """Prepare the merge of a contribution of `gradient`, flat fp32, to weigh `share` of the mean. Returns it."""
         return sent
 
     def withdrawn(self, line: Line, sent: PendingContribution) -> None:
-        """Take note that a contribution comes to nothing."""
+        """Undo what the merge strategy did for a contribution that comes to nothing."""
 
     def land(self, line: Line, commit: Commit, fragment: Fragment, counted: bool, old: Tensor, new: Tensor) -> None:
-        """Move the local weights onto the new anchor. A part that omits this peer, or a version, leaves it progress.
+        """Merge the local weights onto the new anchor. A part that omits this peer, or a version, leaves it progress.
 
         `old`, `new`: anchors before and after, flat fp32. `counted`: the version counts what was sent.
         """
@@ -66,13 +66,13 @@ class Carry:
         line.weights.change(fragment, merged)
 
     def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
-        """Take note that a version counts the contribution. `steps`: outer steps of the fragment before it."""
+        """Update the merge strategy: a version counts the contribution. `steps`: outer steps before it."""
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
-        """Take note that a version counts no contribution of this life."""
+        """Update the merge strategy: a version counts no contribution of this life."""
 
     def copied(self) -> None:
-        """Take note that the outer state was copied from others: nothing of before holds."""
+        """Reset the merge strategy: the outer state was copied from others."""
 
 
 class Mix(Carry):
@@ -84,7 +84,7 @@ class Mix(Carry):
 
 
 def left_out(peer: str, commit: Commit, fragment: Fragment) -> list[tuple[int, int]]:
-    """Bounds of the parts whose mean leaves `peer` out, in the flat fragment."""
+    """Bounds, in the flat fragment, of the parts whose mean leaves `peer` out: there its progress stays."""
     return [bounds for part, bounds in fragment.cuts.items() if not commit.counts(peer, part)]
 
 
@@ -109,7 +109,7 @@ def carry(local: Tensor, base: Tensor, anchor: Tensor) -> Tensor:
 
 
 def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor | None, anchor: Tensor) -> None:
-    """`carry` a fragment's parameters (any device, any dtype) in place.
+    """`carry` a fragment's local weights (any device, any dtype) onto a new anchor, in place.
 
     `base` and `anchor`: flat fp32. Where nothing was done since `base` they are only compared and overwritten.
     `base` None: nothing was done at all. Progress is added to the anchor as the parameters' dtype holds it, and the sum
@@ -123,14 +123,14 @@ def carry_fragment(weights: Weights, fragment: Fragment, base: Tensor | None, an
 
 
 def carry_piece(local: Tensor, base: Tensor | None, anchor: Tensor, at: slice) -> Tensor:
-    """`carry` the piece of a fragment that is `at` a place of the flat `base` and `anchor`. May be a view of those."""
+    """`carry` the piece of a fragment `at` a place of `base` onto the new `anchor`. May be a view of those."""
     if base is None or torch.equal(local, base[at]):
         return anchor[at]
     return carry(local, base[at], anchor[at])
 
 
 def mix(local: Tensor, anchor: Tensor, alpha: float) -> Tensor:
-    """alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512, algorithm 2), flat fp32.
+    """Merge as alpha * local + (1 - alpha) * anchor (Streaming DiLoCo, arXiv 2501.18512, algorithm 2), flat fp32.
 
     For a version that counted us. `alpha` 0 drops what was trained while the bytes were in flight. Above 0 the local
     weights stay apart from the anchor by a share of what was committed already, and the next pseudo-gradient holds
@@ -157,7 +157,7 @@ class Eager(Carry):
     def sent(
         self, line: Line, sent: PendingContribution, fragment: Fragment, gradient: Tensor | None, share: float
     ) -> PendingContribution:
-        """Move the fragment's local weights to where the outer step will have them, as far as that is known."""
+        """Move the fragment's local weights ahead by the outer step of this contribution's own share of the mean."""
         assert gradient is not None
         before = line.state.fragments[fragment.index]
         own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(gradient))
@@ -169,13 +169,13 @@ class Eager(Carry):
         return replace(sent, local=local, base_if_skipped=local + gradient, own_share=own_share)
 
     def withdrawn(self, line: Line, sent: PendingContribution) -> None:
-        """Take the contribution's own share out of the local weights again."""
+        """Take the outer step of the contribution's own share out of the local weights again."""
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.weights.rounded(fragment, line.state.fragments[fragment.index].anchor)
         line.weights.write(fragment, carry(line.weights.read(fragment), sent.base_if_skipped, anchor))
 
     def counted(self, line: Line, sent: PendingContribution, commit: Commit, fragment: Fragment, steps: int) -> None:
-        """Keep the own share as what the outer step did, but not in parts that omit this peer."""
+        """Keep the own share as part of the outer step that was made, but not in parts that omit this peer."""
         assert sent.own_share is not None
         own = self.own.get(fragment.index) or line.optimizer.start(torch.zeros_like(sent.base_if_skipped))
         for start, stop in left_out(line.peer, commit, fragment):
@@ -183,13 +183,13 @@ class Eager(Carry):
         self.own[fragment.index] = sent.own_share
 
     def uncounted(self, line: Line, fragment: Fragment, steps: int) -> None:
-        """Let the momentum of this peer's own contributions go on."""
+        """Step the outer momentum of this peer's own contributions on, without a new one."""
         own = self.own.get(fragment.index)
         if own is not None:
             self.own[fragment.index] = self._fade(line, own, steps)
 
     def copied(self) -> None:
-        """Forget this peer's own contributions."""
+        """Reset the outer momentum of this peer's own contributions: the outer state was copied."""
         self.own.clear()
 
     def _fade(self, line: Line, own: FragmentState, steps: int, into: FragmentState | None = None) -> FragmentState:

@@ -159,7 +159,7 @@ class WarmUp(OuterOptimizer):
 
 
 def open_outer(section: OuterSection) -> OuterOptimizer:
-    """The outer optimizer that a contract asks for."""
+    """The outer optimizer that a contract asks for, with its warm-up."""
     optimizer: OuterOptimizer
     match section.optimizer:
         case "sgd":
@@ -175,13 +175,13 @@ def open_outer(section: OuterSection) -> OuterOptimizer:
 
 
 def _power(base: float, exponent: int) -> float:
-    """base ** exponent by multiplication: the same bits whatever the C library's `pow` does."""
+    """base ** exponent by multiplication, for outer optimizers: the same bits whatever the C library's `pow` does."""
     return math.prod(repeat(base, exponent), start=1.0)
 
 
 @dataclass(eq=False)
 class Stepping:
-    """The next outer state of one fragment, as far as its mean is known. Not for several threads at once.
+    """Outer step of one fragment, part by part as its mean arrives. Not for several threads at once.
 
     Outer steps go element by element (`diloco.outer.optimizers`), so a part takes no more than its own mean, the bits
     are those of one step over all, and they are hashed at once. A part that a repair changes is stepped again. Host
@@ -212,7 +212,7 @@ class Stepping:
         return self.state.fragments[self.fragment.index]
 
     def take(self, part: int, mean: bytes) -> None:
-        """Step one part, if ahead. Raises PayloadError when these bytes are no mean."""
+        """Make the outer step of one part, if ahead. Raises PayloadError when these bytes are no mean."""
         if self.ahead:
             self._step(part, mean)
         else:
@@ -221,14 +221,14 @@ class Stepping:
         self._means[part] = mean
 
     def average(self, means: Sequence[bytes]) -> None:
-        """Decode the mean pseudo-gradient, as far as it did not arrive part by part. Raises PayloadError when a part is
-        no mean, with nothing overwritten."""
+        """Decode the mean for the outer step, as far as it did not arrive part by part. Raises PayloadError when a part
+        is no mean, with nothing overwritten."""
         for part in self.fragment.cuts:
             if self._means.get(part) is not means[part]:
                 self.take(part, means[part])
 
     def outer(self, means: Sequence[bytes], in_place: bool = False) -> FragmentState:
-        """The fragment's outer state after these means, once they were averaged. Nothing may be taken afterwards.
+        """The fragment's outer state after the outer step on these means. Nothing may be taken afterwards.
 
         `in_place`: the state before may be overwritten, if nothing was done ahead.
         """
@@ -259,7 +259,7 @@ class Stepping:
 
 
 class SteppedHere:
-    """A version whose average and outer step are made at once, on the thread that asks (`diloco.base.life.Stepped`)."""
+    """Mean and outer step of a version, made at once on the thread that asks (`diloco.base.life.Stepped`)."""
 
     def __init__(self, line: Line, closed: Closed) -> None:
         """`line`: the line that the version is applied to next."""
@@ -268,13 +268,13 @@ class SteppedHere:
         fragment = line.layout.fragments[closed.commit.fragment]
         self._stepping = Stepping(line.state, fragment, line.codecs, line.optimizer, share, ahead=False)
         self.seconds: Mapping[str, float] = self._stepping.seconds
-        """Seconds spent by step of the line."""
+        """Seconds spent so far on decoding means, and on outer steps."""
 
     def averaged(self) -> Future[None]:
-        """Raises PayloadError when the mean is no mean."""
+        """Decode the mean before the outer step. Raises PayloadError when it is no mean."""
         self._stepping.average(self._parts)
         return done(None)
 
     def outer(self, in_place: bool) -> Future[FragmentState]:
-        """The fragment's next outer state, in new buffers or in those of the one before."""
+        """The fragment's outer state after the outer step, in new buffers or in those of the one before."""
         return done(self._stepping.outer(self._parts, in_place))

@@ -40,7 +40,7 @@ def gradients(
     local: Tensor | None,
     target: Tensor | None,
 ) -> Iterator[tuple[int, Codec, Callable[[], Tensor]]]:
-    """Parts to encode: the number of each, its codec, and a function that makes its values when the encoder asks.
+    """Pseudo-gradient of a fragment, part by part: number, codec, and a function that makes the values when asked.
 
     `target`: where it is here whole, flat fp32. Else it is the pseudo-gradient of `local`; None: of the weights as they
     are.
@@ -67,7 +67,7 @@ WELL_ALIGNED = 0.5
 def aligned(
     gradient: Tensor, momentum: Tensor, fragment: Fragment, staleness: float, total: Total = lambda sums: sums
 ) -> Tensor:
-    """A late pseudo-gradient, turned towards where the others have gone meanwhile (after HeLoCo, arXiv 2606.00271).
+    """A late pseudo-gradient, turned towards the outer momentum (after HeLoCo, arXiv 2606.00271).
 
     `gradient` was measured from weights that the others have left; the outer `momentum` is their way. Both are flat
     fp32 of the fragment's length. The contributor does this before it encodes, so nobody else needs to know of it.
@@ -97,7 +97,7 @@ def aligned(
 
 
 def _aligned(gradient: Tensor, momentum: Tensor, late: float, sums: list[float]) -> Tensor:
-    """A piece of a tensor; `sums`: the whole tensor's squares, the momentum's, and their products."""
+    """A piece of `aligned`, of one tensor. `sums`: the tensor's squares, the outer momentum's, their products."""
     if not all(0 < square < math.inf for square in sums[:2]):
         return gradient
     lengths = math.sqrt(sums[0]), math.sqrt(sums[1])
@@ -117,7 +117,7 @@ def _aligned(gradient: Tensor, momentum: Tensor, late: float, sums: list[float])
 
 
 def with_residual(gradient: Tensor, residual: Tensor | None, decay: float, out: Tensor) -> bool:
-    """Fill `out`, which may be `gradient`, with the target of error feedback. Returns whether that is finite.
+    """Add the residual of error feedback to a pseudo-gradient, into `out`, perhaps `gradient`. Returns whether finite.
 
     All flat fp32 of one length; None is a residual of zero.
     """
@@ -142,8 +142,8 @@ def left_over(
     counted: Callable[[int], bool],
     before: Tensor | None,
 ) -> Tensor:
-    """The residual of error feedback: `target`, flat fp32, changed in place. Of a part that was not `counted` it is
-    that of `before`. `codecs`: by group of parameters.
+    """The residual of error feedback after a round: `target`, flat fp32, changed in place. In a part that was not
+    `counted` it is that of `before`. `codecs`: by group of parameters.
     """
     encoded = parts[:]  # waits: they may still be made of this very target
     for part, (start, stop) in fragment.cuts.items():

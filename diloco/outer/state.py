@@ -36,17 +36,17 @@ class FragmentState:
     """The fragment, whose parts are hashed and sent to a joiner one by one; None: all is one part."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """The anchor, then the optimizer's slots by name."""
+        """Buffers of a fragment's outer state: the anchor, then the outer optimizer's slots by name."""
         return {"anchor": self.anchor, **{name: self.slots[name] for name in sorted(self.slots)}}
 
     @property
     def cuts(self) -> Mapping[int, tuple[int, int]]:
-        """Bounds, in elements, of the parts that are held here."""
+        """Bounds, in elements, of the parts of this outer state that are held here."""
         return self.fragment.cuts if self.fragment is not None else {0: (0, self.anchor.numel())}
 
     @cached_property
     def hashes(self) -> dict[str, list[str]]:
-        """Hash of each part of each buffer. Kept here so that a version rehashes only the fragment it moved.
+        """Hash of each part of each buffer of a fragment's outer state. A version rehashes only the fragment it moved.
 
         Where several ranks hold the parts, `keep_hashes` must have set them.
         """
@@ -55,7 +55,7 @@ class FragmentState:
 
     @cached_property
     def own_hashes(self) -> dict[str, dict[int, str]]:
-        """Hashes of the parts that are held here, by buffer and by number."""
+        """Hashes of the parts of this outer state that are held here, by buffer and by number."""
         return {
             name: {part: part_hash(buffer, *bounds) for part, bounds in self.cuts.items()}
             for name, buffer in self.buffers().items()
@@ -63,15 +63,15 @@ class FragmentState:
 
     @cached_property
     def largest(self) -> float:
-        """The largest absolute value of the anchor, as `magnitude` has it."""
+        """Largest absolute value of the anchor in this outer state, by `magnitude`."""
         return magnitude(self.anchor)
 
     def keep(self, own_hashes: dict[str, dict[int, str]], largest: float) -> None:
-        """Set `own_hashes` and `largest`, found while the buffers were filled and still in a CPU's cache."""
+        """Set `own_hashes` and `largest` of an outer state, found while its buffers were still in a CPU's cache."""
         vars(self).update(own_hashes=own_hashes, largest=largest)
 
     def keep_hashes(self, hashes: dict[str, list[str]]) -> None:
-        """Set `hashes` to those that the ranks that hold the parts have sent."""
+        """Set `hashes` of a fragment's outer state to those from the ranks that hold its parts."""
         vars(self)["hashes"] = hashes
 
     def unfilled(self) -> FragmentState:
@@ -87,7 +87,7 @@ class FragmentState:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One part of a buffer of the outer state: a line of the manifest."""
+    """One part of a buffer of the outer state: an entry of its manifest."""
 
     buffer: str
     part: int
@@ -103,11 +103,11 @@ class OuterState:
     fragments: tuple[FragmentState, ...]
 
     def replace(self, index: int, state: FragmentState, version: int) -> OuterState:
-        """This state with one fragment exchanged; the others are shared."""
+        """The outer state with one fragment replaced; the others are shared."""
         return OuterState(version, (*self.fragments[:index], state, *self.fragments[index + 1 :]))
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """All buffers by name ("0/anchor", "0/momentum", "1/anchor", ...) in canonical order."""
+        """Buffers of the outer state by name ("0/anchor", "0/momentum", "1/anchor", ...) in canonical order."""
         return [
             (f"{index}/{name}", buffer)
             for index, fragment in enumerate(self.fragments)
@@ -115,7 +115,7 @@ class OuterState:
         ]
 
     def manifest(self) -> tuple[StateChunk, ...]:
-        """Every part of every buffer, in order, with its hash."""
+        """Manifest of the outer state: every part of every buffer, in order, with its hash."""
         hashes = [hashes for fragment in self.fragments for hashes in fragment.hashes.values()]
         return tuple(
             StateChunk(name, part, digest)
@@ -125,11 +125,11 @@ class OuterState:
 
     @cached_property
     def digest(self) -> str:
-        """`manifest_digest` of this state (`Commit.state_digest`)."""
+        """`manifest_digest` of this outer state (`Commit.state_digest`)."""
         return manifest_digest(self.manifest(), [fragment.steps for fragment in self.fragments])
 
     def chunk(self, entry: StateChunk) -> bytes:
-        """The bytes of one part of a buffer. Raises ValueError when it is not held here."""
+        """Bytes of one part of a buffer of the outer state. Raises ValueError when it is not held here."""
         index, _, name = entry.buffer.partition("/")
         fragment = self.fragments[int(index)] if index.isdecimal() and int(index) < len(self.fragments) else None
         buffer = fragment.buffers().get(name) if fragment is not None else None
@@ -146,7 +146,7 @@ class OuterState:
         layout: Layout,
         optimizer: OuterOptimizer,
     ) -> OuterState:
-        """The state whose `buffers()` have these bytes. A bytearray is taken over, not copied.
+        """The outer state whose `buffers()` have these bytes. A bytearray is taken over, not copied.
 
         `steps`: outer steps of each fragment. Raises StateError unless names and sizes are those of layout and
         optimizer. The content is checked by comparing `digest`.
@@ -165,7 +165,7 @@ class OuterState:
 
 
 def tiles(elements: int) -> Iterator[slice]:
-    """Slices that cut a flat buffer into tiles of `TILE_ELEMENTS`."""
+    """Slices that cut a flat buffer of the outer state into tiles of `TILE_ELEMENTS`."""
     return (slice(start, min(start + TILE_ELEMENTS, elements)) for start in range(0, elements, TILE_ELEMENTS))
 
 
@@ -186,29 +186,29 @@ def _buffers(layout: Layout, optimizer: OuterOptimizer) -> list[tuple[str, Fragm
 
 
 def part_bytes(layout: Layout, buffer: str, part: int) -> int:
-    """Size of one part of a buffer of the outer state."""
+    """Size in bytes of one part of a buffer of the outer state."""
     return layout.fragments[int(buffer.partition("/")[0])].size_of(part) * ELEMENT_BYTES
 
 
 def state_bytes(layout: Layout, optimizer: OuterOptimizer) -> int:
-    """Size of an outer state, of all buffers."""
+    """Size in bytes of an outer state, all buffers."""
     return sum(buffer_bytes(layout, optimizer).values())
 
 
 def part_hash(buffer: Tensor, start: int, stop: int) -> str:
-    """`content_hash`, hexadecimal, of a buffer's elements from `start` to `stop`."""
+    """`content_hash`, hexadecimal, of elements `start` to `stop` of a buffer of the outer state."""
     return content_hash(memory_of(buffer[start:stop])).hex()
 
 
 def manifest_digest(manifest: Sequence[StateChunk], steps: Sequence[int]) -> str:
-    """SHA-256, hexadecimal, of the steps and the manifest as text: a joiner checks a manifest before it downloads."""
+    """SHA-256, hexadecimal, of an outer state's steps and manifest: a joiner checks a manifest before it downloads."""
     lines = ["steps " + " ".join(map(str, steps))]
     lines += [f"{chunk.buffer} {chunk.part} {chunk.digest}" for chunk in manifest]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def memory_of(buffer: Tensor) -> memoryview:
-    """The bytes of a flat host tensor, where they are."""
+    """Bytes of a flat host tensor of the outer state, where they are."""
     return buffer.numpy().data.cast("B")
 
 
@@ -218,10 +218,10 @@ class OuterOptimizer(ABC):
     @property
     @abstractmethod
     def slot_names(self) -> tuple[str, ...]:
-        """Names of the buffers that it keeps beside the anchor."""
+        """Names of the buffers that this outer optimizer keeps beside the anchor."""
 
     def start(self, anchor: Tensor, fragment: Fragment | None = None) -> FragmentState:
-        """The state before the first step: `anchor` (flat fp32, which is taken over) and zero slots."""
+        """The outer state before the first outer step: `anchor` (flat fp32, which is taken over) and zero slots."""
         return FragmentState(anchor, {name: torch.zeros_like(anchor) for name in self.slot_names}, 0, fragment)
 
     def step(

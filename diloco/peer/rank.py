@@ -19,7 +19,7 @@ from diloco.config.site import Site
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import FirstRank, LaneService
 from diloco.exchange.work import SteppedVersion
-from diloco.inner.meter import Usage
+from diloco.inner.meter import Throughput
 from diloco.island import Island
 from diloco.island.connections import call_rank_0
 from diloco.island.slices import Slices
@@ -45,7 +45,7 @@ LANE_PORTS = 100
 class Trains(Protocol):
     """Whoever trains: what a run asks of it. On every rank of an island, and all ranks are asked together."""
 
-    usage: Usage
+    usage: Throughput
     """Throughput of the inner steps."""
 
     def live(self, *, local: bool) -> Slices:

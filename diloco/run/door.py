@@ -36,7 +36,7 @@ from diloco.config.load import contract_from_json, contract_of, load_contract, l
 from diloco.config.site import Site
 from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.inner.loop import random_states, restore_random_states
-from diloco.inner.meter import Phases, Usage, device_name, memory_of
+from diloco.inner.meter import Phases, Throughput, device_name, memory_of
 from diloco.island import Island
 from diloco.island.bridge import Bridge
 from diloco.island.slices import Pieces, Slices, device_of_share, held, unwrapped
@@ -82,7 +82,7 @@ class OwnLoop:
         self.weights = Bridge(self.parameters, island) if island.size > 1 else Weights(self.parameters)
         self._count = count_parameters(bare)
         self._state = UserState({"random": RandomStates(), **state}, self.parameters, island.rank)
-        self.usage = Usage(None, None, island.size, Phases(island.device))
+        self.usage = Throughput(None, None, island.size, Phases(island.device))
 
     def live(self, *, local: bool) -> Slices:
         """The objects' state for a checkpoint, and the weights if they are wanted."""

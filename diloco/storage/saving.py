@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from diloco.base.errors import ResourceError
 from diloco.base.life import Life, answered
 from diloco.config.contract import Contract
 from diloco.island import Island
-from diloco.island.slices import Slice, Slices, chosen, offered, writers_of
+from diloco.island.slices import Box, Slice, Slices, check_tiled
 from diloco.observe.events import CheckpointWritten, Event, Remark, Warned
 from diloco.outer.line import Line, UncommittedProgress, adopt
 from diloco.outer.merge import Eager
@@ -265,3 +265,50 @@ def book_restored(line: Line, checkpoint: Checkpoint) -> None:
     line.commit = checkpoint.commit
     line.trained = UncommittedProgress(checkpoint.value("tokens", int), checkpoint.value("blocks", int))
     line.since = line.state.version
+
+
+# ---------------------------------------------------------------- writers of a checkpoint's slices
+
+
+def offered(groups: Slices) -> dict[str, int]:
+    """Slices that a rank could write into a checkpoint: bytes by slice, whose label is the same on all ranks. Empty
+    slices are left out."""
+    boxes = ((group, one) for group, slices in groups.items() for one in slices)
+    return {_label(group, one.box): one.local.nbytes for group, one in boxes if one.local.numel() or one.box.whole}
+
+
+def chosen(groups: Slices, writers: Mapping[str, int], rank: int) -> dict[str, list[Slice]]:
+    """The slices that this rank writes into a checkpoint, by group."""
+    return {
+        group: [one for one in slices if writers.get(_label(group, one.box)) == rank]
+        for group, slices in groups.items()
+    }
+
+
+def writers_of(offers: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The rank that writes each slice of a checkpoint: of those that hold it the one with the fewest bytes so far, so
+    that all have as much to write as copies allow. The same on all ranks. `offers`: `offered` of each rank.
+
+    Raises ValueError when the slices do not make their tensors whole: nobody could read such a checkpoint.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for label in offer:
+            holders.setdefault(label, []).append(rank)
+    tensors: dict[tuple[str, str], list[Box]] = {}
+    for group, name, shape, offsets, extent in map(json.loads, holders):
+        tensors.setdefault((group, name), []).append(Box(name, tuple(shape), tuple(offsets), tuple(extent)))
+    for (_, name), boxes in tensors.items():
+        check_tiled(name, boxes)
+    sizes = {label: size for offer in offers for label, size in offer.items()}
+    loads = [0] * len(offers)
+    writers = {}
+    for label in sorted(holders, key=lambda label: (len(holders[label]) > 1, -sizes[label], label)):
+        writers[label] = min(holders[label], key=loads.__getitem__)
+        loads[writers[label]] += sizes[label]
+    return writers
+
+
+def _label(group: str, box: Box) -> str:
+    """The slice's name among all ranks that write a checkpoint together, from which its box can be read."""
+    return json.dumps([group, box.name, box.shape, box.offsets, box.extent])

@@ -19,7 +19,7 @@ from diloco.data import open_dataset
 from diloco.data.reader import BlockReader
 from diloco.inner.loop import InnerLoop, evaluate, seed_everything
 from diloco.island import Island
-from diloco.island.parallel import Copies
+from diloco.island.parallel import DataParallelRanks
 from diloco.models import build_model
 from diloco.observe.event_log import Events
 from diloco.observe.events import BaselineStep, Ended, Evaluated
@@ -34,7 +34,7 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
     model = build_model(contract.model, dataset.vocab_size, seed, data_root)
     seed_everything(seed)
     counter = SocketCounter()
-    ranks = Copies(model, island.device) if island.size > 1 else None
+    ranks = DataParallelRanks(model, island.device) if island.size > 1 else None
     inner = InnerLoop(model, contract.inner, contract.run.total_tokens, island.device, ranks=ranks)
     heldout = dataset.heldout(contract.eval.sequences)
     names = [f"p{rank}" for rank in range(island.size)]
