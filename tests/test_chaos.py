@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.simulate.chaos.absence import Scale, run_absences
+from diloco.simulate.chaos.absence import AbsenceScale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
-from diloco.simulate.chaos.fleet import FleetLife, SeenVersion
-from diloco.simulate.chaos.network import NamespaceNetwork, Rule
+from diloco.simulate.chaos.fleet import ChaosLife, SeenVersion
+from diloco.simulate.chaos.network import ChaosNetwork, Rule
 from diloco.simulate.chaos.verdict import DrillFault, by_kind, throughput
-from diloco.simulate.local.processes import Child
+from diloco.simulate.local.processes import SimulationProcess
 from tests.peers import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,15 +51,15 @@ def echo() -> Iterator[int]:
 
 
 @pytest.fixture
-def network() -> Iterator[NamespaceNetwork]:
-    made = NamespaceNetwork(seed=1)
+def network() -> Iterator[ChaosNetwork]:
+    made = ChaosNetwork(seed=1)
     made.belongs(os.getpid(), "a")
     yield made
     made.close()
 
 
 @pytest.fixture(params=["127.0.0.1", "::ffff:127.0.0.1"])
-def to_b(network: NamespaceNetwork, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+def to_b(network: ChaosNetwork, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """A connection from peer a to peer b, which echoes; as Python makes it, and as gRPC does."""
     with echo() as port:
         door = int(network.address("b", port).rpartition(":")[2])
@@ -93,7 +93,7 @@ def test_bytes_pass(to_b: socket.socket) -> None:
 
 @pytest.mark.parametrize("way", [("a", "b"), ("b", "a")])
 def test_either_direction_can_be_cut_and_goes_on_where_it_was(
-    network: NamespaceNetwork, to_b: socket.socket, way: tuple[str, str]
+    network: ChaosNetwork, to_b: socket.socket, way: tuple[str, str]
 ) -> None:
     assert comes_back(to_b, b"before")
     cut = [Rule(frozenset(way[:1]), frozenset(way[1:]), passes=False)]
@@ -104,12 +104,12 @@ def test_either_direction_can_be_cut_and_goes_on_where_it_was(
     assert to_b.recv(4) == b"held"
 
 
-def test_a_rule_about_others_does_not_hold(network: NamespaceNetwork, to_b: socket.socket) -> None:
+def test_a_rule_about_others_does_not_hold(network: ChaosNetwork, to_b: socket.socket) -> None:
     network.impose([Rule(frozenset("c"), None, passes=False), Rule(None, frozenset("c"), passes=False)])
     assert comes_back(to_b, b"as ever")
 
 
-def test_a_cut_hides_the_end_of_a_connection(network: NamespaceNetwork) -> None:
+def test_a_cut_hides_the_end_of_a_connection(network: ChaosNetwork) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, _, door = network.address("b", server.getsockname()[1]).rpartition(":")
         cut = [Rule(frozenset("b"), None, passes=False)]
@@ -124,7 +124,7 @@ def test_a_cut_hides_the_end_of_a_connection(network: NamespaceNetwork) -> None:
             assert ends(caller)
 
 
-def test_slow_and_spoilt(network: NamespaceNetwork, to_b: socket.socket) -> None:
+def test_slow_and_spoilt(network: ChaosNetwork, to_b: socket.socket) -> None:
     slow = [Rule(frozenset("a"), None, bytes_per_s=100_000)]
     network.impose(slow)
     began_s = time.monotonic()
@@ -135,7 +135,7 @@ def test_slow_and_spoilt(network: NamespaceNetwork, to_b: socket.socket) -> None
     assert not comes_back(to_b, bytes(100))
 
 
-def test_nobody_behind_the_door(network: NamespaceNetwork) -> None:
+def test_nobody_behind_the_door(network: ChaosNetwork) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     host, _, door = network.address("b", port).rpartition(":")
@@ -150,9 +150,9 @@ class Story:
     """Versions that two peers tell of, 10 s and 100 tokens of each counted peer apart."""
 
     def __init__(self, directory: Path) -> None:
-        ended = Child("nobody", "this", [], directory / "log.txt", 1)
+        ended = SimulationProcess("nobody", "this", [], directory / "log.txt", 1)
         ended.wait()
-        self.a, self.b = (FleetLife(name, ended, directory, -1.0, 0) for name in "ab")
+        self.a, self.b = (ChaosLife(name, ended, directory, -1.0, 0) for name in "ab")
         self.tokens = 0
         for life in (self.a, self.b):
             life.events.append({"kind": "view", "time": 0.0, "version": 1, "joined": ["a", "b"], "left": []})
@@ -242,7 +242,7 @@ def test_a_short_drill_violates_nothing(tmp_path: Path) -> None:
 def test_under_async_nobody_waits_for_a_stopped_peer(tmp_path: Path) -> None:
     """Real processes, rounds of 4 s: the first minute of `scripts/chaos --absences`, with a stop of 8 s."""
     site = ("timeouts.heartbeat_s=0.3", "timeouts.suspect_s=2.0", "timeouts.stall_s=2.0")
-    scale = Scale(steps=40, stop_s=8.0, site=site)
+    scale = AbsenceScale(steps=40, stop_s=8.0, site=site)
     lines: list[str] = []
     result = run_absences(ROOT / "configs" / "chaos.toml", tmp_path, scale, ["stop"], lines.append)
     assert not result["violations"]

@@ -14,7 +14,7 @@ import pytest
 from diloco.base import failpoints
 from diloco.base.errors import UsageError
 from diloco.exchange.engine import _FAILPOINTS as STEPS
-from diloco.simulate.chaos.sweep import Sweep
+from diloco.simulate.chaos.sweep import ChaosSweep
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -84,7 +84,7 @@ def test_a_wrong_setting_is_refused(settings: str, says: str) -> None:
 @pytest.mark.usefixtures("warm_peers")
 def test_deaths_and_a_stop_cost_the_survivors_nothing(tmp_path: Path) -> None:
     """Three peers that stay and a fourth that dies; all failpoints: `scripts/chaos --failpoints`."""
-    sweep = Sweep(ROOT / "configs" / "chaos.toml", tmp_path / "peers")
+    sweep = ChaosSweep(ROOT / "configs" / "chaos.toml", tmp_path / "peers")
     try:
         sweep.begin()
         rows = [sweep.kill_at(point) for point in ("mid-contribution", "mid-mean", "before-commit")]

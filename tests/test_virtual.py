@@ -20,12 +20,12 @@ from diloco.accounts.replay import Verdict
 from diloco.base.errors import UsageError
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.network import CutOff
+from diloco.simulate.virtual.network import SimulatedCut
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, OTHER_CODECS, Fault, FaultPlan, draw, parse
 from diloco.simulate.virtual.search import (
     BATCH,
     RULE,
-    PlanChoice,
+    SeedOptions,
     catch_planted,
     explain,
     kind_of,
@@ -36,8 +36,8 @@ from diloco.simulate.virtual.search import (
     search,
     shrink,
 )
-from diloco.simulate.virtual.swarm import Options, measure_swarm
-from diloco.simulate.virtual.world import World
+from diloco.simulate.virtual.swarm import SwarmOptions, measure_swarm
+from diloco.simulate.virtual.world import SimulatedWorld
 from tests.peers import run_cli
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -87,7 +87,7 @@ def test_seeds_hold(first: int) -> None:
 def test_seeds_that_once_broke_something_hold() -> None:
     """Those of the table in docs/how/bugs.md that the range above leaves out."""
     seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
-    assert not run_seeds(seeds, PlanChoice(rare=False)).violations
+    assert not run_seeds(seeds, SeedOptions(rare=False)).violations
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations
 
 
@@ -110,7 +110,7 @@ def test_who_comes_back_with_its_clock_set_back_finds_those_who_went_on_apart() 
 
 @pytest.mark.parametrize("first", every(50, quick=0))
 def test_seeds_hold_under_async(first: int) -> None:
-    tally = run_seeds(range(first, first + PER_TEST), PlanChoice(policy="async"))
+    tally = run_seeds(range(first, first + PER_TEST), SeedOptions(policy="async"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
@@ -118,7 +118,7 @@ def test_seeds_hold_under_async(first: int) -> None:
 @pytest.mark.parametrize("first", every(50, quick=0))
 def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
     """The policies that wait for the slow: sync and quorum."""
-    tally = run_seeds(range(first, first + PER_TEST), PlanChoice(speeds="0.1:1"))
+    tally = run_seeds(range(first, first + PER_TEST), SeedOptions(speeds="0.1:1"))
     assert not tally.violations
     assert tally.versions > 3 * PER_TEST
 
@@ -151,7 +151,7 @@ def test_under_async_nobody_waits_for_one_that_is_not_there(story: str) -> None:
     """All checks of the simulator hold: the one that comes back is counted once, digests agree at every version."""
     name, versions = AWAY[story]
     plan = read_plan(Path(__file__).parent / "transcripts" / f"{story}.txt")
-    world = World(plan)
+    world = SimulatedWorld(plan)
     (fault,) = plan.faults
     waited_s: dict[str, float] = {}
     closed: list[int] = []
@@ -176,13 +176,13 @@ def test_under_async_nobody_waits_for_one_that_is_not_there(story: str) -> None:
 def test_under_sync_all_wait_for_one_that_is_not_there() -> None:
     """The same minute, so that the test above is known to be able to fail."""
     plan = replace(read_plan(Path(__file__).parent / "transcripts" / "async_stopped_for_a_minute.txt"), policy="sync")
-    world = World(plan)
+    world = SimulatedWorld(plan)
     assert not world.run().violation
     assert max(host.training.waited(world.now) for host in world.hosts.values()) > MAX_WAIT * world.now
 
 
 def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
-    world = World(FaultPlan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
+    world = SimulatedWorld(FaultPlan(policy="async", speeds="1+0.3", sized_by="speed", calm_s=5))
     assert not world.run().violation
     assert world.invariants.replayed().count(Verdict.REPRODUCED) > 3
     made = next(made for entry in world.invariants._made.values() for made in entry)
@@ -195,7 +195,7 @@ def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:
 def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> None:
     """Three times as many peers: as many versions, which count three times as many; heartbeats are from all to all."""
     small, large = (
-        measure_swarm(Options(peers, seconds=18.0, speeds=(0.4, 1.0), churn_per_minute=1.0, round_s=6.0))
+        measure_swarm(SwarmOptions(peers, seconds=18.0, speeds=(0.4, 1.0), churn_per_minute=1.0, round_s=6.0))
         for peers in (6, 18)
     )
     for result in (small, large):
@@ -266,7 +266,7 @@ def test_what_is_rare_is_added_to_some_plans_and_changes_no_other() -> None:
 
 @pytest.mark.parametrize(("how", "ways"), [("both", [("a", "b"), ("b", "a")]), ("out", [("a", "b")])])
 def test_two_without_a_link_reach_all_others(how: str, ways: list[tuple[str, str]]) -> None:
-    cut = CutOff(frozenset("a"), how, reset=False, others=frozenset("b"))
+    cut = SimulatedCut(frozenset("a"), how, reset=False, others=frozenset("b"))
     assert [pair for pair in permutations("abc", 2) if cut.blocks(*pair)] == ways
 
 
@@ -280,9 +280,9 @@ def test_choice_restricts_what_is_drawn() -> None:
     plans = [draw(seed, "quorum", "continue") for seed in range(20)]
     assert {(plan.policy, plan.without_majority) for plan in plans} == {("quorum", "continue")}
     with pytest.raises(UsageError, match="--policy"):
-        PlanChoice("majority").check()
+        SeedOptions("majority").check()
     with pytest.raises(UsageError, match="--speeds"):
-        PlanChoice(speeds="fast").check()
+        SeedOptions(speeds="fast").check()
 
 
 @pytest.mark.slow(queued=False)
@@ -319,5 +319,5 @@ def test_what_was_done_until_an_interruption_is_told() -> None:
     def interrupt(done: int, total: int, violations: int) -> None:
         raise KeyboardInterrupt
 
-    report = search(0, 1000, PlanChoice(), interrupt)
+    report = search(0, 1000, SeedOptions(), interrupt)
     assert (report["seeds"], report["interrupted"], report["violations"]) == (BATCH, True, 0)

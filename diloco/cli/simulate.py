@@ -83,7 +83,7 @@ def virtual(
     from diloco.simulate.virtual import search
 
     raise_when_stopped()  # what was found until then is told
-    choice = search.PlanChoice(policy, without_majority, speeds=speeds)
+    choice = search.SeedOptions(policy, without_majority, speeds=speeds)
     choice.check()
     if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
         raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")

@@ -1,4 +1,4 @@
-"""The exchange's seam inside one process: the twin of `transport/` for tests and simulations.
+"""The in-memory network: the exchange's seam inside one process, the twin of `transport/` for tests and simulations.
 
 `MemoryNetwork` makes links with the calls, errors and deadlines of `GrpcLink`. Values are handed over as they are: no
 bytes are made, so checksums and limits of messages do not exist here; the sizes of parts are checked alike.
@@ -24,47 +24,47 @@ T = TypeVar("T")
 
 
 class MemoryNetwork:
-    """All addresses of one process. Everything on it runs on one asyncio loop."""
+    """The in-memory network: all addresses of one process. Everything on it runs on one asyncio loop."""
 
     def __init__(self) -> None:
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _MemoryProcess] = {}
         self.sent_bytes: Counter[Kind] = Counter()
         """Bytes of parts, by the kind of stream."""
 
     def attach(self, address: str, service: Service) -> None:
-        """`service` answers at `address` from now on."""
+        """Let `service` answer at `address` of the in-memory network from now on."""
         assert address not in self._hosts, f"{address} is taken"
-        self._hosts[address] = _Host(service)
+        self._hosts[address] = _MemoryProcess(service)
 
-    def host(self, address: str) -> _Host:
-        """The host at `address`. Raises LinkDown where there is none."""
+    def host(self, address: str) -> _MemoryProcess:
+        """The simulated process at `address` of the in-memory network. Raises LinkDown where there is none."""
         if address not in self._hosts:
             raise LinkDown(f"{address}: nobody is there")
         return self._hosts[address]
 
     def detach(self, address: str) -> None:
-        """The process at `address` dies: calls to it end in LinkDown, those under way too."""
+        """Simulate the death of the process at `address`: calls to it end in LinkDown, those under way too."""
         for task in self._hosts.pop(address).calls:
             task.cancel()
 
     def freeze(self, address: str) -> None:
-        """The process at `address` stops: calls to it end in LinkSlow."""
+        """Simulate that the process at `address` stops: calls to it end in LinkSlow."""
         self._hosts[address].awake.clear()
 
     def thaw(self, address: str) -> None:
-        """The process at `address` goes on."""
+        """End the simulated stop of the process at `address`."""
         self._hosts[address].awake.set()
 
     def link(self, rpc_s: float = 5.0, send_bps: float = 0.0) -> Link:
-        """A link to all addresses; `rpc_s` is the deadline of `deliver`, `send_bps` limits `send_parts` (0: nothing).
+        """An in-memory link to all addresses; `rpc_s`: deadline of `deliver`, `send_bps` limits `send_parts` (0: none).
 
         Nothing is measured here, so that the limit is all that its `send_bps` knows.
         """
         return _MemoryLink(self, rpc_s, send_bps)
 
 
-class _Host:
-    """The process at one address of a network in memory: a service, and the calls it is answering."""
+class _MemoryProcess:
+    """The simulated process at one address of the in-memory network: a service, and the calls it is answering."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -84,7 +84,7 @@ class _Host:
 
 
 class _MemoryLink(Link):
-    """Calls to the other addresses of a network in memory."""
+    """Calls to the other addresses of the in-memory network."""
 
     def __init__(self, network: MemoryNetwork, rpc_s: float, send_bps: float) -> None:
         self._network = network
@@ -155,7 +155,7 @@ class _MemoryLink(Link):
         return await self._ask(address, timeout_s, _asynchronously(lambda service: service.on_status()))
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Close the in-memory link: there is nothing to close."""
 
     async def _ask(self, address: str, within_s: float, ask: Callable[[Service], Awaitable[T]]) -> T:
         answer = self._network.host(address).call(ask)
@@ -177,7 +177,7 @@ async def _outcome(address: str, answer: asyncio.Task[T], within_s: float) -> T:
 async def _put(
     batches: asyncio.Queue[list[Part]], batch: list[Part], answer: asyncio.Task[Any], stall_s: float
 ) -> None:
-    """Hand over a batch; at once if the answer came early."""
+    """Hand a batch of parts over the in-memory link; at once if the answer came early."""
     putting = asyncio.create_task(batches.put(batch))
     done, _ = await asyncio.wait({putting, answer}, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
     putting.cancel()
@@ -185,7 +185,7 @@ async def _put(
         raise LinkSlow(f"no progress for {stall_s:g} s")
 
 
-async def _arriving(batches: asyncio.Queue[list[Part]], host: _Host) -> AsyncIterator[Part]:
+async def _arriving(batches: asyncio.Queue[list[Part]], host: _MemoryProcess) -> AsyncIterator[Part]:
     while batch := await batches.get():
         for part in batch:
             await host.awake.wait()
@@ -224,23 +224,23 @@ def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
 
 
 class MemoryRuntime:
-    """`diloco.transport.endpoint.Runtime` for one address of that network."""
+    """`diloco.transport.endpoint.Runtime` for one address of the in-memory network."""
 
     def __init__(self, network: MemoryNetwork, loop: asyncio.AbstractEventLoop, address: str, rpc_s: float) -> None:
         self.loop, self.link = loop, network.link(rpc_s)
         self._network, self._address = network, address
 
     def serve(self, service: Service, listen: str) -> str:
-        """`service` answers at this address from now on."""
+        """Let `service` answer at this address of the in-memory network from now on."""
         self._network.attach(self._address, service)
         return self._address
 
     def answer_of(self, address: str) -> Welcome | None:
-        """None: no member has a directory to ask for."""
+        """None: no member on the in-memory network has a directory to ask for."""
 
 
 class MemoryEndpoint:
-    """`diloco.transport.endpoint.Endpoint` on a network in memory, and in place of its directory an empty one.
+    """`diloco.transport.endpoint.Endpoint` on the in-memory network, and in place of its directory an empty one.
 
     `welcome` is that of the member to join through; None: the peer founds the run.
     """
@@ -254,21 +254,21 @@ class MemoryEndpoint:
     addresses = ()
 
     def lookup(self) -> dict[str, None]:
-        """No members: a peer knows them from its welcome, and from other members."""
+        """No members: on the in-memory network a peer has them from its welcome, and from other members."""
         return {}
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Does nothing: no correctness rests on the directory."""
+        """Does nothing: the in-memory network has no directory, and no correctness rests on one."""
 
     def appear(self, exchange: object) -> MemoryEndpoint:
-        """The presence of a peer in the directory."""
+        """The presence of a peer in the in-memory network's empty directory."""
         return self
 
     def stop(self) -> None:
-        """Announce nothing more."""
+        """Announce nothing more in the in-memory network's empty directory: does nothing."""
 
     def end(self) -> None:
-        """Withdraw what was announced."""
+        """Withdraw announcements from the in-memory network's empty directory: does nothing."""
 
     def close(self) -> None:
-        """Does nothing: the network in memory goes on without this peer."""
+        """Does nothing: the in-memory network goes on without this peer."""

@@ -1,4 +1,4 @@
-"""The front of virtual time: peers of production on one thread, and a clock that jumps to whatever is next.
+"""Virtual time: peers of production on one thread, and a clock that jumps to whatever is next.
 
     with virtual_time() as loop:
         loop.run_until_complete(lived(trainer.live()))
@@ -23,21 +23,21 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time goes on only when nothing is left to do, and then at once."""
+    """The event loop of virtual time, which goes on only when nothing is left to do, and then at once."""
 
     def __init__(self) -> None:
-        super().__init__(_Jumping(self._jump))
+        super().__init__(_JumpingSelector(self._jump))
         self._now_s = 0.0
         self._clock_resolution = 1e-6  # a nanosecond is lost in the sum where months have passed
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Virtual time, in seconds since the loop was made."""
         return self._now_s
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """In place."""
+        """Run the function in place: virtual time has no threads."""
         return asyncio.wrap_future(InPlace().submit(func, *args), loop=self)
 
     def _jump(self, seconds: float | None) -> None:
@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now_s += seconds
 
 
-class _Jumping(selectors.SelectSelector):
+class _JumpingSelector(selectors.SelectSelector):
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
         self._jump = jump
@@ -60,7 +60,7 @@ class _Jumping(selectors.SelectSelector):
 
 @contextmanager
 def virtual_time() -> Iterator[VirtualLoop]:
-    """Until it is left, this process goes by the clock of the loop, and makes no threads."""
+    """Virtual time for this process until it is left: the clock of the loop, and no threads."""
     loop = VirtualLoop()
     with going_by(loop.time), in_place():
         try:
@@ -73,7 +73,7 @@ def virtual_time() -> Iterator[VirtualLoop]:
 
 
 async def lived(piece: Life[T]) -> T:
-    """The result of a piece in which nobody trains, as `diloco.run.blocking.block` has it."""
+    """The result of a life driven in virtual time, in which nobody trains, as `diloco.run.blocking.block` has it."""
     try:
         while True:
             wanted = next(piece)

@@ -99,10 +99,10 @@ def sweep(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def absences(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from diloco.base.errors import DilocoError
-    from diloco.simulate.chaos.absence import ACTS, Scale, run_absences
+    from diloco.simulate.chaos.absence import ACTS, AbsenceScale, run_absences
     from diloco.simulate.chaos.fleet import empty_folder
 
-    scale = Scale(steps=60, stop_s=15.0, versions=6) if options.quick else Scale()
+    scale = AbsenceScale(steps=60, stop_s=15.0, versions=6) if options.quick else AbsenceScale()
     try:
         empty_folder(options.out)
         folder = options.out / "absences"

@@ -42,7 +42,7 @@ from diloco.inner.loop import InnerLoop
 from diloco.models import build_model, count_parameters
 from diloco.observe.events import RoundSkipped
 from diloco.simulate.chaos.fleet import free_port
-from diloco.simulate.chaos.network import NamespaceNetwork, Rule
+from diloco.simulate.chaos.network import ChaosNetwork, Rule
 from scripts.bench.netns import NotPermitted, Star, congestion_controls
 from scripts.bench.sync_group import Failed, Peer
 from scripts.bench.sync_peer import take_stdout, tell
@@ -221,7 +221,7 @@ def namespaces(mbit: float) -> Iterator[list[Seat]]:
 @contextmanager
 def relay(mbit: float) -> Iterator[list[Seat]]:
     """Doors on loopback, through which bytes come as slowly."""
-    network = NamespaceNetwork(seed=0)
+    network = ChaosNetwork(seed=0)
     try:
         network.impose([Rule(None, None, bytes_per_s=mbit * 1e6 / 8)])
         ports = [free_port() for _ in range(PEERS)]

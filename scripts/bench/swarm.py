@@ -65,11 +65,11 @@ def counts(text: str) -> list[int]:
 
 def measure(options: argparse.Namespace, peers: int) -> dict[str, Any]:
     from diloco.simulate.virtual.search import speed_range
-    from diloco.simulate.virtual.swarm import Options, measure_swarm
+    from diloco.simulate.virtual.swarm import SwarmOptions, measure_swarm
 
     started_s = time.monotonic()
     result = measure_swarm(
-        Options(
+        SwarmOptions(
             peers,
             seconds=options.seconds,
             speeds=speed_range(options.speeds),

@@ -1,8 +1,8 @@
-"""Under `async` one peer after the other is not there: stopped, cut off, late, gone. Does anybody wait for it?
+"""Absence bench, a chaos drill: under `async` one peer after the other is stopped, cut off, late, gone.
 
 Real peers of different speeds, each with as many inner steps as its speed has room for, and all of them done while a
-contribution is on its way. What must hold of every row: no other peer waited for more than 2 % of the time, and the
-one that is back is counted. In the end the ledgers must add up, everything counted once, and all digests agree.
+contribution is on its way. What must hold of every row: no other peer waited for more than 2 % of the time, and the one
+that is back is counted. In the end the ledgers must add up, everything counted once, and all digests agree.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Final
 from diloco.accounts.audit import audit
 from diloco.base.clock import unix_s
 from diloco.base.errors import UsageError
-from diloco.simulate.chaos.fleet import Fleet, FleetLife
-from diloco.simulate.chaos.network import NamespaceNetwork, Rule
+from diloco.simulate.chaos.fleet import ChaosFleet, ChaosLife
+from diloco.simulate.chaos.network import ChaosNetwork, Rule
 
 SPEEDS: Final = {"a": 1.0, "b": 0.8, "c": 0.6, "d": 0.35, "e": 0.7}
 """Speeds of those who begin, of whom `d` is the absent one; and of one that comes late."""
@@ -27,8 +27,8 @@ ANSWER_S: Final = 120.0
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Length of the experiment and of its phases."""
+class AbsenceScale:
+    """Length of an absence bench and of its phases."""
 
     steps: int = 100
     """H. A round should be longer than the timeouts by which the others know that somebody is gone."""
@@ -41,7 +41,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class AbsenceRow:
-    """Effect of one absence on the other peers."""
+    """Effect of one absence in a chaos drill on the other peers."""
 
     what: str
     seconds: float
@@ -57,14 +57,14 @@ class AbsenceRow:
 
     @property
     def holds(self) -> bool:
-        """The claims of this bench hold for this row."""
+        """Whether the claims of the absence bench (a chaos drill) hold for this row."""
         return self.waited_share < MAX_WAITED
 
 
-class Absences:
-    """The peers of an absence bench; one of them is away in each row. `end` in any case."""
+class ChaosAbsences:
+    """The peers of an absence bench, a chaos drill; one of them is away in each row. `end` in any case."""
 
-    def __init__(self, contract: Path, directory: Path, scale: Scale) -> None:
+    def __init__(self, contract: Path, directory: Path, scale: AbsenceScale) -> None:
         rules = {
             "membership.start_peers": 4,
             "membership.policy": "async",
@@ -78,27 +78,27 @@ class Absences:
         }
         site = ["device.threads=1", f"device.step_s={STEP_S}", *scale.site]
         self.scale = scale
-        self.network = NamespaceNetwork(seed=0)
+        self.network = ChaosNetwork(seed=0)
         overrides = [f"{key}={value}" for key, value in rules.items()]
-        self.fleet = Fleet(contract, overrides, directory, site, self.network)
+        self.fleet = ChaosFleet(contract, overrides, directory, site, self.network)
         self.fleet.own = {name: [f"device.speed={speed}"] for name, speed in SPEEDS.items()}
 
     def begin(self) -> None:
-        """Start four peers, and wait until they know each other's speed."""
+        """Start the chaos drill's four peers, and wait until they have each other's speed."""
         founder = self.fleet.found("a")
         for name in ("b", "c", "d"):
             self.fleet.join(name, founder)
         self._reach(3)
 
     def end(self) -> None:
-        """End all processes."""
+        """End all peer processes of the chaos drill."""
         self.fleet.end()
         self.network.close()
 
     # ------------------------------------------------------------ rows
 
     def stop(self) -> AbsenceRow:
-        """The row of a peer that is frozen for a while. It finds out by itself that the run went on."""
+        """The row of a drill in which a peer is frozen for a while. It finds out by itself that the run went on."""
         life, began_s, before = self._next_round()
         self.fleet.stop(life)
         self._until(lambda: unix_s() - began_s >= self.scale.stop_s, "the stop is over")
@@ -106,7 +106,7 @@ class Absences:
         return self._back(f"stopped for {self.scale.stop_s:g} s", life, began_s, before)
 
     def cut_off(self) -> AbsenceRow:
-        """The row of a peer whose network is cut in both directions. It trains on."""
+        """The row of a drill in which a peer's network is cut in both directions. It trains on."""
         life, began_s, before = self._next_round()
         rules = [Rule(frozenset({life.name}), None, passes=False), Rule(None, frozenset({life.name}), passes=False)]
         self.network.impose(rules)
@@ -115,12 +115,12 @@ class Absences:
         return self._back(f"cut off for {self.scale.versions} versions", life, began_s, before)
 
     def come_late(self) -> AbsenceRow:
-        """The row of a joiner, which copies the state while the others train."""
+        """The row of a drill in which a joiner comes late, and copies the state while the others train."""
         _, began_s, before = self._next_round()
         return self._back("joins late", self.fleet.join("e", self.fleet.life("a")), began_s, before)
 
     def leave(self) -> AbsenceRow:
-        """The row of a peer that leaves in good order."""
+        """The row of a drill in which a peer leaves in good order."""
         life, began_s, before = self._next_round()
         self.fleet.ask_to_leave(life)
         self._until(lambda: life.child.exit_code is not None, f"{life.name} is gone")
@@ -140,14 +140,14 @@ class Absences:
     def _reach(self, version: int) -> None:
         self._until(lambda: all(_has_reached(life, version) for life in self.fleet.living()), f"all are at {version}")
 
-    def _next_round(self) -> tuple[FleetLife, float, int]:
-        """Wait until all peers have a new version. Returns the peer that goes away, the time, and that version."""
+    def _next_round(self) -> tuple[ChaosLife, float, int]:
+        """Wait until the drill's peers have a new version. Returns the peer to be absent, the time, that version."""
         version = self._version() + 1
         self._reach(version)
         return self.fleet.life("d"), unix_s(), version
 
-    def _back(self, what: str, life: FleetLife, began_s: float, before: int) -> AbsenceRow:
-        """The row of an absence, once a version counts the peer that is back."""
+    def _back(self, what: str, life: ChaosLife, began_s: float, before: int) -> AbsenceRow:
+        """The row of an absence in a chaos drill, once a version counts the peer that is back."""
         back_s = unix_s()
         found: list[Mapping[str, Any]] = []
 
@@ -159,7 +159,7 @@ class Absences:
         return self._row(what, life, began_s, before, found[0])
 
     def _row(
-        self, what: str, absent: FleetLife, began_s: float, before: int, counted: Mapping[str, Any] | None
+        self, what: str, absent: ChaosLife, began_s: float, before: int, counted: Mapping[str, Any] | None
     ) -> AbsenceRow:
         ended_s = unix_s()
         others = [_waits(life, began_s, ended_s) for life in self.fleet.living() if life.name != absent.name]
@@ -174,22 +174,22 @@ class Absences:
         )
 
 
-ACTS: Final[Mapping[str, Callable[[Absences], AbsenceRow]]] = {
-    "stop": Absences.stop,
-    "cut": Absences.cut_off,
-    "late": Absences.come_late,
-    "leave": Absences.leave,
+ACTS: Final[Mapping[str, Callable[[ChaosAbsences], AbsenceRow]]] = {
+    "stop": ChaosAbsences.stop,
+    "cut": ChaosAbsences.cut_off,
+    "late": ChaosAbsences.come_late,
+    "leave": ChaosAbsences.leave,
 }
 
 
 def run_absences(
-    contract: Path, directory: Path, scale: Scale, acts: Sequence[str], say: Callable[[str], None]
+    contract: Path, directory: Path, scale: AbsenceScale, acts: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run these of `ACTS`, in order. Then all peers leave, and their ledgers are audited. Raises DilocoError."""
+    """Run these `ACTS` of the absence bench, a chaos drill; all leave, ledgers are audited. Raises DilocoError."""
     unknown = set(acts) - set(ACTS)
     if unknown:
         raise UsageError(f"unknown: {', '.join(sorted(unknown))}", f"known: {', '.join(ACTS)}")
-    one = Absences(contract, directory, scale)
+    one = ChaosAbsences(contract, directory, scale)
     rows: list[AbsenceRow] = []
     try:
         one.begin()
@@ -215,18 +215,18 @@ TITLES: Final = (
 
 
 def line(row: AbsenceRow) -> str:
-    """The row of one absence as text for people."""
+    """The row of one absence in a chaos drill, as text for people."""
     cells = f"{row.seconds:9.1f}{row.versions:10}{100 * row.waited_share:7.2f} %{row.longest_wait_s:8.3f} s"
     counted = f"{row.counted or '':>12}{row.tokens or '':>9}"
     return f"{row.what:<26}{cells}{counted}  {'yes' if row.holds else 'NO'}"
 
 
-def _has_reached(life: FleetLife, version: int) -> bool:
+def _has_reached(life: ChaosLife, version: int) -> bool:
     latest = life.version
     return latest is not None and latest["version"] >= version
 
 
-def _waits(life: FleetLife, began_s: float, ended_s: float) -> list[float]:
-    """Seconds that a peer waited in each round. All versions that close in one round report the same wait."""
+def _waits(life: ChaosLife, began_s: float, ended_s: float) -> list[float]:
+    """Seconds that a drilled peer waited, by round: all versions that close in one round report the same wait."""
     events = (event for event in life.of("version") if began_s <= event["time"] <= ended_s)
     return list({event["seconds"]["exchange"]: None for event in events if "exchange" in event["seconds"]})

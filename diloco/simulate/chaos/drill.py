@@ -1,4 +1,4 @@
-"""Chaos: peers of the production path under faults on a schedule drawn from a seed, then a clean run of as many tokens.
+"""The chaos drill: peers of the production path under faults drawn from a seed, then a clean run of as many tokens.
 
 The first part of the drill has no faults; what its peers train per second is what a peer is worth later.
 """
@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, UsageError
-from diloco.simulate.chaos.fleet import POLL_S, Fleet, FleetLife, empty_folder
-from diloco.simulate.chaos.network import NamespaceNetwork, Rule
+from diloco.simulate.chaos.fleet import POLL_S, ChaosFleet, ChaosLife, empty_folder
+from diloco.simulate.chaos.network import ChaosNetwork, Rule
 from diloco.simulate.chaos.verdict import DrillFault, verdict
 
 TOGETHER_S = 90.0
@@ -31,7 +31,7 @@ FLIPS = 0.02
 
 @dataclass(frozen=True)
 class DrillOptions:
-    """Options of the command line."""
+    """Options of a chaos drill on the command line."""
 
     contract: Path
     directory: Path
@@ -58,16 +58,16 @@ GENTLE: Final = ("slow link", "corrupt bytes")
 
 
 def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run a drill and its clean run; returns the row of the results table. Raises DilocoError when the peers do not
-    even get together."""
+    """Run a chaos drill and its clean run; returns the row of the results table. Raises DilocoError when the peers do
+    not even get together."""
     if options.peers < 3:
         raise UsageError("chaos takes at least 3 peers", "with two, one is no majority")
     empty_folder(options.directory)
-    network = NamespaceNetwork(options.seed)
+    network = ChaosNetwork(options.seed)
     overrides = [f"membership.start_peers={options.peers}"]
     site = [f"device.step_s={options.step_s}", "device.threads=1"]
-    fleet = Fleet(options.contract, overrides, options.directory / "chaos", site, network)
-    drill = Drill(options, fleet, network, say)
+    fleet = ChaosFleet(options.contract, overrides, options.directory / "chaos", site, network)
+    drill = ChaosDrill(options, fleet, network, say)
     try:
         drill.run()
     finally:
@@ -79,10 +79,10 @@ def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, An
 
 
 def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train as many peers on as many tokens without faults, as fast as the machine allows; returns held-out loss."""
+    """The run beside a chaos drill: as many peers and tokens, no faults, at full speed; returns held-out loss."""
     say(f"clean run of {tokens:,} tokens")
     overrides = [f"membership.start_peers={options.peers}", f"run.total_tokens={tokens}"]
-    fleet = Fleet(options.contract, overrides, options.directory / "clean", ["device.threads=1"], None)
+    fleet = ChaosFleet(options.contract, overrides, options.directory / "clean", ["device.threads=1"], None)
     try:
         founder = fleet.found("p0")
         for number in range(1, options.peers):
@@ -96,12 +96,12 @@ def clean_run(options: DrillOptions, tokens: int, say: Callable[[str], None]) ->
 
 
 @dataclass
-class Drill:
-    """The schedule of a drill: faults drawn from the seed, and their mending."""
+class ChaosDrill:
+    """One chaos drill: faults drawn from the seed, and their mending."""
 
     options: DrillOptions
-    fleet: Fleet
-    network: NamespaceNetwork
+    fleet: ChaosFleet
+    network: ChaosNetwork
     say: Callable[[str], None]
     faults: list[DrillFault] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class Drill:
             time.sleep(POLL_S)
 
     def _live(self) -> None:
-        """Do what is due, read the peers' events, and note which faults' victims are back."""
+        """Act on faults that are due, read the drilled peers' events, and note which faults' victims are back."""
         while self._later and self._later[0][0] <= monotonic_s():
             heapq.heappop(self._later)[2]()
         try:
@@ -183,7 +183,7 @@ class Drill:
     # ------------------------------------------------------------ faults
 
     def _next_fault(self) -> None:
-        """Draw a fault that leaves a majority at work; when there is none, look again soon."""
+        """Draw a fault of the drill that leaves a majority at work; when there is none, look again soon."""
         healthy = self._healthy()
         spare = len(healthy) - (self.options.peers // 2 + 1)
         kinds = [kind for kind in KINDS if self._bearable(kind, healthy, spare)]
@@ -202,13 +202,13 @@ class Drill:
         self._does[kind](fault)
         self._after(self._dice.uniform(*self.options.every_s), self._next_fault)
 
-    def _bearable(self, kind: str, healthy: Sequence[FleetLife], spare: int) -> bool:
+    def _bearable(self, kind: str, healthy: Sequence[ChaosLife], spare: int) -> bool:
         if kind in GENTLE:
             return bool(healthy)
         return len(healthy) == len(self.fleet.living()) if kind == "split" else spare > 0
 
-    def _healthy(self) -> list[FleetLife]:
-        """Peers at work that no fault holds up and that are back from the last one."""
+    def _healthy(self) -> list[ChaosLife]:
+        """The drill's peers at work that no fault holds up and that are back from the last one."""
         busy = {
             name for fault in self.faults if not fault.back_s and fault.kind not in GENTLE for name in fault.victims
         }
@@ -222,14 +222,14 @@ class Drill:
         return version is not None and bool(version["own"]) and version["time"] > fault.ended_s
 
     def _mend_all(self) -> None:
-        """Mend now all that was to be mended later."""
+        """Mend at once all faults of the drill that were to be mended later."""
         for _, _, action in sorted(self._later):
             if action != self._next_fault:
                 action()
         self._later.clear()
 
     def _together(self) -> None:
-        """Wait until one version counts all that live (I7)."""
+        """Wait until one version counts all living peers of the drill (I7)."""
         mended_s = unix_s()
 
         def all_counted() -> bool:
@@ -248,13 +248,13 @@ class Drill:
     # ------------------------------------------------------------ what is done to them
 
     def _kill(self, fault: DrillFault, resume: bool) -> None:
-        """Kill a peer, and start it again. Without `resume` its disk is lost."""
+        """The fault "kill": kill a peer, and start it again. Without `resume` its disk is lost."""
         name = fault.victims[0]
         self.fleet.kill(self.fleet.life(name))
         self._mend_later(fault, 1.0, 6.0, lambda: self.fleet.join(name, *self._entries(), resume=resume))
 
     def _replace_founder(self, fault: DrillFault) -> None:
-        """Kill the founder for good; another peer joins through another member."""
+        """The fault "founder dies": kill the founder for good; another peer joins through another member."""
         self.fleet.kill(self.fleet.life(fault.victims[0]))
         self._after(1.0, partial(self._join_instead, fault))
 
@@ -267,11 +267,11 @@ class Drill:
         fault.victims = (self._join_new().name,)
         fault.ended_s = unix_s()
 
-    def _join_new(self) -> FleetLife:
+    def _join_new(self) -> ChaosLife:
         return self.fleet.join(next(self._names), *self._entries())
 
-    def _entries(self) -> list[FleetLife]:
-        """Two members that a joiner is given: one may be struck before it is asked."""
+    def _entries(self) -> list[ChaosLife]:
+        """Two members that a joiner of the drill is given: a fault may strike one before it is asked."""
         members = self._healthy() or self.fleet.living()
         return self._dice.sample(members, min(2, len(members)))
 
@@ -281,21 +281,21 @@ class Drill:
         self._mend_later(fault, 5.0, 20.0, partial(self.fleet.resume, life))
 
     def _cut(self, fault: DrillFault, ways: int) -> None:
-        """Cut a peer off from the others: in both directions, or in one."""
+        """The fault "cut off": cut a peer off from the others, in both directions or in one."""
         fault.cut = fault.victims
         victims = frozenset(fault.victims)
         rules = [Rule(victims, None, passes=False), Rule(None, victims, passes=False)]
         self._for_a_while(fault, rules if ways == 2 else [self._dice.choice(rules)])
 
     def _split(self, fault: DrillFault) -> None:
-        """Cut the network between two halves of the peers."""
+        """The fault "split": cut the network between two halves of the peers."""
         half = frozenset(fault.victims)
         rest = frozenset(life.name for life in self.fleet.living()) - half
         fault.cut = tuple(sorted(half | rest))
         self._for_a_while(fault, [Rule(half, rest, passes=False), Rule(rest, half, passes=False)])
 
     def _degrade(self, fault: DrillFault, **how: Any) -> None:
-        """Make the bytes from and to a peer slow, or damage some."""
+        """The faults "slow link" and "corrupt bytes": slow the bytes from and to a peer, or damage some."""
         victims = frozenset(fault.victims)
         self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
 

@@ -1,4 +1,4 @@
-"""Peers as processes that may be killed, stopped, brought back and asked to leave; the events of each life."""
+"""The peers of a chaos drill: processes to kill, stop, bring back, ask to leave; the events of each life."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import DilocoError, ResourceError, UsageError
 from diloco.observe.event_log import EventLine, read_on
-from diloco.simulate.chaos.network import NamespaceNetwork
-from diloco.simulate.local.processes import Child, end_all
+from diloco.simulate.chaos.network import ChaosNetwork
+from diloco.simulate.local.processes import SimulationProcess, end_all
 
 START_S = 120.0
 """Seconds for a process to start listening, on a machine that may be busy."""
@@ -30,11 +30,11 @@ PORTS = range(20_000, 30_000)
 
 
 @dataclass
-class FleetLife:
-    """One process of a peer, from its start to its end. Times are unix seconds, as in its events."""
+class ChaosLife:
+    """One process of a peer in a chaos drill, from start to end. Times are unix seconds, as in its events."""
 
     name: str
-    child: Child
+    child: SimulationProcess
     directory: Path
     began_s: float
     offset: int
@@ -50,37 +50,37 @@ class FleetLife:
 
     @property
     def lives(self) -> bool:
-        """Whether the process runs and should."""
+        """Whether this process of the chaos drill runs and should."""
         return not self.ending and self.child.exit_code is None
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped now (SIGSTOP)."""
+        """Whether the chaos drill has stopped the process (SIGSTOP)."""
         return bool(self.stops) and not self.stops[-1][1]
 
     def of(self, kind: str) -> list[EventLine]:
-        """The events of one kind in this life, so far."""
+        """The events of one kind in this life of the chaos drill, so far."""
         return [event for event in self.events if event["kind"] == kind]
 
     @property
     def version(self) -> EventLine | None:
-        """The latest "version" event of this life."""
+        """The latest "version" event that this process of the chaos drill wrote."""
         return next((event for event in reversed(self.events) if event["kind"] == "version"), None)
 
     @property
     def counted(self) -> bool:
-        """Whether the latest version counts this peer."""
+        """Whether the latest version counts this peer of the chaos drill."""
         version = self.version
         return version is not None and bool(version["own"])
 
     def read(self) -> None:
-        """Read the events that are new, for the last time at its death: a later life may go on in the same file."""
+        """Read a drilled peer's new events, for the last time at its death: a later life may go on in the same file."""
         lines, self.offset = read_on(self.directory / "events.jsonl", self.offset)
         self.events += lines
 
 
-class Fleet:
-    """The peers of one run on this machine, in `directory/NAME`. With a network every peer has an address in it."""
+class ChaosFleet:
+    """The peers of a chaos drill, in `directory/NAME`. With a network every peer has an address in it."""
 
     def __init__(
         self,
@@ -88,28 +88,28 @@ class Fleet:
         overrides: Sequence[str],
         directory: Path,
         site: Sequence[str],
-        network: NamespaceNetwork | None,
+        network: ChaosNetwork | None,
     ) -> None:
         """`overrides`: of the contract, for the founder; `site`: of every peer's site (`section.key=value`)."""
         self.contract, self.overrides, self.directory, self.site = contract, overrides, directory, site
         self.network = network
         self.own: Mapping[str, Sequence[str]] = {}
         """More settings of a peer's site, by its name."""
-        self.lives: list[FleetLife] = []
+        self.lives: list[ChaosLife] = []
         self._ports: dict[str, tuple[int, str]] = {}
 
     # ------------------------------------------------------------ who is there
 
-    def living(self) -> list[FleetLife]:
-        """Lives whose process runs."""
+    def living(self) -> list[ChaosLife]:
+        """Lives in the chaos drill whose process runs."""
         return [life for life in self.lives if life.lives]
 
-    def life(self, name: str) -> FleetLife:
-        """The latest life of a peer."""
+    def life(self, name: str) -> ChaosLife:
+        """The latest life of a peer in the chaos drill."""
         return next(life for life in reversed(self.lives) if life.name == name)
 
     def poll(self) -> None:
-        """Read the peers' new events. Raises DilocoError when one ended unasked."""
+        """Read new events of the drill's peer processes. Raises DilocoError when one ended unasked."""
         for life in self.lives:
             if life.ending != "killed":
                 life.read()
@@ -117,7 +117,7 @@ class Fleet:
                 raise life.child.failure()
 
     def until(self, condition: Callable[[], bool], what: str, deadline_s: float) -> None:
-        """Poll until the condition holds. Raises DilocoError after `deadline_s`."""
+        """Poll the drill's peers until the condition holds. Raises DilocoError after `deadline_s`."""
         end_s = monotonic_s() + deadline_s
         while not condition():
             if monotonic_s() > end_s:
@@ -127,16 +127,16 @@ class Fleet:
 
     # ------------------------------------------------------------ coming
 
-    def found(self, name: str, resume: bool = False) -> FleetLife:
-        """Begin the run, or begin it anew from this peer's checkpoints; returns when others can join."""
+    def found(self, name: str, resume: bool = False) -> ChaosLife:
+        """Start the drill's first peer: it founds, or resumes its checkpoints. Returns once others can join."""
         how = itertools.chain([str(self.contract)], *(("--set", text) for text in self.overrides))
         life = self._start(name, ["--resume", str(self.directory / name)] if resume else list(how))
         self.until(lambda: (life.directory / "peer.json").exists(), f"{name} listens", START_S)
         return life
 
-    def join(self, name: str, *through: FleetLife, resume: bool = False, armed: str = "") -> FleetLife:
-        """Start a peer, `through` any of these. `resume`: from its own checkpoints, if it has any; else it comes back
-        with an empty folder.
+    def join(self, name: str, *through: ChaosLife, resume: bool = False, armed: str = "") -> ChaosLife:
+        """Start a peer process of the drill, `through` any of these. `resume`: from its own checkpoints, if it has any;
+        else it comes back with an empty folder.
 
         `armed`: failpoints, see `diloco.base.failpoints`.
         """
@@ -150,14 +150,14 @@ class Fleet:
         return self._start(name, how, armed)
 
     def _put_aside(self, folder: Path) -> None:
-        """Rename the folder of earlier lives: their ledgers are still audited."""
+        """Rename the folder of a drilled peer's earlier lives: their ledgers are still audited."""
         named = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
         aside = next(path for path in named if not path.exists())
         folder.rename(aside)
         for life in self.lives:
             life.directory = aside if life.directory == folder else life.directory
 
-    def _start(self, name: str, how: Sequence[str], armed: str = "") -> FleetLife:
+    def _start(self, name: str, how: Sequence[str], armed: str = "") -> ChaosLife:
         directory = self.directory / name
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "peer.json").unlink(missing_ok=True)
@@ -167,15 +167,15 @@ class Fleet:
         site = [*self.site, *self.own.get(name, ()), *self._addresses(name)]
         arguments = ["peer", *how, *named, "--dir", str(directory), *itertools.chain(*(("--set", it) for it in site))]
         log = directory / f"log-{sum(life.name == name for life in self.lives)}.txt"
-        child = Child(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})
-        life = FleetLife(name, child, directory, unix_s(), written, armed)
+        child = SimulationProcess(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})
+        life = ChaosLife(name, child, directory, unix_s(), written, armed)
         if self.network is not None:
             self.network.belongs(life.child.pid, name)
         self.lives.append(life)
         return life
 
     def _addresses(self, name: str) -> list[str]:
-        """Settings of a peer's addresses, which stay the same when it comes back."""
+        """Settings of a drilled peer's addresses, which stay the same when it comes back."""
         if self.network is None:
             return []
         if name not in self._ports:
@@ -186,42 +186,42 @@ class Fleet:
 
     # ------------------------------------------------------------ going
 
-    def kill(self, life: FleetLife) -> None:
-        """End a life with SIGKILL."""
+    def kill(self, life: ChaosLife) -> None:
+        """End a drilled peer's process with SIGKILL."""
         life.child.send(signal.SIGKILL)
         self.died(life)
 
-    def died(self, life: FleetLife) -> None:
-        """Note that a life was killed, by us or by itself at a failpoint."""
+    def died(self, life: ChaosLife) -> None:
+        """Note that a life was killed, by the drill or by itself at a failpoint."""
         life.child.wait()
         life.read()
         life.ending, life.ended_s = "killed", unix_s()
 
-    def stop(self, life: FleetLife) -> None:
-        """Freeze a life with SIGSTOP."""
+    def stop(self, life: ChaosLife) -> None:
+        """Freeze a drilled peer's process with SIGSTOP."""
         life.child.send(signal.SIGSTOP)
         life.stops.append((unix_s(), 0.0))
 
-    def resume(self, life: FleetLife) -> None:
-        """End the stop of a life."""
+    def resume(self, life: ChaosLife) -> None:
+        """End the stop of a drilled peer's process (SIGCONT)."""
         began_s, _ = life.stops.pop()
         life.stops.append((began_s, unix_s()))
         life.child.send(signal.SIGCONT)
 
-    def ask_to_leave(self, life: FleetLife) -> None:
-        """Ask a life to leave in good order."""
+    def ask_to_leave(self, life: ChaosLife) -> None:
+        """Ask a drilled peer to leave in good order."""
         life.ending, life.ended_s = "left", unix_s()
         life.child.ask_to_leave()
 
     def end(self) -> None:
-        """End all processes."""
+        """End all peer processes of the chaos drill."""
         for life in self.lives:
             life.child.send(signal.SIGCONT)
         end_all([life.child for life in self.lives])
 
 
 def free_port() -> int:
-    """A TCP port that the system gives to no other process by chance. Raises ResourceError."""
+    """A TCP port for a peer of a chaos drill, which the system gives to nobody by chance. Raises ResourceError."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as attempt:
             try:
@@ -233,7 +233,7 @@ def free_port() -> int:
 
 
 def empty_folder(directory: Path) -> None:
-    """Empty the folder of an earlier chaos run, or make one. Raises UsageError where it holds anything else, and
+    """Empty the folder of an earlier chaos drill, or make one. Raises UsageError where it holds anything else, and
     ResourceError."""
     mark = directory / "chaos.json"
     if directory.exists() and any(directory.iterdir()):
@@ -248,7 +248,7 @@ def empty_folder(directory: Path) -> None:
 
 
 class SeenVersion(NamedTuple):
-    """A version, as the first peer that applied it reports it."""
+    """A version in a chaos drill, as the first peer that applied it reports it."""
 
     version: int
     at_s: float
@@ -258,8 +258,8 @@ class SeenVersion(NamedTuple):
     counted: tuple[str, ...]
 
 
-def commits(lives: Sequence[FleetLife]) -> list[SeenVersion]:
-    """All versions in these lives' events, in order."""
+def commits(lives: Sequence[ChaosLife]) -> list[SeenVersion]:
+    """All versions in the events of these lives of a chaos drill, in order."""
     first: dict[int, SeenVersion] = {}
     events = [event for life in lives for event in life.of("version")]
     for event in sorted(events, key=lambda event: float(event["time"])):

@@ -1,4 +1,4 @@
-"""The network between peers of one machine, with rules for each direction between two of them.
+"""The network of a chaos drill: peers of one machine, with rules for each direction between two of them.
 
 Every peer advertises a port of ours and listens elsewhere. The process that connects to it is found by its socket
 (/proc), so that a rule can hold for the bytes from one peer to another and for no others. What is held back is not
@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Rule:
-    """Treatment of bytes on their way from one of `sources` to one of `targets`; None: anybody."""
+    """A chaos drill's treatment of bytes on their way from one of `sources` to one of `targets`; None: anybody."""
 
     sources: frozenset[str] | None
     targets: frozenset[str] | None
@@ -37,12 +37,12 @@ class Rule:
     """Chance that one bit of what was read at once (at most 64 KiB) is turned over."""
 
     def holds(self, source: str, target: str) -> bool:
-        """Whether the rule is about bytes from `source` to `target`."""
+        """Whether this rule of a chaos drill applies to bytes from `source` to `target`."""
         return (self.sources is None or source in self.sources) and (self.targets is None or target in self.targets)
 
 
-class NamespaceNetwork:
-    """A TCP proxy before every peer, with rules for the bytes between them; an asyncio loop on a thread of its own.
+class ChaosNetwork:
+    """A TCP proxy before every peer of a chaos drill, with rules for bytes; an asyncio loop on a thread of its own.
 
     Methods are for one other thread.
     """
@@ -58,24 +58,24 @@ class NamespaceNetwork:
         self._thread.start()
 
     def address(self, peer: str, port: int) -> str:
-        """An address for `peer`, which listens on loopback at `port`, for as long as the network exists."""
+        """The drill's proxy address for `peer`, which listens on loopback at `port`; valid while the network exists."""
         return asyncio.run_coroutine_threadsafe(self._open(peer, port), self._loop).result(PATIENCE_S)
 
     def belongs(self, pid: int, peer: str) -> None:
-        """Connections of this process come from `peer`."""
+        """Attribute connections of this process to `peer` of the drill."""
         self._pids = {**self._pids, pid: peer}
 
     def impose(self, rules: Sequence[Rule]) -> None:
-        """Add these rules, also for open connections."""
+        """Add faults of the drill as rules, also for open connections."""
         asyncio.run_coroutine_threadsafe(self._set([*self._rules, *rules]), self._loop).result(PATIENCE_S)
 
     def lift(self, rules: Sequence[Rule]) -> None:
-        """Take these rules back."""
+        """Mend faults of the drill: take these rules back."""
         left = [rule for rule in self._rules if not any(rule is lifted for lifted in rules)]
         asyncio.run_coroutine_threadsafe(self._set(left), self._loop).result(PATIENCE_S)
 
     def close(self) -> None:
-        """Close all ports and connections."""
+        """Close all ports and connections of the drill's network."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
@@ -106,7 +106,7 @@ class NamespaceNetwork:
         await asyncio.gather(*pipes, return_exceptions=True)
 
     async def _connect(self, peer: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Join a caller with the peer behind this port until one of them is gone."""
+        """Join a caller with the drilled peer behind this port until one of them is gone."""
         try:
             there, back = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
@@ -137,7 +137,7 @@ class NamespaceNetwork:
                 await writer.drain()
 
     async def _read(self, reader: asyncio.StreamReader, source: str, target: str) -> bytes:
-        """The next bytes; empty at the end, which is not seen either while the way is cut."""
+        """The drill proxy's next bytes; empty at the end, which is not seen either while a fault cuts the way."""
         try:
             data = await reader.read(READ_BYTES)
         except OSError:
@@ -146,7 +146,7 @@ class NamespaceNetwork:
         return data
 
     async def _passing(self, source: str, target: str) -> None:
-        """Wait until bytes may pass."""
+        """Wait until no fault of the drill holds up bytes on this way."""
         async with self._changed:
             while not all(rule.passes for rule in self._about(source, target)):
                 await self._changed.wait()
@@ -159,7 +159,7 @@ class NamespaceNetwork:
         return data[:at] + bytes([data[at] ^ 1 << self._dice.randrange(8)]) + data[at + 1 :]
 
     def _caller(self, writer: asyncio.StreamWriter) -> str:
-        """The peer at the other end of a connection that was just accepted; empty when it is none of ours."""
+        """The drilled peer at the other end of a connection that was just accepted; empty when it is none of ours."""
         _, theirs = writer.get_extra_info("peername")
         _, ours = writer.get_extra_info("sockname")
         inode = _inode(theirs, ours)
@@ -167,7 +167,7 @@ class NamespaceNetwork:
 
 
 def _inode(local_port: int, remote_port: int) -> str:
-    """The socket of this machine that is bound to one loopback port and connected to the other; empty: it is gone.
+    """The socket of a drilled peer: bound to one loopback port and connected to the other; empty: it is gone.
 
     Asked of the kernel one by one (sock_diag(7)): its tables in /proc take 10 ms to read, however short they are.
     """

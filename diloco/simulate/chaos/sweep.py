@@ -1,4 +1,4 @@
-"""A death or a stop at each failpoint: three peers that stay, and one victim after the other that comes and dies.
+"""The chaos sweep: a death or a stop at each failpoint, of one victim after the other, beside three peers that stay.
 
 What must hold of every row: the survivors commit the next version, not more than 2 s later than they can know of the
 death; all digests agree; no inner step of a survivor is lost.
@@ -18,7 +18,7 @@ from diloco.accounts.ledger import LEDGER, read_ledger
 from diloco.base.clock import unix_s
 from diloco.config.load import load_site
 from diloco.observe.event_log import EventLine
-from diloco.simulate.chaos.fleet import Fleet, FleetLife, commits
+from diloco.simulate.chaos.fleet import ChaosFleet, ChaosLife, commits
 
 SURVIVORS: Final = ("a", "b", "c")
 KNOWN_DEAD_S: Final = 1.0
@@ -33,7 +33,7 @@ ANSWER_S: Final = 60.0
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Effect of one victim's end on the others."""
+    """Effect of one victim's end in a chaos sweep on the others."""
 
     point: str
     action: str
@@ -52,47 +52,47 @@ class SweepRow:
 
     @property
     def holds(self) -> bool:
-        """The claims of this bench hold for this row."""
+        """Whether the claims of the chaos sweep hold for this row."""
         return self.delay_s <= self.allowed_s and self.lost_tokens == 0 and self.digests_agree
 
     def tree(self) -> dict[str, Any]:
-        """The row as JSON."""
+        """The row of the chaos sweep as JSON."""
         return {**asdict(self), "holds": self.holds}
 
 
-class Sweep:
-    """The peers of a sweep: survivors that stay, and victims one by one. `end` in any case."""
+class ChaosSweep:
+    """The peers of a chaos sweep: survivors that stay, and victims one by one. `end` in any case."""
 
     def __init__(self, contract: Path, directory: Path) -> None:
         site = ["device.threads=1", "device.step_s=0.05"]
         start = [f"membership.start_peers={len(SURVIVORS)}", "inner.steps=8", "sync.part_elements=4096"]
-        self.fleet = Fleet(contract, start, directory, site, None)
+        self.fleet = ChaosFleet(contract, start, directory, site, None)
         timeouts = load_site(None, []).value.timeouts
         self._stall_s = max(timeouts.suspect_s, timeouts.stall_s)
         self._victims = (f"v{number}" for number in itertools.count())
         self._lost = 0
 
     def begin(self) -> None:
-        """Start the survivors, and wait for three versions of all of them."""
+        """Start the sweep's survivors, and wait for three versions of all of them."""
         founder = self.fleet.found(SURVIVORS[0])
         for name in SURVIVORS[1:]:
             self.fleet.join(name, founder)
         self.fleet.until(lambda: self._counts(SURVIVORS, 3), "three versions of three peers", ANSWER_S)
 
     def end(self) -> None:
-        """End all processes."""
+        """End all peer processes of the chaos sweep."""
         self.fleet.end()
 
     # ------------------------------------------------------------ rows
 
     def kill_at(self, point: str) -> SweepRow:
-        """The row of a fourth peer, which kills itself at the failpoint."""
+        """The sweep's row of a fourth peer, which kills itself at the failpoint."""
         victim = self._victim(f"{point}=kill@{HITS if point not in NEVER_IN_VIEW else 1}")
         self._await_death(victim, f"{victim.name} dies at {point}")
         return self._row(point, "kill", victim.ended_s, KNOWN_DEAD_S)
 
     def kill_while_serving(self) -> SweepRow:
-        """The row of a victim that dies as it hands out the state to a joiner. The joiner gets in all the same."""
+        """The sweep's row of a victim that dies as it gives the state to a joiner, which gets in all the same."""
         victim = self._victim("serving-state=kill")
         self.fleet.until(lambda: victim.counted, f"{victim.name} is counted", ANSWER_S)
         while victim.lives:  # it is not asked when it is a version ahead of the others, or behind
@@ -107,7 +107,7 @@ class Sweep:
         return row
 
     def kill_in_repair(self) -> SweepRow:
-        """The row of two victims: the death of the first causes a repair, in which the second dies."""
+        """The sweep's row of two victims: the death of the first causes a repair, in which the second dies."""
         second = self._victim("in-repair=kill")
         self.fleet.until(lambda: second.counted, f"{second.name} is counted", ANSWER_S)
         first = self._join(f"mid-mean=kill@{HITS}")
@@ -116,7 +116,7 @@ class Sweep:
         return self._row("in-repair", "kill", second.ended_s, KNOWN_DEAD_S)
 
     def stop_at(self, point: str, seconds: float) -> SweepRow:
-        """The row of a fourth peer that stops itself at the failpoint. It is waked after `seconds` and comes back."""
+        """The sweep's row of a fourth peer that stops itself at the failpoint. Waked after `seconds`, it comes back."""
         victim = self._victim(f"{point}=stop@{HITS}")
         self.fleet.until(lambda: _is_stopped(victim.child.pid), f"{victim.name} stops at {point}", ANSWER_S)
         began_s = unix_s()
@@ -130,7 +130,7 @@ class Sweep:
         return replace(row, back_s=round(float(back["time"]) - waked_s, 2))
 
     def kill_all_and_resume(self) -> SweepRow:
-        """The row of all survivors' death. The run is founded anew from a checkpoint; the others resume theirs."""
+        """The sweep's row of all survivors' death. One founds the run anew from a checkpoint; others resume theirs."""
         for life in self._survivors():
             self.fleet.kill(life)
         died_s = unix_s()
@@ -143,27 +143,27 @@ class Sweep:
 
     # ------------------------------------------------------------ how
 
-    def _victim(self, armed: str) -> FleetLife:
+    def _victim(self, armed: str) -> ChaosLife:
         self.fleet.until(lambda: self._counts(SURVIVORS, 2), "the survivors are among themselves", ANSWER_S)
         return self._join(armed)
 
-    def _join(self, armed: str) -> FleetLife:
+    def _join(self, armed: str) -> ChaosLife:
         return self.fleet.join(next(self._victims), self.fleet.life(SURVIVORS[0]), armed=armed)
 
-    def _await_death(self, victim: FleetLife, what: str) -> None:
+    def _await_death(self, victim: ChaosLife, what: str) -> None:
         self.fleet.until(lambda: victim.child.exit_code is not None, what, ANSWER_S)
         self.fleet.died(victim)
 
-    def _survivors(self) -> list[FleetLife]:
+    def _survivors(self) -> list[ChaosLife]:
         return [self.fleet.life(name) for name in SURVIVORS]
 
     def _counts(self, names: Sequence[str], times: int) -> bool:
-        """Whether the last versions of every survivor count these peers and no others."""
+        """Whether the last versions of every survivor of the sweep count these peers and no others."""
         latest = [life.of("version")[-times:] for life in self._survivors()]
         return all(len(events) == times and all(set(e["counted"]) == set(names) for e in events) for events in latest)
 
-    def _first(self, life: FleetLife, condition: Callable[[EventLine], bool]) -> EventLine:
-        """The first version event of a life that meets the condition, waited for."""
+    def _first(self, life: ChaosLife, condition: Callable[[EventLine], bool]) -> EventLine:
+        """The first version event of a survivor or victim that meets the condition, waited for."""
         found: list[EventLine] = []
 
         def come() -> bool:
@@ -174,7 +174,7 @@ class Sweep:
         return found[0]
 
     def _row(self, point: str, action: str, at_s: float, known_s: float) -> SweepRow:
-        """Measure the two versions after a death: the round it hit, and the first one without the victim."""
+        """Measure the two versions after a victim's death: the round it hit, and the first one without the victim."""
         lost_before = self._lost
         self.fleet.poll()
         before = max(
@@ -210,12 +210,12 @@ class Sweep:
 def sweep(
     contract: Path, directory: Path, points: Sequence[str], stops_s: Sequence[float], say: Callable[[str], None]
 ) -> list[SweepRow]:
-    """A death at each of these failpoints, stops of these lengths, and the death of all.
+    """The chaos sweep: a death at each of these failpoints, stops of these lengths, and the death of all.
 
     Raises DilocoError when the peers do not come to the point.
     """
     rows: list[SweepRow] = []
-    one = Sweep(contract, directory)
+    one = ChaosSweep(contract, directory)
     deaths: dict[str, Callable[[], SweepRow]] = {
         "serving-state": one.kill_while_serving,
         "in-repair": one.kill_in_repair,
@@ -240,7 +240,7 @@ TITLES: Final = (
 
 
 def line(row: SweepRow) -> str:
-    """The row of one death as text for people."""
+    """The row of one victim's death in a chaos sweep, as text for people."""
     back = "" if row.back_s is None else f"{row.back_s:.1f} s"
     cells = f"{row.next_commit_s:.2f} s".rjust(13) + f"{row.delay_s:.2f} s".rjust(8) + f"{row.allowed_s:.0f} s".rjust(9)
     return f"{row.point:<22}{row.action:<11}{row.version:>8}{cells}{back:>9}  {'yes' if row.holds else 'NO'}"
@@ -251,11 +251,11 @@ def _is(version: int) -> Callable[[EventLine], bool]:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped: state T in proc(5) stat, behind the name in parentheses."""
+    """Whether a victim's process is stopped: state T in proc(5) stat, behind the name in parentheses."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def _lost_tokens(life: FleetLife) -> int:
-    """Tokens that a life trained and neither committed nor still has, by its ledger."""
+def _lost_tokens(life: ChaosLife) -> int:
+    """Tokens that a survivor of the chaos sweep trained and neither committed nor still has, by its ledger."""
     totals = read_ledger(life.directory / LEDGER).records[-1].totals
     return totals.trained - totals.committed - totals.uncommitted

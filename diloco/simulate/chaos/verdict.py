@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco.accounts.audit import audit
-from diloco.simulate.chaos.fleet import Fleet, FleetLife, SeenVersion, commits
+from diloco.simulate.chaos.fleet import ChaosFleet, ChaosLife, SeenVersion, commits
 
 MAX_GAP_S = 90.0
 """Between two commits, I7. A round of 30 s, and whatever one fault after another may add."""
@@ -25,7 +25,7 @@ MAX_GAP_S = 90.0
 
 @dataclass
 class DrillFault:
-    """A fault that the drill imposed on peers. Times are unix seconds."""
+    """A fault that the chaos drill imposed on peers. Times are unix seconds."""
 
     kind: str
     victims: tuple[str, ...]
@@ -39,9 +39,9 @@ class DrillFault:
 
 
 def verdict(
-    fleet: Fleet, faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float, problems: Sequence[str]
+    fleet: ChaosFleet, faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float, problems: Sequence[str]
 ) -> dict[str, Any]:
-    """The columns of a drill's row, without those of the clean run. `problems`: violations seen during the drill."""
+    """The columns of a chaos drill's row, without those of the clean run. `problems`: violations seen meanwhile."""
     found = audit(sorted({life.directory for life in fleet.lives if (life.directory / "ledger.jsonl").exists()}))
     violations = [*problems, *(f"{one.rule} {one.peer} version {one.version}: {one.text}" for one in found.violations)]
     chain = commits(fleet.lives)
@@ -71,9 +71,9 @@ def verdict(
 
 
 def throughput(
-    lives: Sequence[FleetLife], faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float
+    lives: Sequence[ChaosLife], faults: Sequence[DrillFault], quiet_until_s: float, ended_s: float
 ) -> dict[str, Any]:
-    """The throughput share of a drill, and the numbers that it is made of."""
+    """The throughput share of a chaos drill under its faults, and the numbers that it is made of."""
     chain = commits(lives)
     quiet = [seen for seen in chain if seen.at_s <= quiet_until_s]
     noisy = [seen for seen in chain if quiet[-1].at_s <= seen.at_s <= ended_s]
@@ -98,22 +98,22 @@ def throughput(
 
 
 def _rate(quiet: Sequence[SeenVersion]) -> float:
-    """Tokens per second and peer, from the first version that had all of them."""
+    """Tokens per second and peer in the drill's quiet part, from the first version that had all of them."""
     peers = len(quiet[-1].members)
     full = [seen for seen in quiet if len(seen.members) == peers]
     return (full[-1].tokens - full[0].tokens) / (full[-1].at_s - full[0].at_s) / peers
 
 
-def _present(life: FleetLife, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
-    """The span of unix seconds in which this life belonged to the run; none if it never did."""
+def _present(life: ChaosLife, chain: Sequence[SeenVersion]) -> list[tuple[float, float]]:
+    """The span of unix seconds in which this life of a chaos drill belonged to the run; none if it never did."""
     end_s = {"": math.inf, "left": life.ended_s, "killed": _last_counted(life, chain)}[life.ending]
     return [(entered_s, end_s) for entered_s in _entered(life, chain)]
 
 
 def _absences(
-    life: FleetLife, faults: Sequence[DrillFault], chain: Sequence[SeenVersion]
+    life: ChaosLife, faults: Sequence[DrillFault], chain: Sequence[SeenVersion]
 ) -> Iterator[tuple[float, float]]:
-    """The spans in which a life of the run was stopped or cut off, without overlaps."""
+    """The spans in which a life of a chaos drill was stopped or cut off by faults, without overlaps."""
     stops = [(began_s, over_s or math.inf) for began_s, over_s in life.stops]
     cuts = [(fault.began_s, fault.ended_s or math.inf) for fault in faults if life.name in fault.cut]
     for from_s, until_s in _present(life, chain):
@@ -123,15 +123,15 @@ def _absences(
                 from_s = max(from_s, over_s)
 
 
-def _trained(life: FleetLife, span: tuple[float, float]) -> int:
-    """Tokens of a life's inner steps in that span, from its progress events, two a second."""
+def _trained(life: ChaosLife, span: tuple[float, float]) -> int:
+    """Tokens of a drilled peer's inner steps in that span, from its progress events, two a second."""
     early = [0, *(event["tokens"] for event in life.of("progress") if event["time"] <= span[0])]
     later = [early[-1], *(event["tokens"] for event in life.of("progress") if event["time"] <= span[1])]
     return int(later[-1] - early[-1])
 
 
-def _entered(life: FleetLife, chain: Sequence[SeenVersion]) -> list[float]:
-    """The time at which a version's view first included this life, by its own account; empty if none ever did.
+def _entered(life: ChaosLife, chain: Sequence[SeenVersion]) -> list[float]:
+    """The time at which a version's view first included this drilled life, by its own account; empty if none did.
 
     If an earlier life of that name was still in the view: when the version before the first that counts it was made.
     """
@@ -140,7 +140,7 @@ def _entered(life: FleetLife, chain: Sequence[SeenVersion]) -> list[float]:
     return [*views, *(seen.at_s for seen in chain if seen.version + 1 in counted)][:1]
 
 
-def _last_counted(life: FleetLife, chain: Sequence[SeenVersion]) -> float:
+def _last_counted(life: ChaosLife, chain: Sequence[SeenVersion]) -> float:
     within = [seen.at_s for seen in chain if life.began_s <= seen.at_s <= life.ended_s and life.name in seen.counted]
     return within[-1] if within else life.ended_s
 
@@ -153,8 +153,8 @@ def _overlap(span: tuple[float, float], window: tuple[float, float]) -> float:
 
 
 def by_kind(faults: Sequence[DrillFault], chain: Sequence[SeenVersion]) -> dict[str, dict[str, Any]]:
-    """For each kind of fault: its number, the seconds until the next commit, and those from its mending until a version
-    counts the victims again."""
+    """For each kind of fault in a chaos drill: its number, the seconds until the next commit, and those from its
+    mending until a version counts the victims again."""
     rows = {}
     for kind in sorted({fault.kind for fault in faults}):
         those = [fault for fault in faults if fault.kind == kind]
@@ -178,7 +178,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The verdict on a drill as text for people."""
+    """The verdict on a chaos drill as text for people."""
     lines = [f"{'fault':<16}{'times':>6}{'next commit':>14}{'longest':>10}{'back in':>10}{'longest':>10}"]
     for kind, row in result["by_kind"].items():
         times = [row[key] for key in ("next_commit_s", "longest_next_commit_s", "back_s", "longest_back_s")]

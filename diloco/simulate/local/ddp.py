@@ -1,7 +1,7 @@
-"""The baseline: the same model on the same tokens by torch's DistributedDataParallel over gloo.
+"""The DDP baseline of a simulation: the same model on the same tokens by torch's DistributedDataParallel over gloo.
 
-One process per peer: `python -m diloco.simulate.local.ddp CONTRACT.json RANK SIZE DIRECTORY`. Every rank reads the
-same blocks as its peer in the DiLoCo run, at the same learning rates, so that only the way of synchronising differs.
+One process per peer: `python -m diloco.simulate.local.ddp CONTRACT.json RANK SIZE DIRECTORY`. Every rank reads the same
+blocks as its peer in the DiLoCo run, at the same learning rates, so that only the way of synchronising differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diloco.transport.sockets import SocketCounter
 
 
 def train(contract: Contract, island: Island, data_root: Path, events: Events) -> None:
-    """Train to `run.total_tokens`, emitting "step", "eval" and "end" events on rank 0."""
+    """Train a simulation's DDP baseline to `run.total_tokens`, emitting "step", "eval" and "end" events on rank 0."""
     dataset = open_dataset(contract.data, data_root)
     seed = contract.run.seed
     model = build_model(contract.model, dataset.vocab_size, seed, data_root)
@@ -69,7 +69,7 @@ def train(contract: Contract, island: Island, data_root: Path, events: Events) -
 
 
 def main(arguments: list[str]) -> None:
-    """Entry point of one rank of the DDP baseline."""
+    """Entry point of one rank of a simulation's DDP baseline."""
     contract_path, rank, size, directory, data_root, threads = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation ends its baselines by SIGTERM
     torch.set_num_threads(int(threads))

@@ -17,8 +17,8 @@ MAX_TAIL_LINES = 12
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Child:
-    """A Python process of a simulation, in a session of its own. Its output goes to a file."""
+class SimulationProcess:
+    """A child process of `diloco simulate`, in a session of its own. Its output goes to a file."""
 
     def __init__(
         self,
@@ -45,29 +45,29 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
+        """Exit code of the simulation's process; None while it runs."""
         return self._process.poll()
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the simulation's process."""
         return self._process.pid
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it still lives."""
+        """Send a signal to the simulation's process, if it still lives."""
         if self.exit_code is None:
             self._process.send_signal(number)
 
     def ask_to_leave(self) -> None:
-        """Ask the process to leave in good order, by SIGINT."""
+        """Ask the simulation's process to leave in good order, by SIGINT."""
         self.send(signal.SIGINT)
 
     def wait(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the simulation's process has ended."""
         self._process.wait()
 
     def end(self, grace_s: float) -> None:
-        """End the process by SIGTERM, and by SIGKILL after `grace_s`."""
+        """End the simulation's process by SIGTERM, and by SIGKILL after `grace_s`."""
         if self.exit_code is None:
             self._process.terminate()
             try:
@@ -77,7 +77,7 @@ class Child:
                 self._process.wait()
 
     def failure(self) -> DilocoError:
-        """Error for a process that ended, with the last lines of its log."""
+        """Error for a process of a simulation that ended, with the last lines of its log."""
         lines = self.log.read_text(errors="replace").splitlines()[-MAX_TAIL_LINES:]
         said = [line for line in lines if line.startswith("error: ")]
         fix = [line.removeprefix("  fix: ") for line in lines if line.startswith("  fix: ")]
@@ -88,14 +88,14 @@ class Child:
 
 
 def die_with_parent(number: int = signal.SIGINT) -> None:
-    """Called in a child process: it gets this signal when its parent dies, however that happens. Only Linux has
-    that."""
+    """Called in a child process of a simulation: it gets this signal when its parent dies, however that happens. Only
+    Linux has that."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def end_all(children: Sequence[Child], grace_s: float = 5.0) -> None:
-    """End all processes side by side, within about `grace_s`."""
+def end_all(children: Sequence[SimulationProcess], grace_s: float = 5.0) -> None:
+    """End all child processes of a simulation side by side, within about `grace_s`."""
     for child in children:
         child.ask_to_leave()
         child.ask_to_leave()  # the second signal ends a peer at once

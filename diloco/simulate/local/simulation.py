@@ -29,7 +29,7 @@ from diloco.observe.report import write_plot, write_report
 from diloco.observe.run_folder import read_state
 from diloco.observe.run_state import RunState, mean
 from diloco.observe.screen import Screen, summary_table
-from diloco.simulate.local.processes import Child, end_all
+from diloco.simulate.local.processes import SimulationProcess, end_all
 
 START_S = 120.0
 """Seconds for a founder to start listening: it imports torch and builds the model, on a machine that may be busy."""
@@ -42,7 +42,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """Options of the command line."""
+    """Options of `diloco simulate` on the command line."""
 
     contract: Path
     peers: int
@@ -56,8 +56,8 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Results of a simulation and the folder that holds its files."""
+class SimulationResult:
+    """Results of `diloco simulate` and the folder that holds its files."""
 
     summary: dict[str, Any]
     text: str
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """One training run on this machine: which contract, how many peers, where."""
+    """One run of `diloco simulate` on this machine: which contract, how many peers, where."""
 
     contract_path: Path
     contract: Contract
@@ -84,15 +84,15 @@ class SimulationPlan:
 
     @property
     def gossips(self) -> bool:
-        """Whether each peer has a state of its own."""
+        """Whether each peer of the simulation has a state of its own."""
         return self.contract.membership.policy == "gossip"
 
 
 COMPARISONS = ("ddp", "average", "alone", "sync")
 
 
-def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: TextIO, live: bool) -> Result:
-    """Train, compare, write summary.json, events.jsonl, plot.png and report.html. Raises DilocoError."""
+def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: TextIO, live: bool) -> SimulationResult:
+    """Simulate, compare, write summary.json, events.jsonl, plot.png and report.html. Raises DilocoError."""
     unknown = set(options.compare) - set(COMPARISONS)
     if unknown:
         raise UsageError(f"cannot compare with {', '.join(sorted(unknown))}", f"known: {', '.join(COMPARISONS)}")
@@ -118,14 +118,14 @@ def run_simulation(options: SimulateOptions, stop: Callable[[], bool], out: Text
     write_plot(plan.directory)
     page = write_report(plan.directory)
     text = f"\n{summary_table(summary)}\nreport: {page}"
-    return Result(summary, text, 1 if summary["digests_agree"] is False else 0)
+    return SimulationResult(summary, text, 1 if summary["digests_agree"] is False else 0)
 
 
 # ---------------------------------------------------------------- preparing
 
 
 def read_speeds(text: str, peers: int | None) -> tuple[float, ...]:
-    """The speeds in a text like `1,0.5`, one for each peer; empty: none are given. Raises UsageError."""
+    """The simulated peers' speeds in a text like `1,0.5`; empty: none are given. Raises UsageError."""
     try:
         speeds = tuple(map(float, text.split(","))) if text else ()
     except ValueError:
@@ -178,10 +178,10 @@ def _prepare(plan: SimulationPlan, compare: Sequence[str]) -> None:
 
 
 def _train_peers(plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool) -> RunState:
-    """Run the peers of a simulation to the end. Raises DilocoError when one fails."""
+    """Run the peer processes of a simulation to the end. Raises DilocoError when one fails."""
     names = [f"p{index}" for index in range(plan.peers)]
-    tail = _Tail([plan.directory / name / "events.jsonl" for name in names])
-    children: list[Child] = []
+    tail = _EventTail([plan.directory / name / "events.jsonl" for name in names])
+    children: list[SimulationProcess] = []
     try:
         with Screen(plan.title, names, plan.contract.run.total_tokens, live, out) as screen:
             how = [str(plan.contract_path), *_set(plan.overrides)]
@@ -203,22 +203,22 @@ def _set(overrides: Sequence[str]) -> Iterator[str]:
         yield from ("--set", text)
 
 
-def _start_peer(plan: SimulationPlan, name: str, how: Sequence[str], speed: float) -> Child:
+def _start_peer(plan: SimulationPlan, name: str, how: Sequence[str], speed: float) -> SimulationProcess:
     directory = plan.directory / name
     directory.mkdir(parents=True)
     arguments = ["peer", *how, "--name", name, "--dir", str(directory), "--json"]
     arguments += ["--site", str(plan.site)] if plan.site else []
     local = [f"device.threads={plan.threads}", f"device.speed={speed}", *plan.site_overrides]
-    return Child(name, "diloco", [*arguments, *_set(local)], directory / "log.txt", plan.threads)
+    return SimulationProcess(name, "diloco", [*arguments, *_set(local)], directory / "log.txt", plan.threads)
 
 
 def _card(directory: Path) -> Path:
-    """The file that a peer writes into its folder once it listens."""
+    """The file that a simulation's peer process writes into its folder once it listens."""
     return directory / "peer.json"
 
 
-def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable[[], bool]) -> str:
-    """The founder's ticket, once it listens. Empty: the simulation was stopped before."""
+def _ticket(card: Path, founder: SimulationProcess, tick: Callable[[], None], stop: Callable[[], bool]) -> str:
+    """The ticket of the simulation's founder, once it listens. Empty: the simulation was stopped before."""
     deadline_s = monotonic_s() + START_S
     while not card.exists():
         if founder.exit_code is not None:
@@ -232,8 +232,8 @@ def _ticket(card: Path, founder: Child, tick: Callable[[], None], stop: Callable
     return str(json.loads(card.read_text())["ticket"])
 
 
-def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callable[[], bool]) -> None:
-    """Wait until all peers have ended. One that fails ends the simulation; a stop asks all to leave."""
+def _watch(children: Sequence[SimulationProcess], tail: _EventTail, screen: Screen, stop: Callable[[], bool]) -> None:
+    """Wait until all peer processes of the simulation ended. One that fails ends it; a stop asks all to leave."""
     asked = False
     while True:
         ended = all(child.exit_code is not None for child in children)
@@ -256,14 +256,14 @@ def _watch(children: Sequence[Child], tail: _Tail, screen: Screen, stop: Callabl
 
 
 @dataclass
-class _Tail:
-    """Follows growing event files."""
+class _EventTail:
+    """Follows growing event files of a simulation's processes."""
 
     paths: Sequence[Path]
     _seen: dict[Path, int] = field(default_factory=dict)
 
     def read(self) -> Iterator[Stamped]:
-        """Events of whole lines that are new since the last call."""
+        """Events of whole lines that a simulation's processes wrote since the last call."""
         for path in self.paths:
             lines, self._seen[path] = read_on(path, self._seen.get(path, 0))
             yield from filter(None, map(from_json, lines))
@@ -273,8 +273,8 @@ class _Tail:
 
 
 def states_agree(ends: Sequence[Ended], peers: int) -> bool | None:
-    """Whether all peers end with one outer state. Peers that were asked to leave may end at different versions: then
-    whether those at the same version agree. None: no two are at the same version."""
+    """Whether all peers of a simulation end with one outer state. Peers that were asked to leave may end at different
+    versions: then whether those at the same version agree. None: no two are at the same version."""
     states = [(end.version, end.state_digest) for end in ends]
     if len(ends) == peers and all(end.reason == "done" for end in ends):
         return len(set(states)) == 1
@@ -283,7 +283,7 @@ def states_agree(ends: Sequence[Ended], peers: int) -> bool | None:
 
 
 def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
-    """Figures of a run's end; the first peer's, where all have the same. Raises DilocoError where nobody had one."""
+    """Figures of a simulation's end; the first peer's, where all are the same. Raises DilocoError without any."""
     if not ends:
         raise DilocoError("no peer reached an end", f"see {directory}/p0/log.txt")
     return {
@@ -295,7 +295,7 @@ def _costs(directory: Path, ends: Sequence[Ended]) -> dict[str, Any]:
 
 
 def _summary(plan: SimulationPlan, state: RunState) -> dict[str, Any]:
-    """The tree of `summary.json`, before anything is compared."""
+    """The tree of a simulation's `summary.json`, before anything is compared."""
     ends, costs = state.ends, _costs(plan.directory, state.ends)
     starts = [peer.started for peer in state.peers.values() if peer.started]
     return {
@@ -320,7 +320,7 @@ def _summary(plan: SimulationPlan, state: RunState) -> dict[str, Any]:
 def _compare(
     name: str, plan: SimulationPlan, stop: Callable[[], bool], out: TextIO, live: bool
 ) -> dict[str, Any] | None:
-    """Train a comparison in a folder beside the peers'. Returns its costs; None: it was stopped."""
+    """Train a comparison of the simulation in a folder beside the peers'. Returns its costs; None: it was stopped."""
     directory = plan.directory / name
     directory.mkdir()
     if name == "ddp":
@@ -346,13 +346,13 @@ def _compare(
 
 
 def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], out: TextIO) -> dict[str, Any] | None:
-    """Train the DDP baseline, in as many processes as there were peers. Returns its costs; None: it was stopped."""
+    """Train the simulation's DDP baseline, a process per peer. Returns its costs; None: it was stopped."""
     contract = directory / "contract.json"
     contract.write_text(plan.contract.to_json())
     where = [str(directory), str(plan.data_root), str(plan.threads)]
     logs = [directory / ("log.txt" if rank == 0 else f"log{rank}.txt") for rank in range(plan.peers)]
     ranks = [
-        Child(
+        SimulationProcess(
             f"ddp rank {rank}",
             "diloco.simulate.local.ddp",
             [str(contract), str(rank), str(plan.peers), *where],
@@ -361,7 +361,7 @@ def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], 
         )
         for rank, log in enumerate(logs)
     ]
-    tail = _Tail([directory / "events.jsonl"])
+    tail = _EventTail([directory / "events.jsonl"])
     try:
         _watch_ddp(plan, ranks, tail, stop, out)
     finally:
@@ -376,9 +376,9 @@ def _train_ddp(plan: SimulationPlan, directory: Path, stop: Callable[[], bool], 
 
 
 def _watch_ddp(
-    plan: SimulationPlan, ranks: Sequence[Child], tail: _Tail, stop: Callable[[], bool], out: TextIO
+    plan: SimulationPlan, ranks: Sequence[SimulationProcess], tail: _EventTail, stop: Callable[[], bool], out: TextIO
 ) -> None:
-    """Wait until the ranks of the baseline have ended, and print a line for each tenth of its tokens."""
+    """Wait until the ranks of the simulation's DDP baseline ended; print a line for each tenth of its tokens."""
     total, said = plan.contract.run.total_tokens, -1
     out.write(f"DDP over gloo: {plan.peers} processes, {total:,} tokens\n")
     while any(rank.exit_code is None for rank in ranks):

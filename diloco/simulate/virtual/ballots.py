@@ -1,4 +1,4 @@
-"""Every vote of every peer, and the rules of the vote (I1, I5), checked when one is cast and not when it does harm.
+"""Every vote of every simulated peer, and the rules of the vote (I1, I5), checked when one is cast.
 
 Two versions that both close are rare even where voters break their word: somebody must die, or be cut off, between two
 messages. What each of them says is seen here, also what nobody ever receives.
@@ -14,8 +14,8 @@ from diloco.protocol.view import votes_needed
 from diloco.simulate.virtual.gate import Violation
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import Host
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 Ballot = tuple[int, str]
 """Attempt, and digest of the commit."""
@@ -23,10 +23,10 @@ SLACK_S = 0.3
 """A ballot is seen here a tick later than it began, at most."""
 
 
-class Ballots:
-    """Promises and votes, by the commit that they follow."""
+class SimulatedBallots:
+    """Promises and votes of the simulated peers, by the commit that they follow."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
         self._proposed: dict[str, Commit] = {}
         self._promised: dict[tuple[str, int, str], int] = {}
@@ -48,8 +48,8 @@ class Ballots:
         self._chosen: dict[str, Ballot] = {}
         """The first that had the votes of a majority, whether or not anybody knew."""
 
-    def on_effect(self, host: Host, effect: m.Effect) -> None:
-        """A peer is about to say something."""
+    def on_effect(self, host: SimulatedHost, effect: m.Effect) -> None:
+        """Check what a simulated peer is about to send against the rules of the vote."""
         match effect:
             case m.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
                 self._promise(envelope, ready)
@@ -63,8 +63,8 @@ class Ballots:
             case m.Send(_, m.Envelope(body=m.Committed(commit))) | m.Close(commit):
                 self._decide(host, commit)
 
-    def on_machine(self, host: Host) -> None:
-        """A coordinator sends its own vote to nobody, and counts those that were cast."""
+    def on_machine(self, host: SimulatedHost) -> None:
+        """Check a simulated coordinator's tally: it sends its own vote to nobody, and counts those that were cast."""
         machine = host.machine
         tally = machine._tally
         if tally is None or tally.proposal is None:
@@ -78,14 +78,14 @@ class Ballots:
             names = ", ".join(sorted(uncast))
             raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
-    def closed(self, host: Host, commit: Commit) -> None:
-        """It had the votes of a majority, the coordinator's own with them. Who has all it takes proposes to nobody."""
+    def closed(self, host: SimulatedHost, commit: Commit) -> None:
+        """Note that a commit had its majority in the simulation. A coordinator with all votes proposes to nobody."""
         if commit.fragment >= 0:
             attempt = self._attempt.get(commit.digest, host.machine.attempts - 1)
             self._chosen.setdefault(commit.previous, (attempt, commit.digest))
 
-    def _decide(self, host: Host, commit: Commit) -> None:
-        """The first word of a version is its coordinator's: as many voted for it as it takes, itself among them."""
+    def _decide(self, host: SimulatedHost, commit: Commit) -> None:
+        """Check a simulated coordinator that decides a version: it has the votes needed, its own among them."""
         before = self.world.invariants.commits.get(commit.previous)
         if before is None or commit.fragment < 0 or commit.digest in self._decided:
             return
@@ -102,15 +102,15 @@ class Ballots:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
 
     def _promise(self, envelope: m.Envelope, ready: m.Ready) -> None:
-        """By the commit that it is said upon: its sender may have founded a lineage in the same moment."""
+        """Note a simulated promise, by the commit under it: its sender may just have founded a lineage."""
         me, before = envelope.sender, envelope.view
         if before:
             key = me.peer, me.incarnation, before
             self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
 
-    def _ask(self, host: Host, to: Member, propose: m.Propose) -> None:
-        """A witness is asked last: it accepts what it does not hold, and the mean must live on (I5)."""
+    def _ask(self, host: SimulatedHost, to: Member, propose: m.Propose) -> None:
+        """Check that a simulated witness is asked last: it holds no mean, and the mean must live on (I5)."""
         commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
         since_s = self._since.setdefault((host.life, *ballot), host.now)
         before = self.world.invariants.commits.get(commit.previous)
@@ -124,7 +124,7 @@ class Ballots:
             what = f"asks {to.peer} for its vote for {_name(commit, propose.attempt)} before {', '.join(living)}"
             raise Violation("I5", f"{host.name} {what}")
 
-    def _propose(self, host: Host, propose: m.Propose) -> None:
+    def _propose(self, host: SimulatedHost, propose: m.Propose) -> None:
         commit = propose.commit
         self._proposed[commit.digest] = commit
         place = commit.previous, propose.attempt
@@ -139,8 +139,8 @@ class Ballots:
             what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
             raise Violation("I1", f"{host.name} {what}")
 
-    def _lead(self, host: Host, propose: m.Propose) -> None:
-        """The first proposal of a later attempt: enough promised it, and it is what they accepted last, if anything."""
+    def _lead(self, host: SimulatedHost, propose: m.Propose) -> None:
+        """Check a simulated later attempt's first proposal: enough promised it; it is the last accepted, if any."""
         machine, commit, tally = host.machine, propose.commit, host.machine._tally
         mine = {host.name, *machine.electorate.held_by(host.name)}
         promised = self._promisers.get((commit.previous, propose.attempt), set()) | mine
@@ -154,7 +154,7 @@ class Ballots:
             what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
             raise Violation("I1", f"{host.name} {what}")
 
-    def _accept(self, host: Host, accept: m.Accept) -> None:
+    def _accept(self, host: SimulatedHost, accept: m.Accept) -> None:
         commit = self._proposed.get(accept.commit_digest)
         if commit is None:
             raise Violation("I1", f"{host.name} accepts what nobody proposed")
@@ -162,7 +162,7 @@ class Ballots:
             raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
         self._vote(host, accept.attempt, commit, {host.name, *accept.votes})
 
-    def _vote(self, host: Host, attempt: int, commit: Commit, voters: set[str]) -> None:
+    def _vote(self, host: SimulatedHost, attempt: int, commit: Commit, voters: set[str]) -> None:
         me, before = host.machine.me, host.machine.commit
         if before is None or before.digest != commit.previous or me not in before.view:
             raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")

@@ -1,4 +1,4 @@
-"""Copying the state from several members, chunk by chunk, as `diloco.exchange.statesync.download` does."""
+"""A simulated peer's copy of the state from several members, as `diloco.exchange.statesync.download` does."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from diloco.outer.state import OuterState, StateChunk, places
 from diloco.protocol.streams import StateOffer
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import Host
+    from diloco.simulate.virtual.host import SimulatedHost
 
 MAX_PASSES = 3
 """Passes over all members before the copy has failed."""
 PAUSE_S = 0.2
 
 
-class Download:
-    """One copy of the state. Ends with `done`, or with `failed` when nobody gives it."""
+class SimulatedStateCopy:
+    """A simulated peer's copy of the state. Ends with `done`, or with `failed` when nobody gives it."""
 
     def __init__(
         self,
-        host: Host,
+        host: SimulatedHost,
         sources: Sequence[Member],
         stands_at: Commit | None,
         done: Callable[[OuterState, Commit | None], None],
@@ -46,7 +46,7 @@ class Download:
         """Chunks by their hash: what did not change since the last pass need not come again."""
 
     def start(self) -> None:
-        """Ask everybody what they offer."""
+        """Ask all simulated members for their offers of the state."""
         self._passes += 1
         if self._passes > MAX_PASSES or not self.sources:
             self.host.later(PAUSE_S, self.failed)
@@ -78,7 +78,7 @@ class Download:
         return [StateChunk(*place, digest) for place, digest in zip(called_for, hashes, strict=True)]
 
     def _next_chunks(self) -> None:
-        """Ask one holder for what is missing; so small a state comes in one call."""
+        """Ask one simulated holder for what is missing; so small a state comes in one call."""
         if not self._wanted:
             self._assemble()
         elif not self._holders:
@@ -110,9 +110,9 @@ class Download:
         self.done(state, newest.commit)
 
 
-def _offer_of(host: Host) -> StateOffer | None:
+def _offer_of(host: SimulatedHost) -> StateOffer | None:
     return host.state_offer()
 
 
-def _chunks_of(digest: str, indices: Sequence[int], host: Host) -> list[bytes | None]:
+def _chunks_of(digest: str, indices: Sequence[int], host: SimulatedHost) -> list[bytes | None]:
     return [host.snapshots.chunk(digest, index, host.now) for index in indices]

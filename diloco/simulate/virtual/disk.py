@@ -1,4 +1,4 @@
-"""One peer's disk: the checkpoints that a later life finds."""
+"""The disk of a simulated peer: the checkpoints that a later life finds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A checkpoint in memory: the fields that `Peer.save` writes, and the progress of the local weights beyond the
-    anchor."""
+class SimulatedCheckpoint:
+    """A simulated peer's checkpoint, in memory: the fields that `Peer.save` writes, and the progress of the local
+    weights beyond the anchor."""
 
     state: OuterState
     commit: Commit | None
@@ -31,10 +31,10 @@ class Snapshot:
     pieces: Pieces | None
 
 
-class Page:
-    """The ledger of one life (`diloco.accounts.ledger.LogFile`), in memory."""
+class SimulatedLedger:
+    """The ledger of one life of a simulated peer (`diloco.accounts.ledger.LogFile`), in memory."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: SimulatedDisk) -> None:
         self.disk = disk
         self._data = bytearray()
 
@@ -48,38 +48,38 @@ class Page:
         self._data += data
 
     def sync(self) -> None:
-        """Nothing is lost."""
+        """Does nothing: a simulated ledger is in memory."""
 
     def truncate(self, size: int) -> None:
         del self._data[size:]
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: a simulated ledger has no open file."""
 
 
 @dataclass
-class Disk:
-    """Keeps whole checkpoints: a new one replaces nothing before it is complete."""
+class SimulatedDisk:
+    """A simulated peer's disk of whole checkpoints: a new one replaces nothing before it is complete."""
 
     full: bool = False
-    _kept: list[Snapshot] = field(default_factory=list)
-    _first: Snapshot | None = None
+    _kept: list[SimulatedCheckpoint] = field(default_factory=list)
+    _first: SimulatedCheckpoint | None = None
 
-    def save(self, snapshot: Snapshot) -> bool:
-        """False when there is no room."""
+    def save(self, snapshot: SimulatedCheckpoint) -> bool:
+        """Keep a checkpoint on the simulated disk. False when there is no room."""
         if not self.full:
             self._kept = [*self._kept[-1:], snapshot]
             self._first = self._first or snapshot
         return not self.full
 
-    def load(self) -> Snapshot | None:
-        """The latest checkpoint."""
+    def load(self) -> SimulatedCheckpoint | None:
+        """The latest checkpoint on the simulated disk."""
         return self._kept[-1] if self._kept else None
 
     def forget(self) -> None:
-        """Power is lost and the latest checkpoint had not reached the platter."""
+        """A simulated loss of power: the latest checkpoint had not reached the platter."""
         self._kept = self._kept[:-1]
 
     def go_back(self) -> None:
-        """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
+        """Simulate that somebody brings back an old copy of the disk, with the first checkpoint on it."""
         self._kept = [self._first] if self._first is not None else []

@@ -1,41 +1,41 @@
-"""Faults: the effect of each kind on the world, and its end."""
+"""Faults of a simulation: the effect of each kind on the simulated world, and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.simulate.virtual.host import Fuse, Host
-from diloco.simulate.virtual.network import CutOff
-from diloco.simulate.virtual.operator import Operator
+from diloco.simulate.virtual.host import FaultFuse, SimulatedHost
+from diloco.simulate.virtual.network import SimulatedCut
+from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 
-def strike(world: World, fault: Fault) -> None:
-    """The fault happens now."""
+def strike(world: SimulatedWorld, fault: Fault) -> None:
+    """Let a fault of the seed's plan happen to the simulated world now."""
     if _STRIKES[fault.kind](world, fault):
         world.count(fault.kind)
 
 
-def _kill(world: World, fault: Fault) -> bool:
+def _kill(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
     if fault.kind == "power":
         world.disks[host.name].forget()
     if fault.how:
-        host.fuse = Fuse(fault.how, partial(host.die, fault.how))
+        host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")
     else:
         host.die("killed")
     return True
 
 
-def _stop(world: World, fault: Fault) -> bool:
+def _stop(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.working:
         return False
@@ -45,35 +45,35 @@ def _stop(world: World, fault: Fault) -> bool:
     return True
 
 
-def _cut(world: World, fault: Fault) -> bool:
+def _cut(world: SimulatedWorld, fault: Fault) -> bool:
     return _sever(world, fault, "is CUT OFF", fault.peer.split("+"))
 
 
-def _link(world: World, fault: Fault) -> bool:
-    """Two cannot reach each other, or one of them the other; all else is as ever."""
+def _link(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "link": two simulated peers cannot reach each other, or one of them the other; all else is as ever."""
     first, _, second = fault.peer.partition("+")
     return _sever(world, fault, "have NO LINK", [first], frozenset((second,)))
 
 
-def _sever(world: World, fault: Fault, what: str, near: Sequence[str], far: frozenset[str] = frozenset()) -> bool:
-    """Cut those that are near off from those that are far, or where none are named, from everybody else."""
+def _sever(world: SimulatedWorld, fault: Fault, what: str, near: list[str], far: frozenset[str] = frozenset()) -> bool:
+    """Cut simulated peers that are near off from those that are far, or where none are named, from everybody else."""
     direction, _, reset = fault.how.partition(", ")
-    cut = CutOff(frozenset(near), direction or "both", bool(reset), far)
+    cut = SimulatedCut(frozenset(near), direction or "both", bool(reset), far)
     world.network.cuts.append(cut)
     world.log(fault.peer, f"{what} ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
     return True
 
 
-def _late(world: World, fault: Fault) -> bool:
+def _late(world: SimulatedWorld, fault: Fault) -> bool:
     world.network.late[fault.peer] = float(fault.how)
     world.log(fault.peer, f"sends through a network that HOLDS BACK messages, up to {fault.how} s")
     world.after(fault.for_s, world.network.late.pop, fault.peer, None)
     return True
 
 
-def _twin(world: World, fault: Fault) -> bool:
-    """Somebody takes the process for dead, which it is not, and starts the peer once more elsewhere."""
+def _twin(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "twin": a living simulated peer is taken for dead, and started once more elsewhere."""
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
@@ -83,26 +83,26 @@ def _twin(world: World, fault: Fault) -> bool:
     return True
 
 
-def _mend(world: World, cut: CutOff, fault: Fault) -> None:
+def _mend(world: SimulatedWorld, cut: SimulatedCut, fault: Fault) -> None:
     world.network.cuts.remove(cut)
     world.log(fault.peer, "is reachable again")
 
 
-def _slow(world: World, fault: Fault) -> bool:
+def _slow(world: SimulatedWorld, fault: Fault) -> bool:
     world.network.slow[fault.peer] = 20.0
     world.log(fault.peer, "has a SLOW link")
     world.after(fault.for_s, world.network.slow.pop, fault.peer, None)
     return True
 
 
-def _corrupt(world: World, fault: Fault) -> bool:
+def _corrupt(world: SimulatedWorld, fault: Fault) -> bool:
     world.network.damaging.add(fault.peer)
     world.log(fault.peer, "sends through a network that DAMAGES bytes")
     world.after(fault.for_s, world.network.damaging.discard, fault.peer)
     return True
 
 
-def _lie(world: World, fault: Fault) -> bool:
+def _lie(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
@@ -113,24 +113,24 @@ def _lie(world: World, fault: Fault) -> bool:
     return True
 
 
-def _be_honest(host: Host) -> None:
+def _be_honest(host: SimulatedHost) -> None:
     host.lie = ""
 
 
-def _replay(world: World, fault: Fault) -> bool:
+def _replay(world: SimulatedWorld, fault: Fault) -> bool:
     world.log("", "an old conversation is REPLAYED")
     world.network.replay()
     return True
 
 
-def _stranger(world: World, fault: Fault) -> bool:
+def _stranger(world: SimulatedWorld, fault: Fault) -> bool:
     world.network.strangers.append(fault.peer)
     world.log(fault.peer, "is no member, and ACCEPTS whatever is proposed, for everybody")
     world.after(fault.for_s, world.network.strangers.remove, fault.peer)
     return True
 
 
-def _jump(world: World, fault: Fault) -> bool:
+def _jump(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
@@ -139,7 +139,7 @@ def _jump(world: World, fault: Fault) -> bool:
     return True
 
 
-def _full(world: World, fault: Fault) -> bool:
+def _full(world: SimulatedWorld, fault: Fault) -> bool:
     disk = world.disks[fault.peer]
     disk.full = True
     world.log(fault.peer, "disk is FULL")
@@ -147,13 +147,13 @@ def _full(world: World, fault: Fault) -> bool:
     return True
 
 
-def _join(world: World, fault: Fault) -> bool:
+def _join(world: SimulatedWorld, fault: Fault) -> bool:
     if fault.peer not in world.hosts:
         world.join(fault.peer, with_disk=False)
     return True
 
 
-def _restart(world: World, fault: Fault) -> bool:
+def _restart(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or host.alive:
         return False
@@ -165,36 +165,36 @@ def _restart(world: World, fault: Fault) -> bool:
     return True
 
 
-def _leave(world: World, fault: Fault) -> bool:
+def _leave(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.working:
         return False
     world.log(host.name, "is asked to LEAVE")
     if fault.how:
-        host.fuse = Fuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
+        host.fuse = FaultFuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
         world.after(FUSE_S, host.due, host.training.leave, ())
     else:
         host.training.leave()
     return True
 
 
-def _blackout(world: World, fault: Fault) -> bool:
+def _blackout(world: SimulatedWorld, fault: Fault) -> bool:
     for host in (*world.hosts.values(), *world.ghosts):
         host.die("blackout")
     return True
 
 
-def _resume(world: World, fault: Fault) -> bool:
-    Operator(world).resume()
+def _resume(world: SimulatedWorld, fault: Fault) -> bool:
+    SimulatedOperator(world).resume()
     return True
 
 
-def _evict(world: World, fault: Fault) -> bool:
-    Operator(world).evict(fault.peer)
+def _evict(world: SimulatedWorld, fault: Fault) -> bool:
+    SimulatedOperator(world).evict(fault.peer)
     return True
 
 
-_STRIKES: Mapping[str, Callable[[World, Fault], bool]] = {
+_STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "kill": _kill,
     "power": _kill,
     "stop": _stop,

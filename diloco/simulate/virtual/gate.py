@@ -1,4 +1,4 @@
-"""Checks of admission (I6): no message is taken a second time, and no peer that sent malformed bytes again and again.
+"""Checks of admission in a simulation (I6): no message twice, no peer that sent malformed bytes again and again.
 
 What either of them lets in does harm seldom, and later: so it is looked at here when it happens.
 """
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 from diloco.protocol import messages as m
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import Host
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 Word = tuple[str, int, int]
 """Sender, its incarnation, and the number of what it said."""
 
 
 class Violation(Exception):
-    """An invariant does not hold."""
+    """An invariant does not hold in a simulation."""
 
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
         self.invariant = invariant
 
 
-class Gate:
-    """Messages that each life of a peer took from others, and its knowledge of them."""
+class SimulatedAdmissions:
+    """Messages that each life of a simulated peer took from others, and the offences it heard of."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
         self._taken: defaultdict[int, set[Word]] = defaultdict(set)
         """By life. Only where anything comes twice."""
@@ -39,16 +39,16 @@ class Gate:
         """Life, commit and attempt of such words of its own, which go to several."""
         self._proposed: set[str] = set()
 
-    def heeds(self, host: Host, envelope: m.Envelope) -> bool:
-        """Whether a life is about to hear that the attempt that it is in failed for what a peer sent."""
+    def heeds(self, host: SimulatedHost, envelope: m.Envelope) -> bool:
+        """Whether a simulated peer is about to hear that its attempt failed for what another sent."""
         body, machine = envelope.body, host.machine
         if not (isinstance(body, m.Abort) and body.offence):
             return False
         here = (body.version, body.attempt) == (machine.making, machine.attempt)
         return here and envelope.sender == machine._seat(body.attempt)
 
-    def on_message(self, host: Host, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
-        """A message was taken, or refused."""
+    def on_message(self, host: SimulatedHost, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
+        """Check a message that a simulated peer took, or refused."""
         if reply not in (m.Reply.OK, m.Reply.STALE):
             return
         if heeded and isinstance(envelope.body, m.Abort):
@@ -56,15 +56,15 @@ class Gate:
         if self.world.twice and not isinstance(envelope.body, m.Evict):
             self._take(host, envelope)
 
-    def _take(self, host: Host, envelope: m.Envelope) -> None:
+    def _take(self, host: SimulatedHost, envelope: m.Envelope) -> None:
         word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
         if word in self._taken[host.life]:
             what = f"{type(envelope.body).__name__} {envelope.sequence} of {envelope.sender.peer}"
             raise Violation("I6", f"{host.name} takes {what} a second time")
         self._taken[host.life].add(word)
 
-    def on_effect(self, host: Host, effect: m.Effect) -> None:
-        """A peer is about to say something."""
+    def on_effect(self, host: SimulatedHost, effect: m.Effect) -> None:
+        """Check what a simulated peer is about to send for peers that it should have barred."""
         match effect:
             case m.Send(_, m.Envelope(body=m.Abort(offence=True) as abort, view=view)):
                 place = host.life, view, abort.attempt
@@ -75,8 +75,8 @@ class Gate:
                 self._proposed.add(commit.digest)
                 self._take_in(host, [member.peer for member in commit.view])
 
-    def _take_in(self, host: Host, view: list[str]) -> None:
-        """Somebody says who is in the run from now on, and not only once more what another had said."""
+    def _take_in(self, host: SimulatedHost, view: list[str]) -> None:
+        """Check a new proposal of a simulated peer: its view has none that this life barred for malformed bytes."""
         allowed = self.world.setup.rules.offences_allowed
         barred = {peer for peer, times in self._offences[host.life].items() if times >= allowed}
         if host.name not in barred and not barred.isdisjoint(view):  # else there may be nobody left

@@ -1,7 +1,7 @@
-"""One life of a peer, the exchange's half: does with the machine's effects what `diloco.exchange.engine` does.
+"""One life of a simulated peer, the exchange's half: does with effects what `diloco.exchange.engine` does.
 
-Threads and tasks of the engine are events in virtual time here; the machine and the bytes (`Work`, codecs, digests)
-are the production ones.
+Threads and tasks of the engine are events in virtual time here; the machine and the bytes (`Work`, codecs, digests) are
+the production ones.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from diloco.protocol.streams import Kind, StateOffer
 from diloco.simulate.virtual.lies import omitting, other_mean
 from diloco.simulate.virtual.network import Stream
 from diloco.simulate.virtual.plan import OMITS
-from diloco.simulate.virtual.training import Training
+from diloco.simulate.virtual.training import SimulatedTraining
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 TICK_S = 0.25
 LOOK_AGAIN_S = 10.0
 WORK_S = 0.004
 """Averaging or hashing takes about so long."""
 NO_CLOCK_US = 400
-"""How far apart lives begin on a machine whose clock begins anew each time: all of them before the first life of
-any peer but the founder, which is 10 ms old, and by more than `diloco audit` takes for one process."""
+"""Time between the starts of lives on a machine whose clock begins anew each time: all of them before the first life
+of any peer but the founder, which is 10 ms old, and by more than `diloco audit` takes for one process."""
 
 
-class Host:
-    """A process: it runs, is stopped, or is dead. A restart makes another Host of the same name."""
+class SimulatedHost:
+    """The process of a simulated peer: it runs, is stopped, or is dead. A restart makes another of the same name."""
 
-    def __init__(self, world: World, name: str, life: int, address: str, lineage: str, founder: bool) -> None:
+    def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, lineage: str, founder: bool) -> None:
         setup = world.setup
         self.world = world
         self.name = name
@@ -47,7 +47,7 @@ class Host:
         self.alive, self.stopped = True, False
         self.thawed_s = 0.0
         self.clock_offset_s = 0.0
-        self.fuse: Fuse | None = None
+        self.fuse: FaultFuse | None = None
         self.lie = ""
         me = Member(name, new_incarnation(world, name), address, witness=name.startswith("w"))
         self.machine = Machine(me, setup.rules, setup.timing, lineage, founder, self.now)
@@ -55,7 +55,7 @@ class Host:
         self.behind = False
         self._reply: m.Reply = m.Reply.OK
         self._reply_since_s = 0.0
-        self.training = Training(self)
+        self.training = SimulatedTraining(self)
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._work: Work | None = None
         self._outlets: dict[int, list[Stream]] = {}
@@ -76,12 +76,12 @@ class Host:
 
     @property
     def now(self) -> float:
-        """This machine's own clock."""
+        """The simulated machine's own clock: virtual time and an offset."""
         return self.world.now + self.clock_offset_s
 
     @property
     def send_bps(self) -> int:
-        """What this peer says of its uplink, bits per second."""
+        """The uplink that this simulated peer reports, bits per second."""
         return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
@@ -89,7 +89,7 @@ class Host:
         return self.alive and not self.stopped
 
     def due(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Something happens to this process, now or when it thaws."""
+        """Let something happen to this simulated process, now or when it thaws."""
         if self.stopped:
             self._inbox.append((function, arguments))
         elif self.alive:
@@ -121,7 +121,7 @@ class Host:
             self.feed(m.Tick())
 
     def _look_up(self) -> None:
-        """Whoever is outside the view, or alone, looks into the directory, as `diloco.transport.dht` does."""
+        """Outside the view, or alone: look into the simulated directory, as `diloco.transport.dht` does."""
         if not self.alive:
             return
         self.world.after(LOOK_AGAIN_S, self._look_up)
@@ -131,7 +131,7 @@ class Host:
     # ------------------------------------------------------------ for the training side
 
     def offer(self, contribution: Contribution, leaving: bool) -> None:
-        """`training.outcome` is told of what becomes of it."""
+        """Offer the simulated peer's contribution; `training.outcome` gets what becomes of it."""
         self._waiting = True
         if self._closed:
             self._answer(self.take_closed())
@@ -160,7 +160,7 @@ class Host:
         if self.alive:
             self._perform_all(self.machine.handle(event, self.now))
 
-    def receive(self, envelope: m.Envelope, sender: Host | None) -> None:
+    def receive(self, envelope: m.Envelope, sender: SimulatedHost | None) -> None:
         gate = self.world.invariants.gate
         heeded = gate.heeds(self, envelope)
         reply, effects = self.machine.receive(envelope, self.now)
@@ -181,7 +181,7 @@ class Host:
 
     @property
     def fenced_for_s(self) -> float:
-        """How long others have taken us for another life of our name."""
+        """Seconds for which others have taken this simulated peer for another life of its name."""
         return self.now - self._reply_since_s if self._reply is m.Reply.FENCED else 0.0
 
     def unreachable(self, member: Member, proven: bool) -> None:
@@ -251,7 +251,7 @@ class Host:
             self._open_door()
 
     def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
-        """A stream to every receiver for these parts of mine, which are yet to be averaged."""
+        """A simulated stream to every receiver for these parts of mine, which are yet to be averaged."""
         receivers = [member for member in work.begin.receivers if member.peer != self.name]
         streams = [Stream(self, member, Kind.MEAN, work.key, work.generation) for member in receivers]
         self._outlets |= dict.fromkeys(parts, streams)
@@ -311,7 +311,7 @@ class Host:
     # ------------------------------------------------------------ parts that arrive
 
     def arrive(self, stream: Stream, entry: tuple[int, bytes, tuple[str, ...]]) -> None:
-        """A part is here; if our own `Begin` or `Repair` of that attempt is not, it waits at the door."""
+        """A part reaches the simulated peer; before its `Begin` or `Repair` of that attempt, it waits at the door."""
         if not stream.let_in:
             machine, rules = self.machine, self.world.setup.rules
             reply = machine.admits(rules.run, rules.contract, stream.lineage, stream.member, self.now)
@@ -330,7 +330,7 @@ class Host:
                 self._door.append((stream, deadline_s))
 
     def _enter(self, stream: Stream) -> bool:
-        """Take what waits, or break the stream off; False: too early for it."""
+        """Take the parts that wait in a simulated stream, or break it off; False: too early for it."""
         work = self._work
         early = work is None or (*work.key, work.generation) < (*stream.key, stream.generation)
         if early and self.machine.making <= stream.key[0]:
@@ -431,12 +431,12 @@ class Host:
         self.behind = True
 
     def copied(self) -> None:
-        """The state is here."""
+        """Note that the simulated peer's copy of the state is complete."""
         self.behind = False
         self._resync_from = []
 
     def sources(self) -> list[Member]:
-        """Who can give us the state: of the view, or before we have one, of whom we heard."""
+        """Simulated peers that can give the state: of the view, or before there is one, those heard of."""
         machine = self.machine
         others = [member for member in machine.alive() if member != machine.me and not member.witness]
         heard = [entry for entry in machine.roster if entry.heartbeat is not None and entry.heartbeat.founded]
@@ -444,7 +444,7 @@ class Host:
         return others or [*self._resync_from, *known]
 
     def held(self) -> dict[str, int]:
-        """How much of each this process has in memory: what a long run must not let grow."""
+        """Sizes of all that this simulated peer has in memory: what a long run must not let grow."""
         return {
             "means": len(self._means),
             "backlog": len(self._backlog.after(-1)),
@@ -457,14 +457,14 @@ class Host:
     # ------------------------------------------------------------ what others ask
 
     def state_offer(self) -> StateOffer | None:
-        """Before a resumed run is founded anew, the commit of its state belongs to the view that is gone."""
+        """The simulated peer's offer of its state; without the old view's commit until a resumed run is founded."""
         if self.state is None:
             return None
         commit = self.state_commit if self.machine.commit is not None else None
         return self.snapshots.offer(self.state, make_offer(self.state, commit), self.now)
 
     def holds(self, commit: Commit) -> bool:
-        """Whether this peer stands at a version, or can close it with what it has."""
+        """Whether this simulated peer is at a version, or can close it with what it has."""
         return self.machine.version >= commit.version or commit.mean_digest in self._means
 
     def holds_mean(self, digest: str) -> bool:
@@ -477,17 +477,17 @@ class Host:
         return self._backlog.since(version)
 
 
-def new_incarnation(world: World, name: str) -> int:
-    """Larger at each start of the process, as `diloco.base.clock.new_incarnation`; without a clock, since that is
-    lost."""
+def new_incarnation(world: SimulatedWorld, name: str) -> int:
+    """The incarnation of a simulated peer, larger at each start, as `diloco.base.clock.new_incarnation`; without a
+    clock, since that is lost."""
     if name in world.clockless:
         world.clockless[name] += 1
         return world.clockless[name] * NO_CLOCK_US
     return round(world.now * 1_000_000) + 1
 
 
-class Fuse:
-    """Something happens to a process before or after the next effect of a kind."""
+class FaultFuse:
+    """A fault that strikes a simulated peer before or after the next effect of a kind."""
 
     def __init__(self, how: str, happens: Callable[[], None]) -> None:
         self.when, _, self.effect = how.partition(" ")

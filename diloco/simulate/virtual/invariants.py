@@ -1,4 +1,4 @@
-"""The invariants I1 to I8 of the design, over everything that any peer did: each check looks at what just changed.
+"""The invariants I1 to I8 over everything that any simulated peer did: each check looks at what just changed.
 
 Progress is followed in *pieces*: one piece is what one peer trained in one round. A piece is in the local weights until
 a commit counts it or somebody reports it as discarded, never both, and never twice. Sets of pieces are bit masks, one
@@ -27,17 +27,17 @@ from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.ballots import Ballots
-from diloco.simulate.virtual.disk import Page
-from diloco.simulate.virtual.gate import Gate, Violation
+from diloco.simulate.virtual.ballots import SimulatedBallots
+from diloco.simulate.virtual.disk import SimulatedLedger
+from diloco.simulate.virtual.gate import SimulatedAdmissions, Violation
 from diloco.simulate.virtual.lies import other_mean
 from diloco.simulate.virtual.remake import plain_gathered, plain_mean, plain_radial, remake
 from diloco.simulate.virtual.setup import NOISES, flat_noise, noises
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.disk import Snapshot
-    from diloco.simulate.virtual.host import Host
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.disk import SimulatedCheckpoint
+    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 Masks = tuple[tuple[int, ...], ...]
 """Pieces of each part of each fragment."""
@@ -51,7 +51,7 @@ as many as others."""
 
 @dataclass
 class Made:
-    """A contribution as its maker recorded it."""
+    """A contribution as the simulated peer that made it recorded it."""
 
     entry: Counted
     incarnation: int
@@ -61,10 +61,10 @@ class Made:
     life: int
 
 
-class Invariants:
-    """Acts of all peers, and the checks on them."""
+class SimulationInvariants:
+    """Acts of all simulated peers, and the checks on them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
         fragments = world.setup.layout.fragments
         self.nothing: Masks = tuple((0,) * fragment.parts for fragment in fragments)
@@ -80,35 +80,35 @@ class Invariants:
         self._committed: dict[str, Masks] = {}
         self._made: dict[tuple[str, int], list[Made]] = {}
         self._recomputed: set[str] = set()
-        self._closers: dict[str, list[Host]] = {}
+        self._closers: dict[str, list[SimulatedHost]] = {}
         self.evicted = False
         """An operator declared somebody dead."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
-        self.ballots = Ballots(world)
-        self.gate = Gate(world)
-        self._pages: list[tuple[str, Page]] = []
+        self.ballots = SimulatedBallots(world)
+        self.gate = SimulatedAdmissions(world)
+        self._pages: list[tuple[str, SimulatedLedger]] = []
         self._chain = Chain()
         """Every version that anybody applied, and the state after it."""
 
-    def page(self, host: Host) -> Page:
-        """Where a life writes its ledger."""
-        page = Page(self.world.disks[host.name])
+    def page(self, host: SimulatedHost) -> SimulatedLedger:
+        """A new ledger in memory, for one life of a simulated peer."""
+        page = SimulatedLedger(self.world.disks[host.name])
         self._pages.append((host.name, page))
         return page
 
     # ------------------------------------------------------------ what peers report
 
-    def made(self, host: Host, sent: PendingContribution, pieces: tuple[int, ...]) -> None:
-        """A peer measured a contribution."""
+    def made(self, host: SimulatedHost, sent: PendingContribution, pieces: tuple[int, ...]) -> None:
+        """Record a contribution that a simulated peer measured."""
         c = sent.contribution
         entry = Counted(host.name, c.base_version, c.weight, c.tokens, c.blocks)
         incarnation = host.machine.me.incarnation
         record = Made(entry, incarnation, c.fragment, c.parts, pieces, host.life)
         self._made.setdefault((host.name, c.base_version), []).append(record)
 
-    def on_closed(self, host: Host, closed: Closed) -> None:
-        """A peer closed a version."""
+    def on_closed(self, host: SimulatedHost, closed: Closed) -> None:
+        """Check a version that a simulated peer closed."""
         commit = closed.commit
         digest = commit.digest
         self._stands_on[host.life] = commit
@@ -127,7 +127,7 @@ class Invariants:
             self._recomputed.add(digest)
             self._recompute(closed)
 
-    def _first_close(self, host: Host, commit: Commit, digest: str) -> None:
+    def _first_close(self, host: SimulatedHost, commit: Commit, digest: str) -> None:
         self.world.log_commit(host, commit)
         other = self._following.setdefault(commit.previous, digest)
         if other != digest and not (self._may_fork(commit) or self._may_fork(self.commits[other])):
@@ -142,7 +142,7 @@ class Invariants:
         self._committed[digest] = self._masks_after(commit)
 
     def _lost_with_the_dead(self, digest: str) -> bool:
-        """Whether an operator declared dead, and rightly, all who knew of a version."""
+        """Whether the simulated operator declared dead, and rightly, all who had a version."""
         return self.evicted and not any(host.alive for host in self._closers[digest])
 
     def _may_fork(self, commit: Commit) -> bool:
@@ -150,7 +150,7 @@ class Invariants:
         return apart or commit.lineage in self.refounded
 
     def committed(self, commit: Commit | None) -> Masks:
-        """All pieces in the chain that ends with this commit."""
+        """All simulated pieces in the chain that ends with this commit."""
         return self._committed.get(commit.digest, self.nothing) if commit else self.nothing
 
     def _masks_after(self, commit: Commit) -> Masks:
@@ -177,8 +177,8 @@ class Invariants:
                 return made
         raise Violation("I2", f"version {commit.version} counts a contribution that {counted.peer} never made")
 
-    def on_effect(self, host: Host, effect: m.Effect) -> None:
-        """A peer is about to do, or to say something."""
+    def on_effect(self, host: SimulatedHost, effect: m.Effect) -> None:
+        """Check an effect that a simulated peer is about to carry out."""
         self.ballots.on_effect(host, effect)
         self.gate.on_effect(host, effect)
 
@@ -205,14 +205,14 @@ class Invariants:
             raise Violation("I3", f"parts {wrong} of version {commit.version} are not the mean of who they count")
 
     def _check_sizes(self, commit: Commit, part: int, values: Sequence[Tensor]) -> None:
-        """I6: who sends what no training explains is not counted, where there is anybody to compare with."""
+        """I6: no simulated values that no training explains are counted, where there are others to compare with."""
         sizes = sorted(size for size in (one.square().mean().sqrt().item() for one in values) if size > 0)
         if len(sizes) > 1 and not sizes[-1] <= ABSURD * max(sizes[(len(sizes) - 1) // 2], MIN_RMS):
             raise Violation("I6", f"part {part} of version {commit.version} counts what is {sizes[-1]:.3g} large")
 
     def replayed(self) -> Replay:
-        """All of it once more, by the code of `diloco replay`: the outer steps, too. A mean that an owner lied about to
-        everybody is what it is."""
+        """Replay the whole simulation by the code of `diloco replay`: the outer steps, too. A mean that an owner lied
+        about to everybody is what it is."""
         recorded = [(made.entry, made.fragment, made.parts) for entry in self._made.values() for made in entry]
         result = remake(self._chain, recorded, self.world.setup)
         two_faced = any(fault.how == "two-faced" for fault in self.world.plan.faults)
@@ -228,13 +228,13 @@ class Invariants:
             raise Violation("I3", f"part {part} of version {closed.commit.version} is read as another mean than it is")
 
     def _excused(self, true: bytes, sent: bytes) -> bytes:
-        """An owner that tells all others the same lie is found out by nobody: that, and only that, is let pass."""
+        """The part that is let pass as a mean: a simulated owner's one lie to all others, which nobody can find out."""
         return sent if self.world.hostile and sent == other_mean(true) else true
 
     # ------------------------------------------------------------ states
 
-    def on_state(self, host: Host, line: Line) -> None:
-        """A peer stands at a new state: after a version, or a copy."""
+    def on_state(self, host: SimulatedHost, line: Line) -> None:
+        """Check the new state of a simulated peer: after a version, or a copy."""
         commit = line.commit
         if commit is None:
             return
@@ -243,14 +243,14 @@ class Invariants:
             raise Violation("I1", f"{host.name} holds another state of version {line.state.version} than others")
         self._chain.add(commit, line.state.digest, host.name)
 
-    def on_resume(self, host: Host, snapshot: Snapshot) -> None:
-        """All were dead; a peer begins again from its checkpoint."""
+    def on_resume(self, host: SimulatedHost, snapshot: SimulatedCheckpoint) -> None:
+        """Check the checkpoint from which a simulated peer begins again, after all were dead."""
         commit = snapshot.commit
         if commit is not None and self._state_of.get((commit.lineage, commit.version)) != snapshot.state.digest:
             raise Violation("I5", f"{host.name} resumes from a state that is no version's")
 
-    def on_resync(self, host: Host, source: Member, void_tokens: int) -> None:
-        """A peer left its lineage for another, and said how many committed tokens that makes void."""
+    def on_resync(self, host: SimulatedHost, source: Member, void_tokens: int) -> None:
+        """Check the committed tokens that a simulated peer reports void as it leaves its lineage for another."""
         self.void_tokens += void_tokens
         there = self.world.at(source)
         mine, other = self._stands_on.pop(host.life, None), self._stands_on.get(there.life) if there else None
@@ -263,8 +263,8 @@ class Invariants:
             raise Violation("I8", f"{host.name} says that {void_tokens} tokens are void with its lineage, {lost} are")
 
     def _audit(self) -> None:
-        """The ledgers that all lives wrote, by the code of `diloco audit`. What the dead knew alone, an operator may
-        have given up for lost."""
+        """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
+        operator may have given up for lost."""
         if self.evicted or not self._pages:
             return
         found = [(name, scan(page.read())) for name, page in self._pages]
@@ -276,7 +276,7 @@ class Invariants:
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")
 
     def _back_from(self, commit: Commit) -> Iterator[str]:
-        """Digests from this commit back to the first."""
+        """Digests of the simulation's commits, from this one back to the first."""
         digest = commit.digest
         while digest in self.commits:
             yield digest
@@ -284,16 +284,16 @@ class Invariants:
 
     # ------------------------------------------------------------ waiting
 
-    def on_machine(self, host: Host) -> None:
-        """The machine did something: nobody may wait in a round for longer than was promised."""
+    def on_machine(self, host: SimulatedHost) -> None:
+        """Check a simulated peer after an event: it may not wait in a round for longer than was promised."""
         self.ballots.on_machine(host)
         since_s = host.training.waiting_since_s
         patience_s = self.world.setup.patience_s + 1.0
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
 
-    def at_the_end(self, hosts: Sequence[Host]) -> None:
-        """All is well again: one chain, in which is all that anybody ever closed, but for lineages that ended."""
+    def at_the_end(self, hosts: Sequence[SimulatedHost]) -> None:
+        """Check the simulation's end: one chain with all that any peer ever closed, but for lineages that ended."""
         self._audit()
         if self.refounded or self.world.plan.without_majority == "continue":
             return
@@ -306,10 +306,10 @@ class Invariants:
                     raise Violation("I5", f"version {closed.version} was closed and is not in the chain of {host.name}")
 
 
-class Books:
-    """One life's pieces: which are in its weights, beside what production code says of them."""
+class SimulatedProgress:
+    """The pieces of one simulated life: which are in its weights, to compare with what production code has."""
 
-    def __init__(self, host: Host, line: Line) -> None:
+    def __init__(self, host: SimulatedHost, line: Line) -> None:
         self.host = host
         self.line = line
         self.invariants = host.world.invariants
@@ -327,11 +327,11 @@ class Books:
         """Errors of the codec in counted contributions, by fragment."""
 
     def pieces(self) -> Pieces:
-        """To be kept in a checkpoint."""
+        """Pieces of progress for a simulated peer's checkpoint."""
         return tuple(map(tuple, self.uncommitted)), tuple(total.clone() for total in self.sums)
 
-    def restored(self, snapshot: Snapshot) -> None:
-        """A checkpoint was loaded."""
+    def restored(self, snapshot: SimulatedCheckpoint) -> None:
+        """Take pieces of progress from a simulated peer's checkpoint."""
         if snapshot.pieces is not None:
             masks, sums = snapshot.pieces
             self.uncommitted = [list(entry) for entry in masks]
@@ -340,7 +340,7 @@ class Books:
         self._check("restored")
 
     def train(self, tokens: int) -> dict[str, Tensor]:
-        """One more piece. Returns what it does to the weights."""
+        """One more simulated piece of progress. Returns what it does to the weights."""
         piece = self.host.world.next_piece()
         self.mine |= 1 << piece
         for fragment in self.line.layout.fragments:
@@ -351,7 +351,7 @@ class Books:
         return noises()[piece % NOISES]
 
     def measured(self, sent: PendingContribution) -> None:
-        """All uncommitted pieces of a fragment went into a contribution."""
+        """Note that all uncommitted pieces of a fragment went into a simulated contribution."""
         index = sent.contribution.fragment
         self._sent_pieces = tuple(self.uncommitted[index])
         self._sent_parts = sent.contribution.parts
@@ -362,7 +362,7 @@ class Books:
             self._alike("sends", sent.target, target, self.line.layout.fragments[index])
 
     def applied(self, closed: Closed, mine: Counted | None) -> None:
-        """A version was applied."""
+        """Check the pieces of a simulated peer after it applied a version."""
         commit = closed.commit
         if mine is not None:
             self.tokens -= mine.tokens
@@ -373,7 +373,7 @@ class Books:
         self._check(f"version {commit.version}")
 
     def _take_out(self, fragment: Fragment, parts: Sequence[int]) -> None:
-        """Moves the sent values of these parts out of progress: they are the run's now."""
+        """Move the sent values of these parts out of simulated progress: they are the run's now."""
         if self._sent_sum is None:
             return
         masks, total = self.uncommitted[fragment.index], self.sums[fragment.index]
@@ -383,7 +383,7 @@ class Books:
             total[start:stop] -= self._sent_sum[start:stop]
 
     def _leave_over(self, fragment: Fragment, counted: Sequence[int]) -> None:
-        """Keeps the codec's error in the counted parts of a contribution, to be sent later."""
+        """Keep the codec's error in the counted parts of a simulated contribution, to be sent later."""
         feedback, codecs = self.line.feedback, self.line.codecs
         if feedback is None or self._sent_sum is None or not self._exact:
             return
@@ -397,7 +397,7 @@ class Books:
     def adopted(
         self, sent: PendingContribution | None, mine: Counted | None, discarded_tokens: int, before: Commit | None
     ) -> None:
-        """The state was copied. What was sent is counted in it, or was given up as it may be, unless it stays sent."""
+        """Check the pieces after a simulated copy of the state: those sent are counted, given up, or still sent."""
         if sent is not None and self.line.sent is None:
             fragment = self.line.layout.fragments[sent.contribution.fragment]
             self._discard(fragment.index, self._sent_pieces)
@@ -413,7 +413,7 @@ class Books:
         self._check(f"the copied version {self.line.state.version}")
 
     def dropped(self, discarded_tokens: int) -> None:
-        """All progress was given up."""
+        """Note that a simulated peer gave up all its progress."""
         for index, masks in enumerate(self.uncommitted):
             self._discard(index, masks)
             self.uncommitted[index] = [0] * len(masks)
@@ -426,7 +426,7 @@ class Books:
         self.discarded[index] = [a | b for a, b in zip(self.discarded[index], masks, strict=True)]
 
     def _check(self, after: str) -> None:
-        """I2 and I4: the weights are the anchor and exactly the pieces that are still ours."""
+        """I2 and I4: a simulated peer's weights are the anchor and exactly the pieces that are still its own."""
         name, line = self.host.name, self.line
         if line.trained.tokens != self.tokens or self.tokens < 0:
             raise Violation("I2", f"{name} after {after}: {line.trained.tokens} tokens of progress, not {self.tokens}")
@@ -444,7 +444,7 @@ class Books:
 
     @property
     def _exact(self) -> bool:
-        """Whether weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
+        """Whether simulated weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
         return not self.host.world.hostile and not isinstance(self.line.merge, Mix)
 
     def _check_values(self, after: str) -> None:
@@ -463,7 +463,7 @@ class Books:
                 self._alike(f"keeps after {after}", dropped, self._residuals[fragment.index], fragment)
 
     def _alike(self, does: str, found: Tensor, true: Tensor, fragment: Fragment) -> None:
-        """Nothing of what a codec drops is lost, or sent twice."""
+        """Check that nothing of what a simulated peer's codec drops is lost, or sent twice."""
         error = (found - true).abs_().max().item()
         if not error <= TOLERANCE * (1 + true.abs().max().item()):
             what = f"{self.host.name} {does} what is off by {error:.2g} from progress and residual"

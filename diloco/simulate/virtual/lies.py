@@ -1,4 +1,4 @@
-"""Bytes of a lying peer, which no honest peer would send."""
+"""Bytes of a lying simulated peer, which no honest peer would send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diloco.compress import Codec, PayloadError
 
 
 def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec]) -> Sequence[bytes]:
-    """A lying peer's version of its encoded contribution; `codecs`: of each part."""
+    """A lying simulated peer's version of its encoded contribution; `codecs`: of each part."""
     match lie:
         case "short":
             return [part[:-1] for part in parts]
@@ -36,11 +36,11 @@ def _absurd(part: bytes, codec: Codec) -> bytes:
 
 
 def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tuple[str, ...]:
-    """Contributors that a lying owner claims a part does not count: one that it does count is among them."""
+    """Contributors that a lying simulated owner claims to leave out of a part: one that it counts is among them."""
     counted = [peer for peer in contributors if peer not in (me, *omitted)]
     return (*omitted, *counted[:1])
 
 
 def other_mean(payload: bytes) -> bytes:
-    """Mean that a lying owner sends to one receiver."""
+    """Mean that a lying simulated owner sends to one receiver."""
     return payload[:-1] + bytes([payload[-1] ^ 1])

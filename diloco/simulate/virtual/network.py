@@ -1,4 +1,4 @@
-"""The network between the peers: messages, questions and streams that are late, lost, doubled, cut off or damaged."""
+"""The network of simulated peers: messages, questions, streams that are late, lost, doubled, cut off, damaged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from diloco.protocol.messages import Accept, Envelope, Propose
 from diloco.protocol.streams import Kind
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import Host
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ MAX_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
-class CutOff:
-    """Nothing passes between a group and the rest, or in one direction only."""
+class SimulatedCut:
+    """A fault of the simulated network: nothing passes between a group and the rest, or in one direction only."""
 
     group: frozenset[str]
     direction: str
@@ -39,7 +39,7 @@ class CutOff:
     """Only these are cut off from the group, and everybody else reaches both; empty: all the rest are."""
 
     def blocks(self, source: str, target: str) -> bool:
-        """True when nothing passes from `source` to `target`."""
+        """Whether this cut of the simulated network lets nothing pass from `source` to `target`."""
         leaves, enters = self._leads_out(source, target), self._leads_out(target, source)
         return (leaves and self.direction != "in") or (enters and self.direction != "out")
 
@@ -49,9 +49,9 @@ class CutOff:
 
 @dataclass
 class Stream:
-    """Parts on their way from one peer to another, in order."""
+    """Parts on their way from one simulated peer to another, in order."""
 
-    sender: Host
+    sender: SimulatedHost
     to: Member
     kind: Kind
     key: tuple[int, int]
@@ -68,15 +68,15 @@ class Stream:
         self.member, self.lineage = self.sender.machine.me, self.sender.machine.lineage
 
 
-class VirtualNetwork:
-    """All links. Every decision is the dice's; `counts` says what it did."""
+class SimulatedNetwork:
+    """All links between simulated peers. Every decision is the dice's; `counts` says what it did."""
 
-    def __init__(self, world: World, dice: Random, delay_s: float, loss: float) -> None:
+    def __init__(self, world: SimulatedWorld, dice: Random, delay_s: float, loss: float) -> None:
         self.world = world
         self.dice = dice
         self.delay_s = delay_s
         self.loss = loss
-        self.cuts: list[CutOff] = []
+        self.cuts: list[SimulatedCut] = []
         self.slow: dict[str, float] = {}
         """Peers whose links are so many times slower."""
         self.late: dict[str, float] = {}
@@ -90,15 +90,15 @@ class VirtualNetwork:
         """Numbers of the strangers' messages."""
 
     def blocked(self, source: str, target: str) -> bool:
-        """True when a cut blocks this direction."""
+        """Whether a cut of the simulated network blocks this direction."""
         return any(cut.blocks(source, target) for cut in self.cuts)
 
     def connected(self, source: str, target: str) -> bool:
-        """True when neither direction is blocked."""
+        """Whether no cut of the simulated network blocks either direction."""
         return not (self.cuts and (self.blocked(source, target) or self.blocked(target, source)))
 
     def latency(self, source: str, target: str) -> float:
-        """Seconds until a message arrives: thrown anew each time."""
+        """Virtual seconds until a message arrives: thrown anew each time."""
         delay_s = self.delay_s * self.dice.random()
         if self.slow:
             delay_s *= max(self.slow.get(source, 1.0), self.slow.get(target, 1.0))
@@ -106,8 +106,8 @@ class VirtualNetwork:
 
     # ------------------------------------------------------------ messages
 
-    def send(self, sender: Host, to: Member, envelope: Envelope) -> None:
-        """Deliver a message once, never, or twice."""
+    def send(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
+        """Deliver a message to a simulated peer once, never, or twice."""
         self._remember(envelope, to)
         for stranger in self.strangers:
             self._vote(Member(stranger, 1, f"{stranger}:0"), sender, envelope)
@@ -123,14 +123,14 @@ class VirtualNetwork:
                 self.world.count("doubled messages")
                 self._arrive(sender, to, envelope)
 
-    def _arrive(self, sender: Host, to: Member, envelope: Envelope) -> None:
+    def _arrive(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
         delay_s = self.latency(sender.name, to.peer)
         if sender.name in self.late and self.dice.random() < LATE_SHARE:
             self.world.count("late messages")
             delay_s += self.dice.uniform(0, self.late[sender.name])
         self.world.after(delay_s, self._deliver, sender, to, envelope)
 
-    def _deliver(self, sender: Host, to: Member, envelope: Envelope) -> None:
+    def _deliver(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
         receiver = self.world.at(to)
         if receiver is None:
             sender.unreachable(to, self.world.plan.proven)
@@ -144,8 +144,8 @@ class VirtualNetwork:
             else:
                 self.seen[self.dice.randrange(MAX_REMEMBERED)] = (envelope, to)
 
-    def _vote(self, stranger: Member, coordinator: Host, envelope: Envelope) -> None:
-        """Somebody who is no member accepts a proposal, in the name of all members."""
+    def _vote(self, stranger: Member, coordinator: SimulatedHost, envelope: Envelope) -> None:
+        """The fault "stranger": one that is no member accepts a proposal, in the name of all members."""
         if isinstance(envelope.body, Propose):
             proposal, members = envelope.body, coordinator.machine.view
             votes = tuple(member.peer for member in members)
@@ -155,7 +155,7 @@ class VirtualNetwork:
             self.world.after(delay_s, coordinator.due, coordinator.receive, (said, None))
 
     def replay(self) -> None:
-        """Somebody sends again what it has seen, to whomever it was meant for."""
+        """The fault "replay": an attacker sends old messages again, to the simulated peers they were meant for."""
         for envelope, to in self.seen:
             now_there = self.world.hosts.get(to.peer)
             if now_there is not None and now_there.alive:
@@ -164,10 +164,10 @@ class VirtualNetwork:
     # ------------------------------------------------------------ questions
 
     def ask(
-        self, asker: Host, member: Member, question: Callable[[Host], T], then: Callable[[T], None],
+        self, asker: SimulatedHost, member: Member, question: Callable[[SimulatedHost], T], then: Callable[[T], None],
         failed: Callable[[], None],
     ) -> None:  # fmt: skip
-        """A call that is answered, or fails: at once when nobody is there, after the stall time when nothing moves."""
+        """A simulated call: answered, or failed at once when nobody is there, after the stall time when all stalls."""
 
         def arrive() -> None:
             other = self.world.at(member)
@@ -184,7 +184,7 @@ class VirtualNetwork:
     # ------------------------------------------------------------ streams
 
     def put(self, stream: Stream, part: int, payload: bytes, omitted: Sequence[str] = ()) -> None:
-        """Send one more part; parts of a stream do not overtake each other."""
+        """Send one more part on a simulated stream; parts of a stream do not overtake each other."""
         now = self.world.now
         stream.arrives_s = max(stream.arrives_s, now + self.latency(stream.sender.name, stream.to.peer))
         stream.moved_s = max(stream.moved_s, now)

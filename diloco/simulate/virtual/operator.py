@@ -1,4 +1,4 @@
-"""The person who looks after a run: declares the dead dead, and begins again when all have died."""
+"""The simulated operator of a run: declares the dead dead, and begins again when all have died."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.coordinating import MEAN_LOST
-from diloco.simulate.virtual.disk import Snapshot
+from diloco.simulate.virtual.disk import SimulatedCheckpoint
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.world import World
+    from diloco.simulate.virtual.world import SimulatedWorld
 
 OPERATOR = Member("operator", 0, "")
 
 
-class Operator:
-    """Acts on what is really so, which people can find out and peers cannot."""
+class SimulatedOperator:
+    """Acts on what is really so in the simulated world, which people can find out and peers cannot."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
 
     def help(self) -> None:
-        """Do what a run needs in which too many died."""
+        """Do what a simulated run needs in which too many died."""
         commit = self._newest_commit()
         if commit is None and any(host.alive and host.machine.founder for host in self.world.hosts.values()):
             self._start_all()  # a run begins, and waits for so many
@@ -33,7 +33,7 @@ class Operator:
             self._evict_if_needed(commit)
 
     def _evict_if_needed(self, commit: Commit) -> None:
-        """When the living are too few, or say what they lack; not when the dead took a later version along."""
+        """Evict dead simulated peers if the living are too few, or lack a mean; resume if the dead were ahead."""
         alive = [member for member in commit.view if self.world.lives(member)]
         asked = any(self.world.hosts[member.peer].machine.reason.startswith(MEAN_LOST) for member in alive)
         few = self.world.plan.without_majority == "wait" and len(alive) <= len(commit.view) // 2
@@ -47,7 +47,7 @@ class Operator:
                 self.evict(member.peer)
 
     def _restart_strays(self, commit: Commit) -> None:
-        """Peers of a run that was founded anew meanwhile are refused until they are started again."""
+        """Start simulated peers again whose run was founded anew meanwhile: until then they are refused."""
         heals = self.world.plan.without_majority == "continue"
         for host in list(self.world.hosts.values()):
             ended = host.alive and host.machine.lineage != commit.lineage
@@ -56,7 +56,7 @@ class Operator:
                 self.world.join(host.name, with_disk=True)
 
     def evict(self, peer: str) -> None:
-        """`diloco evict`: tell every live member that this peer is dead. It is, or nothing is said."""
+        """A simulated `diloco evict`: declare to every live member that this peer is dead. If it lives, do nothing."""
         commit = self._newest_commit()
         member = commit.member(peer) if commit else None
         if member is None or self.world.lives(member):
@@ -71,7 +71,7 @@ class Operator:
                 host.due(host.receive, (envelope, None))
 
     def resume(self) -> None:
-        """`diloco peer --resume`: the peer with the latest checkpoint founds the run anew, the others join it."""
+        """A simulated `diloco peer --resume`: the peer with the latest checkpoint founds anew, the others join it."""
         world = self.world
         for host in (*world.hosts.values(), *world.ghosts):
             host.die("the operator begins again")
@@ -87,13 +87,13 @@ class Operator:
         founder.training.found()
         self._start_all()
 
-    def _checkpoints(self) -> dict[str, Snapshot]:
-        """The latest of each peer of the beginning."""
+    def _checkpoints(self) -> dict[str, SimulatedCheckpoint]:
+        """The latest checkpoint of each simulated peer of the beginning."""
         disks = {name: disk for name, disk in self.world.disks.items() if name.startswith("p")}
         return {name: snapshot for name, disk in disks.items() if (snapshot := disk.load())}
 
     def _start_all(self) -> None:
-        """Everybody whom the founder waits for and who is not there."""
+        """Start all simulated peers whom the founder waits for and who are not there."""
         for index in range(self.world.plan.peers):
             self.world.after(0.05, self.world.join, f"p{index}", True)
 
@@ -102,7 +102,7 @@ class Operator:
         return max(commits, key=lambda commit: (commit.version, commit.tokens), default=None)
 
     def _can_go_on(self, commit: Commit) -> bool:
-        """Whether an honest trainer of the latest view lives, and one has its state or can make it."""
+        """Whether an honest simulated trainer of the latest view lives, and one has its state or can make it."""
         trainers = [member for member in commit.view if not member.witness]
         hosts = [self.world.hosts[member.peer] for member in trainers if self.world.lives(member)]
         honest = [host for host in hosts if host.name not in self.world.liars]

@@ -29,7 +29,7 @@ QUIET_AFTER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something goes wrong at a time (s), with a peer or several (`p0+p1`), for a while or for good."""
+    """A fault of a simulation at a time (s), with a peer or several (`p0+p1`), for a while or for good."""
 
     at_s: float
     kind: str
@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def over_s(self) -> float:
-        """When it has happened, and is over."""
+        """Virtual time at which the fault has happened, and is over."""
         if self.kind == "late":
             return self.at_s + self.for_s + float(self.how)
         return self.at_s + (FUSE_S if self.kind in FUSED and self.how else self.for_s)
@@ -53,7 +53,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """One simulation. Everything else follows from it and the production code."""
+    """The settings and faults of one simulation. Everything else follows from them and the production code."""
 
     seed: int = 0
     """Seed of the dice that the network, the training and the host code throw."""
@@ -99,20 +99,20 @@ class FaultPlan:
 
     @property
     def quiet_s(self) -> float:
-        """When the last fault is over."""
+        """Virtual time at which the plan's last fault is over."""
         return max((fault.over_s for fault in self.faults), default=3.0) + self.calm_s + 0.01
 
     def speed(self, index: int) -> float:
-        """Speed of the peer with this number."""
+        """Speed of the simulated peer with this number."""
         return _in_turn(self.speeds, index, 1.0)
 
     def uplink_mbit(self, index: int) -> float:
-        """Uplink that the peer with this number reports, in Mbit/s."""
+        """Uplink that the simulated peer with this number reports, in Mbit/s."""
         return _in_turn(self.uplinks, index, 0.0)
 
     @property
     def longest_round_s(self) -> float:
-        """Time that the inner steps of the slowest take, if they are as many as those of the others."""
+        """Virtual time of the slowest simulated peer's inner steps, if they are as many as those of the others."""
         return self.round_s / min(self.speed(index) for index in range(self.speeds.count("+") + 1))
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def _in_turn(values: str, index: int, default: float) -> float:
 
 
 def parse(text: str) -> FaultPlan:
-    """The plan that `str(plan)` wrote; lines that begin with # are comments. Raises UsageError."""
+    """The plan of faults that `str(plan)` wrote; lines that begin with # are comments. Raises UsageError."""
     lines = [line.strip() for line in text.splitlines()]
     wanted = [line for line in lines if line and not line.startswith("#")]
     settings: dict[str, Any] = dict(_setting(line) for line in wanted if not line[0].isdigit())
@@ -203,7 +203,7 @@ def draw(
     speeds: tuple[float, float] | None = None,
     rare: bool = True,
 ) -> FaultPlan:
-    """The plan of a seed, with a policy and a rule for lost majorities if they are given.
+    """A seed's plan of faults, with a policy and a rule for lost majorities if they are given.
 
     `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
     what `_rarely` adds to a share of the plans.
@@ -234,7 +234,7 @@ def draw(
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Settings added later. They are thrown with dice of their own: the faults of a seed stay what they were."""
+    """Later settings of a seed's plan, thrown with dice of their own: the faults of a seed stay what they were."""
     overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
     merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
     plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
@@ -244,7 +244,7 @@ def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _rarely(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Rare settings and rare faults. Dice of their own, and not for all: most seeds are what they were."""
+    """Rare settings and faults of a seed's plan. Dice of their own, and not for all: most seeds are what they were."""
     if dice.random() >= RARE_SHARE:
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
@@ -260,7 +260,7 @@ def _rarely(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _seldom(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Settings added after those, once more with dice of their own."""
+    """Settings and faults of a seed's plan that are rarer still, once more with dice of their own."""
     if dice.random() >= SELDOM_SHARE:
         return plan
     if dice.random() < RADIAL_SHARE:
@@ -272,7 +272,7 @@ def _seldom(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
-    """Dice of its own, too: a seed without speeds has the plan that it had before there were any."""
+    """Speeds of a seed's plan. Dice of their own, too: a seed without speeds has the plan that it had before."""
     sized_by = dice.choice(("contract", "speed"))
     few = plan.policy == "async" and dice.random() < DELAYED_SHARE
     optimizer = dice.choice(("delayed_nesterov", "buffered_nesterov")) if few else plan.optimizer
@@ -281,7 +281,7 @@ def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> 
 
 
 def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
-    """One for each, as many between 0.1 and 0.2 as between 0.5 and 1."""
+    """A speed for each simulated peer, as many between 0.1 and 0.2 as between 0.5 and 1."""
     low, high = map(math.log, speeds)
     return "+".join(f"{math.exp(dice.uniform(low, high)):.3g}" for _ in range(peers))
 
@@ -349,7 +349,7 @@ def _late(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iter
 
 
 def _twin(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """A peer that is silent for a while is started once more meanwhile; or one that is not silent at all."""
+    """Draw the fault "twin": a silent simulated peer, or one that is not silent at all, is started once more."""
     silence = Fault(fault.at_s, dice.choice(("stop", "cut")), fault.peer)
     if dice.random() < 0.8:
         yield from _for_a_while(dice, silence, names, number)
@@ -367,7 +367,7 @@ def _old_disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> 
 
 
 def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """An operator is quick, and everything else still goes on."""
+    """Draw the fault "evict": the simulated operator is quick, and everything else still goes on."""
     yield replace(fault, kind="kill", how=f"after {dice.choice(MOMENTS)}")
     yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
 
@@ -381,7 +381,7 @@ def _stranger(dice: Random, fault: Fault, names: Sequence[str], number: int) -> 
 
 
 def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Not the first peer, whose first life began when time did."""
+    """Draw the fault "no clock", not for the first simulated peer, whose first life began when time did."""
     peer = dice.choice(names[1:])
     yield replace(fault, kind="kill", peer=peer)
     at_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)

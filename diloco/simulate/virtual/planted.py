@@ -1,4 +1,4 @@
-"""Bugs of the kind that other systems shipped, planted on purpose: each must break an invariant soon."""
+"""Bugs that other systems shipped, planted in the simulated code on purpose: each must break an invariant soon."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from diloco.round import measure
 from diloco.simulate.virtual import host, training
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, FaultPlan
 from diloco.simulate.virtual.training import step_outer
-from diloco.simulate.virtual.world import World
+from diloco.simulate.virtual.world import SimulatedWorld
 
 
 @dataclass(frozen=True)
 class Bug:
-    """One planted bug."""
+    """One bug planted for the simulator to find."""
 
     what: str
     plant: Callable[[], Iterator[None]]
@@ -52,14 +52,14 @@ MALFORMED = ("short", "long", "infinite", "absurd")
 
 @contextmanager
 def plant(name: str) -> Iterator[None]:
-    """The named bug is in the code meanwhile."""
+    """Plant the named bug for the simulator to find, for as long as the context lasts."""
     with contextmanager(BUGS[name].plant)():
         yield
 
 
 @contextmanager
 def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
-    """A name means something else meanwhile."""
+    """Replace an attribute by a planted bug, for as long as the context lasts."""
     before = getattr(owner, name) if not isinstance(owner, type) else owner.__dict__[name]
     setattr(owner, name, value)
     try:
@@ -77,7 +77,7 @@ def _early_divisor() -> Iterator[None]:
     fold = Work.fold
 
     def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
-        """An omitted contributor adds nothing to the sum, but its weight to the divisor."""
+        """Planted bug: an omitted contributor adds nothing to the sum, but its weight to the divisor."""
         start, stop = work.fragment.part_bounds(part)
         for peer in omitted:
             work.put_contribution(peer, part, work.codec(part).encode(torch.zeros(stop - start)))
@@ -89,7 +89,7 @@ def _early_divisor() -> Iterator[None]:
 
 def _early_progress() -> Iterator[None]:
     def measure_and_finish(line: Line, how: Measure, seconds: dict[str, float]) -> PendingContribution:
-        """A contribution counts as committed once it was sent."""
+        """Planted bug: a contribution counts as committed once it was sent."""
         sent = measure(line, how, seconds)
         fragment = line.layout.fragments[sent.contribution.fragment]
         anchor = line.state.fragments[fragment.index].anchor
@@ -102,7 +102,7 @@ def _early_progress() -> Iterator[None]:
 
 
 def _private_mean() -> Iterator[None]:
-    """An owner goes on with its fp32 mean, the others with the bytes that it sent."""
+    """Planted bug: an owner goes on with its fp32 mean, the others with the bytes that it sent."""
     keep = Work.keep
     private: dict[tuple[str, bytes], Tensor] = {}
     current: list[str] = [""]
@@ -138,9 +138,9 @@ def _private_mean() -> Iterator[None]:
 
 
 def _stale_life() -> Iterator[None]:
-    """A restarted process comes back as the life that the view has, of which it remembers nothing."""
+    """Planted bug: a restarted peer comes back as the life that the view has, of which it remembers nothing."""
 
-    def same_incarnation(world: World, name: str) -> int:
+    def same_incarnation(world: SimulatedWorld, name: str) -> int:
         return sum(name.encode())
 
     with _replaced(host, "new_incarnation", same_incarnation):
@@ -149,7 +149,7 @@ def _stale_life() -> Iterator[None]:
 
 @contextmanager
 def _hearing(kind: type[m.Body], before: Callable[[Machine, Any], Callable[[], None]]) -> Iterator[None]:
-    """Each time that such a message is heard something else happens first, which says how to undo it."""
+    """Planted bug at a kind of message: `before` runs each time one is heard, and returns the way to undo it."""
     listen = Machine._messages[kind]
 
     def otherwise(machine: Machine, sender: Member, body: m.Body) -> None:
@@ -291,7 +291,7 @@ def _is_radial(plan: FaultPlan) -> bool:
 
 
 def _has(*faults: str) -> Callable[[FaultPlan], bool]:
-    """Plans with a fault of such a kind, or that happens so."""
+    """Condition on plans of faults: one with a fault of such a kind, or that happens so."""
     return lambda plan: any(name in faults for fault in plan.faults for name in (fault.kind, fault.how))
 
 

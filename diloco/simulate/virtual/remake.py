@@ -1,4 +1,4 @@
-"""Means and versions made once more, from contributions as their makers recorded them.
+"""Means and versions of a simulation made once more, from contributions as their makers recorded them.
 
 Means apart from production's code, in plain numpy; all versions by `diloco.accounts.replay`.
 """
@@ -18,12 +18,12 @@ from diloco.accounts.journal import Recording
 from diloco.accounts.replay import Replay, Workshop, shelve
 from diloco.base.types import Counted
 from diloco.compress import Codec
-from diloco.simulate.virtual.setup import Setup
+from diloco.simulate.virtual.setup import SimulationSetup
 
 
 @dataclass(frozen=True)
 class Kept(Recording):
-    """A recorded contribution that stays in memory."""
+    """A simulated peer's recorded contribution that stays in memory."""
 
     held: Sequence[bytes] = ()
 
@@ -31,8 +31,8 @@ class Kept(Recording):
         return iter(self.held)
 
 
-def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: Setup) -> Replay:
-    """`recorded`: how a commit counts each contribution, its fragment, its parts."""
+def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: SimulationSetup) -> Replay:
+    """Replay a simulation. `recorded`: how a commit counts each contribution, its fragment, its parts."""
     fragments = setup.layout.fragments
     shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
     made_with = setup.codecs, setup.optimizer, setup.weighing
@@ -41,8 +41,8 @@ def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]
 
 
 def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The weighted mean, encoded: fp32 in the order given, written apart from `diloco.outer.average.fold`. Or the
-    bundle."""
+    """The simulator's check of a weighted mean, encoded: fp32 in the order given, apart from
+    `diloco.outer.average.fold`. Or the bundle."""
     if codec.gathered:
         table = b"".join(weight.to_bytes(8, "little") + len(payload).to_bytes(4, "little") for weight, payload in terms)
         return len(terms).to_bytes(4, "little") + table + b"".join(payload for _, payload in terms)
@@ -57,7 +57,7 @@ def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) 
 
 
 def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
-    """The mean length in the mean direction, encoded: fp64, written apart from `diloco.outer.average`."""
+    """The simulator's check of a radial mean, encoded: mean length in the mean direction, in fp64, in plain numpy."""
     counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
     if len(counted) == 1:
         return codec.encode(counted[0][1].nan_to_num_())
@@ -74,7 +74,7 @@ def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec
 
 
 def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:
-    """Mean of a bundle in fp64: over the weights of all, or of those whose value is not zero."""
+    """The simulator's check of a bundle's mean, in fp64: over the weights of all, or of those with a value not zero."""
     values = np.stack([codec.decode(payload, elements).double().numpy() for _, payload in terms])
     weights = np.array([float(weight) for weight, _ in terms])[:, None]
     divisor = (weights * (values != 0)).sum(axis=0) if by_senders else weights.sum(axis=0)

@@ -1,4 +1,4 @@
-"""Many seeds, on all cores; and one seed, told in full."""
+"""Many seeds of the simulator, on all cores; and one seed, written out in full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
 from diloco.simulate.virtual.plan import FaultPlan, draw, parse
-from diloco.simulate.virtual.world import Outcome, World
+from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
 """Seeds that a process takes at a time."""
@@ -31,8 +31,8 @@ RULE = "----"
 
 
 @dataclass(frozen=True)
-class PlanChoice:
-    """Which plans are drawn."""
+class SeedOptions:
+    """Options for drawing the seeds' plans of faults."""
 
     policy: str = ""
     """Empty: as the seed says."""
@@ -45,12 +45,12 @@ class PlanChoice:
     """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> FaultPlan:
-        """The plan of a seed."""
+        """A seed's plan of faults, with these options."""
         speeds = speed_range(self.speeds) if self.speeds else None
         return draw(seed, self.policy, self.without_majority, speeds, self.rare)
 
     def check(self) -> None:
-        """Raises UsageError."""
+        """Raises UsageError where `diloco virtual` has no such option."""
         known = {"--policy": ("", "sync", "quorum", "async"), "--without-majority": ("", "wait", "continue")}
         for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
             if value not in known[option]:
@@ -61,7 +61,7 @@ class PlanChoice:
 
 @dataclass
 class SeedTally:
-    """Sum over many seeds."""
+    """Sum over many seeds of the simulator."""
 
     seeds: int = 0
     events: int = 0
@@ -86,14 +86,14 @@ class SeedTally:
             self.violations.append({"seed": outcome.plan.seed, "violation": outcome.violation})
 
     def merge(self, other: SeedTally) -> None:
-        """Add the tally of other seeds."""
+        """Add the tally of other seeds of the simulator."""
         for name in ("seeds", "events", "virtual_s", "versions", "discarded_tokens", "void_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.faults += other.faults
         self.violations += other.violations
 
     def as_json(self, command: str, seconds: float) -> dict[str, Any]:
-        """Content of the file that `--json FILE` names."""
+        """The simulator's tally as the content of the file that `--json FILE` names."""
         return {
             "command": command,
             "seeds": self.seeds,
@@ -110,17 +110,17 @@ class SeedTally:
         }
 
 
-def run_seeds(seeds: Iterable[int], choice: PlanChoice = PlanChoice()) -> SeedTally:
-    """Run these seeds in this process."""
+def run_seeds(seeds: Iterable[int], choice: SeedOptions = SeedOptions()) -> SeedTally:
+    """Simulate these seeds in this process."""
     tally = SeedTally()
     with planted.plant(choice.bug) if choice.bug else nullcontext():
         for seed in seeds:
-            tally.add(World(choice.draw(seed)).run())
+            tally.add(SimulatedWorld(choice.draw(seed)).run())
     return tally
 
 
-def search(first: int, last: int, choice: PlanChoice, on_batch: Callable[[int, int, int], None]) -> dict[str, Any]:
-    """Run the seeds from `first` to `last` (exclusive) on all cores.
+def search(first: int, last: int, choice: SeedOptions, on_batch: Callable[[int, int, int], None]) -> dict[str, Any]:
+    """Simulate the seeds from `first` to `last` (exclusive) on all cores.
 
     `on_batch` hears of seeds done, seeds in all, violations. Returns what `--json FILE` writes; after a
     KeyboardInterrupt, of the seeds that were done until then.
@@ -145,7 +145,7 @@ def search(first: int, last: int, choice: PlanChoice, on_batch: Callable[[int, i
 
 
 def seed_range(text: str) -> tuple[int, int]:
-    """`A:B`. Raises UsageError."""
+    """The simulator's seeds in `A:B`. Raises UsageError."""
     first, _, last = text.partition(":")
     if not (first.isdigit() and last.isdigit() and int(first) < int(last)):
         raise UsageError(f"--seeds is {text!r}", "give a range as A:B with A < B, for example 0:1000")
@@ -153,7 +153,7 @@ def seed_range(text: str) -> tuple[int, int]:
 
 
 def speed_range(text: str) -> tuple[float, float]:
-    """`LOW:HIGH`. Raises UsageError."""
+    """The simulated peers' speeds in `LOW:HIGH`. Raises UsageError."""
     try:
         low, high = map(float, text.split(":"))
     except ValueError:
@@ -164,7 +164,7 @@ def speed_range(text: str) -> tuple[float, float]:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """The report on the simulated seeds for people."""
     after = "interrupted after " if report["interrupted"] else ""
     lines = [
         f"{after}{report['seeds']:,} seeds, {report['events']:,} events, {report['versions']:,} versions, "
@@ -179,7 +179,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def _alone() -> None:
-    """One thread each: there is a process for every core. What is imported now stays, and need not be collected."""
+    """Prepare a process to simulate on one thread: there is one for every core. Imports stay, and are not collected."""
     torch.set_num_threads(1)
     use_compiled()
     gc.collect()
@@ -187,13 +187,13 @@ def _alone() -> None:
 
 
 def _get_ready() -> None:
-    """For a process of the pool: it ends with the one that started it."""
+    """Prepare a process of the pool that simulates seeds: it ends with the one that started it."""
     die_with_parent(signal.SIGKILL)
     _alone()
 
 
-def _run_batch(batch: tuple[range, PlanChoice]) -> SeedTally:
-    """Without the collector's visits, which are a tenth of the time: what a batch leaves is collected at its end."""
+def _run_batch(batch: tuple[range, SeedOptions]) -> SeedTally:
+    """Simulate a batch of seeds without the collector's visits, a tenth of the time: it runs at the batch's end."""
     gc.disable()
     tally = run_seeds(*batch)
     gc.collect()
@@ -204,7 +204,7 @@ def _run_batch(batch: tuple[range, PlanChoice]) -> SeedTally:
 
 
 def read_plan(path: Path) -> FaultPlan:
-    """The plan at the head of a text; a transcript may follow after a line of dashes. Raises UsageError."""
+    """The plan of faults at the head of a text; a transcript may follow after a line of dashes. Raises UsageError."""
     try:
         return parse(path.read_text().partition(f"\n{RULE}\n")[0])
     except OSError as error:
@@ -212,24 +212,24 @@ def read_plan(path: Path) -> FaultPlan:
 
 
 def narrate(plan: FaultPlan) -> Outcome:
-    """Run a plan, and write down what happens."""
+    """Simulate a plan of faults, and write down what happens."""
     _alone()
-    return World(plan, record=True).run()
+    return SimulatedWorld(plan, record=True).run()
 
 
 def explain(plan: FaultPlan) -> Outcome:
-    """The shortest plan found that fails like this one, and what happens in it."""
+    """The shortest plan of faults found that fails like this one, and what happens in it."""
     return narrate(shrink(plan))
 
 
 def outcome_lines(outcome: Outcome) -> list[str]:
-    """A plan and its transcript."""
+    """A plan of faults and the transcript of its simulation."""
     end = f"VIOLATION of {outcome.violation}" if outcome.violation else "all invariants hold"
     return [str(outcome.plan), RULE, *outcome.lines, end]
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """The same for programs."""
+    """A plan of faults and the transcript of its simulation, as JSON."""
     return {
         "plan": str(outcome.plan).splitlines(),
         "violation": outcome.violation,
@@ -244,7 +244,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Caught:
-    """A planted bug and the number of seeds after which it was noticed."""
+    """A planted bug and the number of simulated seeds after which it was noticed."""
 
     bug: str
     what: str
@@ -254,13 +254,13 @@ class Caught:
 
 
 def catch_planted(max_seeds: int, bugs: Sequence[str] = ()) -> Iterator[Caught]:
-    """Plant each bug in turn, and try seeds until an invariant breaks."""
+    """Plant each bug in turn in the simulated code, and try seeds until an invariant breaks."""
     for bug in bugs or planted.BUGS:
         yield _catch(bug, max_seeds)
 
 
 def _catch(bug: str, max_seeds: int) -> Caught:
-    choice = PlanChoice(bug=bug)
+    choice = SeedOptions(bug=bug)
     for seed in filter(lambda seed: planted.BUGS[bug].shows(choice.draw(seed)), range(max_seeds)):
         tally = run_seeds([seed], choice)
         if tally.violations:
@@ -274,14 +274,14 @@ MAX_RUNS = 300
 
 
 def shrink(plan: FaultPlan) -> FaultPlan:
-    """The shortest plan found that breaks the same invariant; `plan` itself when it breaks none."""
+    """The shortest plan of faults found that breaks the same invariant; `plan` itself when it breaks none."""
     broken = kind_of(plan)
     return _shrink(plan, lambda shorter: kind_of(shorter) == broken) if broken else plan
 
 
 def kind_of(plan: FaultPlan) -> str:
-    """The invariant that the plan breaks; empty if none."""
-    return World(plan).run().violation.partition(":")[0]
+    """The invariant that breaks when the plan of faults is simulated; empty if none."""
+    return SimulatedWorld(plan).run().violation.partition(":")[0]
 
 
 def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
@@ -304,7 +304,7 @@ SETTINGS = (
 
 
 def _simpler(plan: FaultPlan) -> Iterator[FaultPlan]:
-    """Plans with one thing less, the most telling first."""
+    """Plans of faults with one thing less, the most telling first."""
     for index in range(len(plan.faults)):
         yield replace(plan, faults=(*plan.faults[:index], *plan.faults[index + 1 :]))
     default = FaultPlan()

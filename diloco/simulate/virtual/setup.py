@@ -1,4 +1,4 @@
-"""The production parts that a plan asks for: rules, codec, layout, outer optimizer, and a model of 22 numbers."""
+"""Production parts of a simulation, by its plan: rules, codec, layout, outer optimizer, a model of 22 numbers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 """Settings of codecs without blocks, where a part is 4 numbers."""
 
 
-class Setup:
-    """Everything that all peers of one simulation share."""
+class SimulationSetup:
+    """Everything that all simulated peers share."""
 
     def __init__(self, plan: FaultPlan) -> None:
         names = plan.codec.split("/")
@@ -77,19 +77,19 @@ class Setup:
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
 
     def _weighing(self, plan: FaultPlan) -> Weighing:
-        """Under `async` with shares of a step and weights by staleness, where the optimizer can."""
+        """Weighing of a simulation: under `async` with shares of a step and by staleness, where the optimizer can."""
         by_tokens, shares = plan.weighting == "tokens", plan.policy == "async" and plan.optimizer in SHARED_OPTIMIZERS
         whole = STEPS if by_tokens else FINE if shares else 1
         return Weighing(by_tokens, whole, 0.5 if shares else 0.0, shares)
 
     @staticmethod
     def parameters() -> dict[str, Tensor]:
-        """The weights that every peer begins with."""
+        """The 22 weights that every simulated peer begins with."""
         return {name: torch.full(shape, 0.5) for name, shape in SHAPES}
 
 
 def policy_of(plan: FaultPlan) -> Policy:
-    """`async` begins after two versions of `sync`."""
+    """Policy of a simulation, from its plan of faults: `async` begins after two versions of `sync`."""
     quorum = {"sync": None, "quorum": max(1, plan.peers // 2), "async": 1}[plan.policy]
     is_async = plan.policy == "async"
     grace_s = 0.05 if is_async else 0.3
@@ -97,7 +97,7 @@ def policy_of(plan: FaultPlan) -> Policy:
 
 
 def open_small(text: str) -> Codec:
-    """The codec `name`, `name-mean` or `name+zstd` of a plan, with blocks and tiles for parts of 4 numbers."""
+    """The simulated codec `name`, `name-mean` or `name+zstd`, with blocks and tiles for parts of 4 numbers."""
     text, _, zstd = text.partition("+")
     name, _, mean = text.partition("-")
     wanted = {"name": name, "zstd": bool(zstd), "mean": mean or "senders"}
@@ -106,7 +106,7 @@ def open_small(text: str) -> Codec:
 
 
 class Remembering(Codec):
-    """A codec whose decoded values are kept: several peers decode the same bytes, and 4 numbers take 5 to 40 us."""
+    """The simulator's codec: keeps decoded values, as peers decode the same bytes, and 4 numbers take 5 to 40 us."""
 
     def __init__(self, codec: Codec) -> None:
         self.inner = codec
@@ -147,8 +147,8 @@ class Remembering(Codec):
 
 @cache
 def noises() -> tuple[dict[str, Tensor], ...]:
-    """Changes that inner steps make to the weights: drawn once, used in turn, the same in every plan and on every
-    machine."""
+    """Changes that simulated inner steps make to the weights: drawn once, used in turn, the same in every plan and on
+    every machine."""
     dice = Random("noises")
     return tuple(
         {name: torch.tensor([dice.uniform(-0.2, 0.2) for _ in range(*shape)]) for name, shape in SHAPES}
@@ -158,5 +158,5 @@ def noises() -> tuple[dict[str, Tensor], ...]:
 
 @cache
 def flat_noise(piece: int, fragment: Fragment) -> Tensor:
-    """A piece of noise as a fragment's flat buffer."""
+    """A piece of simulated training noise as a fragment's flat buffer."""
     return read_fragment(noises()[piece], fragment)

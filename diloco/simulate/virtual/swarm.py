@@ -1,4 +1,4 @@
-"""Many peers of different speeds that come and go: what each of them sends, holds and waits for.
+"""A swarm of many simulated peers of different speeds that come and go: what each sends, holds and waits for.
 
 The figures are of the protocol, not of the model of 22 numbers: control messages in bytes as they are sealed, streams
 in sizes S of an encoded contribution.
@@ -18,9 +18,9 @@ import torch
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.host import Host
+from diloco.simulate.virtual.host import SimulatedHost
 from diloco.simulate.virtual.plan import Fault, FaultPlan, draw_speeds
-from diloco.simulate.virtual.world import World
+from diloco.simulate.virtual.world import SimulatedWorld
 from diloco.wire.convert import seal
 
 SETTLE_S = 5.0
@@ -33,8 +33,8 @@ AWAY_S = (2.0, 12.0)
 
 
 @dataclass(frozen=True)
-class Options:
-    """Settings of a swarm."""
+class SwarmOptions:
+    """Settings of a simulated swarm."""
 
     peers: int
     seconds: float = 60.0
@@ -52,11 +52,11 @@ class Options:
 
     @property
     def warm_s(self) -> float:
-        """Seconds before measuring begins: one round of the slowest peer, and time to settle."""
+        """Virtual seconds before measuring begins: one round of the slowest peer, and time to settle."""
         return self.round_s / self.speeds[0] + SETTLE_S
 
     def plan(self) -> FaultPlan:
-        """Plan of the simulation with these options."""
+        """Plan of faults of the simulated swarm with these options."""
         dice = Random(f"swarm {self.seed}")
         return FaultPlan(
             seed=self.seed,
@@ -74,7 +74,7 @@ class Options:
         )
 
     def _churn(self, dice: Random) -> Iterator[Fault]:
-        """At even distances in time, lest many fall together by chance; half of the peers are never touched."""
+        """Faults of a simulated swarm, at even distances in time, lest many coincide; half of the peers have none."""
         count = round(self.churn_per_minute * self.peers * self.seconds / 60)
         for number in range(count):
             at_s = round(self.warm_s + self.seconds * (number + dice.random()) / count, 2)
@@ -89,8 +89,8 @@ class Options:
                 yield Fault(at_s, kind, peer, away_s, "both" if kind == "cut" else "")
 
 
-class Meter:
-    """Counter of messages and bytes sent; it changes nothing."""
+class SwarmMeter:
+    """Counter of messages and bytes that a simulated swarm sends; it changes nothing."""
 
     def __init__(self) -> None:
         self.messages: Counter[tuple[str, str]] = Counter()
@@ -100,7 +100,7 @@ class Meter:
         self._size = 0
 
     def sent(self, name: str, envelope: m.Envelope) -> None:
-        """The same words to many have the same size, but for the digits of their number."""
+        """Count a simulated peer's message: the same words to many have one size, but for their number's digits."""
         if envelope.body is not self._body:
             self._body, self._size = envelope.body, seal(envelope).ByteSize()
         key = name, type(envelope.body).__name__
@@ -109,8 +109,8 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Where the swarm stood at a time."""
+class SwarmMark:
+    """Progress of the simulated swarm at a time."""
 
     at_s: float
     version: int
@@ -124,28 +124,28 @@ class Mark:
     """The most that any peer holds of each."""
 
 
-class Swarm(World):
-    """The world of a plan, with a meter in it."""
+class SimulatedSwarm(SimulatedWorld):
+    """The simulated world of a swarm, with a meter in it."""
 
     keeps_ledgers = False
     """They hold every commit, of O(n) bytes, n times."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: SwarmOptions) -> None:
         super().__init__(options.plan())
         self.options = options
-        self.meter = Meter()
+        self.meter = SwarmMeter()
 
-    def performed(self, host: Host, effect: m.Effect) -> None:
-        """Is about to be; nothing is told."""
+    def performed(self, host: SimulatedHost, effect: m.Effect) -> None:
+        """Meter an effect that a simulated peer is about to carry out; no transcript is written."""
         if isinstance(effect, m.Send):
             self.meter.sent(host.name, effect.envelope)
 
     def measure(self) -> dict[str, Any]:
-        """Raises Violation."""
+        """Simulate the swarm and return its figures. Raises Violation."""
         options = self.options
         self._begin()
         first, events = self._mark_at(options.warm_s), self.events
-        self.meter = Meter()
+        self.meter = SwarmMeter()
         middle = self._mark_at(options.warm_s + options.seconds / 2)
         last = self._mark_at(options.warm_s + options.seconds)
         result = figures(self, first, middle, last) | {"events": self.events - events}
@@ -153,11 +153,11 @@ class Swarm(World):
         return result
 
     def newest_commit(self) -> Commit | None:
-        """Newest commit that any peer has."""
+        """Newest commit that any simulated peer has."""
         commits = [host.machine.commit for host in self._honest() if host.machine.commit]
         return max(commits, key=lambda commit: commit.version, default=None)
 
-    def _mark_at(self, at_s: float) -> Mark:
+    def _mark_at(self, at_s: float) -> SwarmMark:
         self._until(at_s, lambda: False)
         newest = self.newest_commit()
         if newest is None:
@@ -166,26 +166,26 @@ class Swarm(World):
         waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
         seen = self.invariants
         tokens = newest.tokens, seen.trained_tokens, seen.discarded_tokens
-        return Mark(self.now, newest.version, *tokens, waited_s, max_held(hosts))
+        return SwarmMark(self.now, newest.version, *tokens, waited_s, max_held(hosts))
 
 
 @torch.inference_mode()
-def measure_swarm(options: Options) -> dict[str, Any]:
-    """The figures of one swarm. Raises Violation."""
-    return Swarm(options).measure()
+def measure_swarm(options: SwarmOptions) -> dict[str, Any]:
+    """The figures of one simulated swarm. Raises Violation."""
+    return SimulatedSwarm(options).measure()
 
 
 # ---------------------------------------------------------------- figures
 
 
-def max_held(hosts: Sequence[Host]) -> dict[str, int]:
-    """The most that one of them holds of each."""
+def max_held(hosts: Sequence[SimulatedHost]) -> dict[str, int]:
+    """The most that any one of these simulated peers has in memory, by kind."""
     held = [host.held() for host in hosts]
     return {name: max(entry[name] for entry in held) for name in held[0]}
 
 
-def figures(swarm: Swarm, first: Mark, middle: Mark, last: Mark) -> dict[str, Any]:
-    """Figures of the time from the first mark to the last."""
+def figures(swarm: SimulatedSwarm, first: SwarmMark, middle: SwarmMark, last: SwarmMark) -> dict[str, Any]:
+    """Figures of a simulated swarm from the first mark to the last."""
     seconds, versions = last.at_s - first.at_s, last.version - first.version
     commits = [c for c in swarm.invariants.commits.values() if c.fragment >= 0 and c.version > first.version]
     closed = [commit for commit in commits if commit.version <= last.version]
@@ -205,8 +205,8 @@ def figures(swarm: Swarm, first: Mark, middle: Mark, last: Mark) -> dict[str, An
     }
 
 
-def _traffic(swarm: Swarm, seconds: float, versions: int) -> dict[str, Any]:
-    """Control messages that a peer sends."""
+def _traffic(swarm: SimulatedSwarm, seconds: float, versions: int) -> dict[str, Any]:
+    """Control messages that a peer of the simulated swarm sends."""
     peers, meter = swarm.options.peers, swarm.meter
     kinds: Counter[str] = Counter()
     by_peer: Counter[str] = Counter()
@@ -224,7 +224,7 @@ def _traffic(swarm: Swarm, seconds: float, versions: int) -> dict[str, Any]:
 
 
 def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
-    """Contributions per version, uploads of each of their peers for it, and versions passed since a peer's last one."""
+    """Contributions per version of a simulated swarm, uploads by peer, and versions since a peer's last one."""
     groups = [len(commit.counted) for commit in closed]
     uploads = [upload_shares(len(commit.counted), len(commit.view)) for commit in closed]
     before: dict[str, int] = {}
@@ -244,13 +244,13 @@ def _contributions(closed: Sequence[Commit]) -> dict[str, Any]:
 
 
 def upload_shares(contributors: int, receivers: int) -> float:
-    """Bytes that each contributor uploads for a version, in sizes of its contribution, where there are parts enough:
-    the parts of its own that others own, and its part of the mean to all who receive it."""
+    """Bytes that each simulated contributor uploads for a version, in sizes of its contribution, where there are parts
+    enough: the parts of its own that others own, and its part of the mean to all who receive it."""
     return 1 - 1 / contributors + (receivers - 1) / contributors
 
 
-def _waiting(swarm: Swarm, first: Mark, last: Mark) -> dict[str, Any]:
-    """Waiting of the peers to which nothing happened."""
+def _waiting(swarm: SimulatedSwarm, first: SwarmMark, last: SwarmMark) -> dict[str, Any]:
+    """Waiting of the simulated peers to which nothing happened."""
     touched = {fault.peer for fault in swarm.plan.faults}
     spared = [life for life in last.waited_s if life in first.waited_s and life[0] not in touched]
     shares = [(last.waited_s[life] - first.waited_s[life]) / (last.at_s - first.at_s) for life in spared]

@@ -1,14 +1,15 @@
-"""One life of a peer, the training half: what `diloco.peer.peer` and `diloco.run.trainer` do, on a model of a few
-numbers.
+"""One life of a simulated peer, the training half: does what `diloco.peer.peer` and `diloco.run.trainer` do, on a model
+of a few numbers.
 
-Inner steps are noise added to the local weights. Measuring, encoding, the outer step, merging and copying the state
-are the production code of `diloco.round`. What blocks the training thread there is an event in virtual time here.
+Inner steps are noise added to the local weights. Measuring, encoding, the outer step, merging and copying the state are
+the production code of `diloco.round`. What blocks the training thread there is an event in virtual time here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
@@ -40,14 +41,14 @@ from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.round import apply, measure
-from diloco.simulate.virtual.copying import Download
-from diloco.simulate.virtual.disk import Snapshot
-from diloco.simulate.virtual.invariants import Books
+from diloco.simulate.virtual.copying import SimulatedStateCopy
+from diloco.simulate.virtual.disk import SimulatedCheckpoint
+from diloco.simulate.virtual.invariants import SimulatedProgress
 from diloco.simulate.virtual.lies import falsified
 from diloco.simulate.virtual.setup import STEPS
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import Host
+    from diloco.simulate.virtual.host import SimulatedHost
 
 APPLY_S = 0.02
 """The training thread takes about so long to apply a version, and to see one."""
@@ -55,7 +56,7 @@ POLL_S = 0.2
 
 
 def step_outer(line: Line, closed: Closed, state_unused: bool = False) -> Counted | None:
-    """Apply a version that closed to a line of one rank, at once. Returns its entry in it, if it counts one.
+    """A simulated peer's outer step: apply a version to a line of one rank, at once. Returns its entry in it, if any.
 
     `state_unused`: nobody else reads the state before it, which may be overwritten.
 
@@ -78,13 +79,13 @@ def step_outer(line: Line, closed: Closed, state_unused: bool = False) -> Counte
 
 
 def take_back(line: Line) -> None:
-    """What was sent is progress again, unless a version counts it."""
+    """Make what a simulated peer sent progress again, unless a version counts it."""
     if line.sent is None or line.sent.passed is None:
         withdraw(line)
 
 
 def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[Counted | None, int]:
-    """Take over a copied state. Returns what `Adoption` says was counted on the way there, and what is discarded."""
+    """Take over a state that a simulated peer copied. Returns its entry counted on the way, tokens discarded."""
     taken = adoption(line, commit)
     adopt(line, state, taken.stays)
     book_adoption(line, taken)
@@ -92,15 +93,15 @@ def adopt_state(line: Line, state: OuterState, commit: Commit | None) -> tuple[C
 
 
 def drop_progress(line: Line) -> int:
-    """Back to the anchor. Returns the tokens that are discarded."""
+    """Take a simulated peer back to the anchor. Returns the tokens that are discarded."""
     drop(line)
     return book_drop(line)
 
 
-class Training:
-    """The training thread."""
+class SimulatedTraining:
+    """The training thread of a simulated peer, as events in virtual time."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: SimulatedHost) -> None:
         setup = host.world.setup
         self.host = host
         plan = host.world.plan
@@ -116,13 +117,13 @@ class Training:
             feedback=plan.feedback if plan.feedback >= 0 else None,
         )
         self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
-        """What one inner step takes."""
+        """Virtual seconds of one inner step."""
         self.cadence = setup.cadence
         self._watch = Stopwatch()
         self.overlapping = False
         self._early: Sequence[Closed] | Skip | None = None
-        """What the round came to while the overlapped steps still went on."""
-        self.books = Books(host, self.line)
+        """Outcome of the simulated round while the overlapped steps still went on."""
+        self.books = SimulatedProgress(host, self.line)
         self.journal: Journal | None = None
         self.leaving = False
         self.entered = False
@@ -133,13 +134,13 @@ class Training:
         """Times that the contribution on its way was offered without further inner steps."""
 
     def waited(self, now: float) -> float:
-        """Seconds of this life in which it waited for a round."""
+        """Virtual seconds in which this simulated life waited for a round."""
         return self.waited_s + (now - self.waiting_since_s if self.waiting_since_s is not None else 0.0)
 
     # ------------------------------------------------------------ entering
 
     def _open(self) -> None:
-        """This life's ledger begins, with what a checkpoint brought."""
+        """Begin the ledger of this simulated life, with what a checkpoint brought."""
         host, rules, line = self.host, self.host.world.setup.rules, self.line
         me, founds = host.machine.me, host.machine.founder
         opening = Opening(host.name, me.incarnation, rules.run, rules.contract, host.machine.lineage, founds, False)
@@ -150,21 +151,21 @@ class Training:
             ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
 
     def _drop(self, reason: str) -> None:
-        """Give up all progress."""
+        """Give up all progress of the simulated peer."""
         discarded = drop_progress(self.line)
         self.books.dropped(discarded)
         if self.journal is not None:
             self.journal.discarded(discarded, reason)
 
     def found(self) -> None:
-        """Begin a run, or go on with one from a checkpoint."""
+        """Begin a simulated run, or go on with one from a checkpoint."""
         if self.journal is None:
             self._open()
         self.host.hold(self.line.state, self.line.commit, copied=True)
         self._enter()
 
     def join(self, members: Sequence[Member]) -> None:
-        """Copy the state from these members, unless the run goes on from ours."""
+        """Copy the state from these simulated members, unless the run goes on from ours."""
         self._open()
         self._drop("the run may have counted it before the restart")
         commit = self.line.commit
@@ -174,12 +175,12 @@ class Training:
             self._copy(members, self._enter, lambda: self._start_again("nobody gave the state"))
 
     def _start_again(self, why: str) -> None:
-        """The process ends with an error, and whoever runs it tries again."""
+        """End the simulated process with an error; it is started again."""
         self.host.die(why)
         self.host.world.join(self.host.name, with_disk=True)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Take outer state, commit and uncommitted progress from a checkpoint."""
+    def restore(self, snapshot: SimulatedCheckpoint) -> None:
+        """Take outer state, commit and uncommitted progress from a simulated checkpoint."""
         line = self.line
         adopt_state(line, snapshot.state, snapshot.commit)
         for name, tensor in snapshot.local.items():
@@ -188,7 +189,7 @@ class Training:
         self.books.restored(snapshot)
 
     def _enter(self) -> None:
-        """Wait until the version that we have applied includes us."""
+        """Wait in virtual time until the version that the simulated peer has applied includes it."""
         if self.host.fenced_for_s > 3 * self.host.world.setup.timing.suspect_s:
             self._start_again("fenced")
         else:
@@ -205,7 +206,7 @@ class Training:
     # ------------------------------------------------------------ rounds
 
     def _inner_steps(self) -> None:
-        """Those before the contribution is measured."""
+        """Do the simulated inner steps before the contribution is measured."""
         self._size()
         steps = self.cadence.before(self.line.trained.tokens)
         if steps:
@@ -214,7 +215,7 @@ class Training:
             self._catch_up(self._contribute)
 
     def _size(self) -> None:
-        """As many steps this time as our speed has room for, as `diloco.run.trainer` does."""
+        """Set as many simulated inner steps as the speed has room for, as `diloco.run.trainer` does."""
         machine, world = self.host.machine, self.host.world
         machine.progress = replace(machine.progress, pace=self._watch.round())
         if world.plan.sized_by == "speed":
@@ -222,7 +223,7 @@ class Training:
 
     @property
     def slack_s(self) -> float:
-        """For how long there are inner steps to do while a contribution is on its way."""
+        """Virtual seconds of inner steps left to do while a contribution is on its way."""
         return self.cadence.overlap * self.step_s if self.overlapping and not self.leaving else 0.0
 
     def _train(self, steps: int, then: Callable[[], None]) -> None:
@@ -242,7 +243,7 @@ class Training:
         then()
 
     def _fresh_blocks(self) -> int:
-        """Blocks of the lease that this round read for the first time."""
+        """Blocks of the lease that this simulated round read for the first time."""
         line = self.line
         held = leases.count(line.commit.leases.held.get(self.host.name, ())) if line.commit else 0
         return max(0, min(self.host.world.setup.blocks, held - line.trained.blocks))
@@ -257,7 +258,7 @@ class Training:
             self._wait()
 
     def _offer(self) -> bool:
-        """False: the progress is not finite, and is dropped."""
+        """Offer the simulated peer's contribution. False: the progress is not finite, and is dropped."""
         line = self.line
         if line.sent is None:
             try:
@@ -271,7 +272,7 @@ class Training:
         return True
 
     def _overlapped(self) -> None:
-        """The steps that hid the exchange are done."""
+        """End the simulated steps that hid the exchange."""
         self.overlapping = False
         early, self._early = self._early, None
         if early is None:
@@ -294,7 +295,7 @@ class Training:
             self.host.feed(m.Withdrawn())
 
     def outcome(self, outcome: Sequence[Closed] | Skip) -> None:
-        """What the round came to, sooner or later than the steps that hide it."""
+        """Take the outcome of a simulated round, sooner or later than the steps that hide it."""
         if self.overlapping:
             self._early = outcome
         else:
@@ -322,7 +323,7 @@ class Training:
             self._next_round()
 
     def _offers_again(self, outcome: Sequence[Closed]) -> bool:
-        """Whether to offer what is trained once more at once, as `Peer.round` does when it leaves and under `async`."""
+        """Whether a simulated peer offers progress once more, as `Peer.round` does when it leaves and under `async`."""
         line, policy = self.line, self.host.world.setup.rules.policy
         counts_us = any(entry.peer == self.host.name for closed in outcome for entry in closed.commit.counted)
         if not outcome or counts_us or not line.trained.tokens:
@@ -339,7 +340,7 @@ class Training:
             self._inner_steps()
 
     def _catch_up(self, then: Callable[[], None]) -> None:
-        """Apply versions that closed without us; copy the state when they are too many."""
+        """Apply versions that closed without the simulated peer; copy the state when they are too many."""
         try:
             for closed in self.host.take_closed():
                 self._apply(closed)
@@ -366,31 +367,31 @@ class Training:
         self._save()
 
     def _keep_lease(self, before: Commit | None, commit: Commit) -> None:
-        """After a time outside the view the lease is all new, and nothing of it is used."""
+        """After a simulated time outside the view the lease is all new, and nothing of it is used."""
         name = self.host.name
         if name in commit.leases.held and (before is None or name not in before.leases.held):
             self.line.trained.blocks = 0
 
     def leave(self) -> None:
-        """Contribute once more if a version closes soon, then go."""
+        """Let the simulated peer contribute once more if a version closes soon, then go."""
         self.leaving = True
         if not self.entered:
             self._goodbye()
 
     def leave_now(self) -> None:
-        """Go in the middle of whatever is under way, as when nobody counted us within `leave_s`."""
+        """Let the simulated peer go whatever is under way, as when nobody counted it within `leave_s`."""
         self.leaving = True
         self._goodbye()
 
     def _settle(self, deadline_s: float) -> None:
-        """Wait until the others have the latest version too, so that it does not die with us."""
+        """Wait in virtual time until the others have the latest version too, so that it does not die with this peer."""
         if self.host.machine.settled() or self.host.now >= deadline_s:
             self._goodbye()
         else:
             self.host.later(POLL_S, self._settle, deadline_s)
 
     def _goodbye(self) -> None:
-        """Give the vote away and go."""
+        """Give the vote of the simulated peer away and go."""
         self.host.feed(m.LeaveWanted())
         if self.host.alive:
             self._drop("left")
@@ -408,14 +409,14 @@ class Training:
         pieces = self.books.pieces() if local else None
         if self.host in self.host.world.ghosts:
             return  # its disk is not the one that later lives have
-        snapshot = Snapshot(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
+        snapshot = SimulatedCheckpoint(line.state, line.commit, local, trained.tokens, trained.blocks, pieces)
         if not self.host.world.disks[self.host.name].save(snapshot):
             self.host.world.log(self.host.name, "no checkpoint: the disk is full")
 
     # ------------------------------------------------------------ copying the state
 
     def _copy_again(self, then: Callable[[], None]) -> None:
-        """When nobody gives the state now, training goes on; the next round tries."""
+        """Copy the state to a simulated peer; when nobody gives it now, training goes on and the next round tries."""
 
         def failed() -> None:
             self.host.behind = True
@@ -424,10 +425,9 @@ class Training:
         self._copy(self.host.sources(), then, failed)
 
     def _copy(self, sources: Sequence[Member], then: Callable[[], None], failed: Callable[[], None]) -> None:
-        stands_at = self.line.stands_at
-        Download(self.host, sources, stands_at, lambda state, commit: self._adopt(state, commit, then), failed).start()
+        SimulatedStateCopy(self.host, sources, self.line.stands_at, partial(self._adopt, then), failed).start()
 
-    def _adopt(self, state: OuterState, commit: Commit | None, then: Callable[[], None]) -> None:
+    def _adopt(self, then: Callable[[], None], state: OuterState, commit: Commit | None) -> None:
         line, sent, before = self.line, self.line.sent, self.line.commit
         mine, discarded = adopt_state(line, state, commit)
         assert self.journal is not None

@@ -10,23 +10,23 @@ QUIET = (m.Heartbeat, m.Ready, m.Accept)
 
 
 def line(now_s: float, name: str, what: str) -> str:
-    """One line of a transcript."""
+    """One line of a simulation's transcript."""
     return f"{now_s:7.2f}  {name:4} {what}"
 
 
 def said(what: str, to: str) -> str:
-    """A sent message as it appears in a line."""
+    """A sent message as it appears in a simulation's transcript."""
     return f"-> {to}: {what}"
 
 
 def said_also_to(line: str, to: str) -> str:
-    """The same line with one more receiver."""
+    """The same line of a simulation's transcript with one more receiver."""
     head, _, what = line.partition(": ")
     return line if to in head.split() else f"{head} {to}: {what}"
 
 
 def body(message: m.Body) -> str:
-    """A message's content in a few words."""
+    """A message's content in a few words, for a simulation's transcript."""
     match message:
         case m.Begin(version, attempt, contributors, receivers, spans):
             who = " ".join(counted.peer for counted in contributors)
@@ -56,7 +56,7 @@ def body(message: m.Body) -> str:
 
 
 def closed(commit: Commit) -> str:
-    """A version that the first peer closed."""
+    """A version that the first simulated peer closed, as words of a transcript."""
     view = " ".join(member.peer for member in commit.view)
     if commit.fragment == -1:
         return f"FOUNDS version {commit.version}, view {view}"
@@ -64,7 +64,7 @@ def closed(commit: Commit) -> str:
 
 
 def counted(commit: Commit) -> str:
-    """Contributors of a commit, and the parts where one is omitted."""
+    """Contributors of a commit in a simulation's transcript, and the parts where one is omitted."""
     names = " ".join(entry.peer for entry in commit.counted) or "nobody"
     omitted = ", ".join(f"not {entry.peer} in {_range(entry.start, entry.stop)}" for entry in commit.omitted)
     return f"{names} ({omitted})" if omitted else names

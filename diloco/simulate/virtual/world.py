@@ -1,4 +1,4 @@
-"""Virtual time and everything in it: events in order, the peers of one plan, and the end that all must come to."""
+"""The simulated world in virtual time: events in order, the peers of one plan, and the end that all must come to."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.simulate.virtual import transcript
-from diloco.simulate.virtual.disk import Disk
+from diloco.simulate.virtual.disk import SimulatedDisk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.host import Host
-from diloco.simulate.virtual.invariants import Invariants
-from diloco.simulate.virtual.network import VirtualNetwork
-from diloco.simulate.virtual.operator import Operator
+from diloco.simulate.virtual.host import SimulatedHost
+from diloco.simulate.virtual.invariants import SimulationInvariants
+from diloco.simulate.virtual.network import SimulatedNetwork
+from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
-from diloco.simulate.virtual.setup import Setup
+from diloco.simulate.virtual.setup import SimulationSetup
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
@@ -53,8 +53,8 @@ class Outcome:
     lines: Sequence[str] = field(default_factory=list)
 
 
-class World:
-    """One simulation. Everything that happens is a function of the plan."""
+class SimulatedWorld:
+    """One simulation. Everything that happens in it is a function of the plan of faults."""
 
     keeps_ledgers = True
     """Every life writes one, and the code of `diloco audit` reads them in the end."""
@@ -65,13 +65,13 @@ class World:
         self.now = 0.0
         self.events = 0
         self.dice = Random(f"{plan.seed}/world")
-        self.setup = Setup(plan)
-        self.network = VirtualNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
-        self.invariants = Invariants(self)
-        self.hosts: dict[str, Host] = {}
-        self.ghosts: list[Host] = []
+        self.setup = SimulationSetup(plan)
+        self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
+        self.invariants = SimulationInvariants(self)
+        self.hosts: dict[str, SimulatedHost] = {}
+        self.ghosts: list[SimulatedHost] = []
         """Processes that somebody took for dead: another one has their name by now."""
-        self.disks: dict[str, Disk] = {}
+        self.disks: dict[str, SimulatedDisk] = {}
         self.liars: set[str] = set()
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
@@ -94,12 +94,12 @@ class World:
     # ------------------------------------------------------------ time
 
     def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Do something later."""
+        """Call a function later in virtual time."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), function, arguments))
 
     @torch.inference_mode()
     def run(self) -> Outcome:
-        """Until the faults are over and the run is well again, or an invariant is broken."""
+        """Simulate until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
         try:
             self._begin()
@@ -115,7 +115,7 @@ class World:
         )  # fmt: skip
 
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
-        """Let things happen; True as soon as all is well."""
+        """Let events happen until this virtual time; True as soon as all is well."""
         look_s = self.now
         while self._queue and self._queue[0][0] <= end_s:
             self.now, _, function, arguments = heapq.heappop(self._queue)
@@ -139,17 +139,17 @@ class World:
             self.after(fault.at_s, strike, self, fault)
 
     def _heal(self) -> None:
-        """The network is whole from now on. Everybody alive must come together, and versions must close."""
+        """End the faults of the simulation. All live simulated peers must come together, and versions must close."""
         self.network.loss = 0.0
         for ghost in self.ghosts:
             ghost.die("the operator ends it: another one has its name")
         self.log("", "the faults are over")
-        Operator(self).help()
+        SimulatedOperator(self).help()
         goal, end_s = self._newest() + 2, self.now + self.heal_s
         while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
             if self.now >= end_s or not self._queue:
                 raise Violation("I7", self._not_well(goal))
-            Operator(self).help()
+            SimulatedOperator(self).help()
         self.invariants.at_the_end(self._honest())
         self.invariants.replayed()
 
@@ -166,7 +166,7 @@ class World:
         stands = ", ".join(map(_standing, self._honest()))
         return f"{self.heal_s:g} s after the faults not all are in the view at version {goal}: {stands}"
 
-    def _honest(self) -> list[Host]:
+    def _honest(self) -> list[SimulatedHost]:
         return [host for host in self.hosts.values() if host.alive and host.name not in self.liars]
 
     def _newest(self) -> int:
@@ -174,35 +174,35 @@ class World:
 
     # ------------------------------------------------------------ peers
 
-    def host(self, name: str) -> Host | None:
+    def host(self, name: str) -> SimulatedHost | None:
         return self.hosts.get(name)
 
-    def at(self, member: Member) -> Host | None:
-        """The process at an address, if it lives."""
+    def at(self, member: Member) -> SimulatedHost | None:
+        """The simulated process at an address, if it lives."""
         host = self.hosts.get(member.peer)
         here = [host, *self.ghosts] if host is not None else self.ghosts
         return next((one for one in here if one.alive and one.address == member.address), None)
 
     def lives(self, member: Member) -> bool:
-        """Whether this very life of a peer goes on."""
+        """Whether this very life of a simulated peer goes on."""
         host = self.hosts.get(member.peer)
         lives = [host, *self.ghosts] if host is not None else self.ghosts
         return any(one.alive and one.machine.me == member for one in lives)
 
-    def start(self, name: str, lineage: str, founder: bool) -> Host:
-        self.disks.setdefault(name, Disk())
+    def start(self, name: str, lineage: str, founder: bool) -> SimulatedHost:
+        self.disks.setdefault(name, SimulatedDisk())
         life = next(self._lives)
-        host = self.hosts[name] = Host(self, name, life, self._address(name, life), lineage, founder)
+        host = self.hosts[name] = SimulatedHost(self, name, life, self._address(name, life), lineage, founder)
         return host
 
     def _address(self, name: str, life: int) -> str:
-        """Where a process listens: at the place of the one before it, or at another."""
+        """The address of a simulated process: that of the one before it, or another."""
         same = f"{name}:same"
         free = not any(ghost.alive and ghost.address == same for ghost in self.ghosts)
         return same if self.plan.fixed_addresses and free else f"{name}:{life}"
 
     def join(self, name: str, with_disk: bool) -> None:
-        """A process starts and joins through any member that answers; it tries until one does."""
+        """Start a simulated peer, which joins through any member that answers; it tries until one does."""
         known = self.hosts.get(name)
         if known is not None and known.alive:
             return
@@ -225,25 +225,25 @@ class World:
         if not host.witness:
             host.training.join(members)
 
-    def directory(self, asker: Host) -> list[Member]:
-        """Peers that announced themselves, as far as they can be reached."""
+    def directory(self, asker: SimulatedHost) -> list[Member]:
+        """Simulated peers that announced themselves, as far as they can be reached."""
         others = [host for host in self.hosts.values() if host is not asker and host.alive]
         return [host.machine.me for host in others if self.network.connected(asker.name, host.name)]
 
     def new_lineage(self) -> str:
-        """The name of a run that is founded anew."""
+        """The name of a simulated run that is founded anew."""
         lineage = f"lineage{len(self.invariants.refounded) + 1}"
         self.invariants.refounded.add(lineage)
         return lineage
 
     def next_piece(self) -> int:
-        """Number of the next piece of progress; no two are the same."""
+        """Number of the next piece of simulated progress; no two are the same."""
         return next(self._pieces)
 
     # ------------------------------------------------------------ telling
 
     def count(self, fault: str) -> None:
-        """Count a fault that happened."""
+        """Count a fault that happened in the simulation."""
         self.faults[fault] += 1
 
     def log(self, name: str, what: str) -> None:
@@ -251,13 +251,13 @@ class World:
             self.lines.append(transcript.line(self.now, name, what))
 
     def _log_once(self, name: str, what: str) -> None:
-        """Writes a line that repeats only the first time."""
+        """Write a line to the simulation's transcript; one that repeats only the first time."""
         if what not in self._lately[name]:
             self._lately[name].append(what)
             self.log(name, what)
 
-    def _log_sent(self, host: Host, envelope: m.Envelope, to: Member) -> None:
-        """Writes one line for a message that goes to several peers at once, and none for one that is only repeated."""
+    def _log_sent(self, host: SimulatedHost, envelope: m.Envelope, to: Member) -> None:
+        """Write one transcript line for a simulated message to several peers at once, none for one only repeated."""
         what = transcript.body(envelope.body)
         moment = (self.now, host.name, what)
         if moment == self._saying:
@@ -267,17 +267,17 @@ class World:
             self._saying = moment
             self.log(host.name, transcript.said(what, to.peer))
 
-    def log_reply(self, envelope: m.Envelope, to: Host, reply: m.Reply) -> None:
-        """A message arrived."""
+    def log_reply(self, envelope: m.Envelope, to: SimulatedHost, reply: m.Reply) -> None:
+        """Write to the transcript that a simulated peer refused a message."""
         if self.record and reply not in (m.Reply.OK, m.Reply.STALE, m.Reply.REPLAYED):
             self._log_once(to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}")
 
-    def log_commit(self, host: Host, commit: Commit) -> None:
-        """Somebody is the first to close a version."""
+    def log_commit(self, host: SimulatedHost, commit: Commit) -> None:
+        """Write to the transcript that a simulated peer is the first to close a version."""
         self.log(host.name, transcript.closed(commit))
 
-    def performed(self, host: Host, effect: m.Effect) -> None:
-        """An effect is about to be carried out."""
+    def performed(self, host: SimulatedHost, effect: m.Effect) -> None:
+        """Write to the transcript an effect that a simulated peer is about to carry out."""
         if not self.record:
             return
         match effect:
@@ -287,7 +287,7 @@ class World:
                 self._log_once(host.name, reason)
 
 
-def _standing(host: Host) -> str:
+def _standing(host: SimulatedHost) -> str:
     machine = host.machine
     where = "in" if machine.in_view else "outside"
     return f"{host.name} at {machine.version} {where} the view of {machine.lineage} ({machine.reason})"
