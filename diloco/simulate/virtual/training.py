@@ -36,7 +36,7 @@ from diloco.outer.line import (
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
-from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
+from diloco.peer.schedule import OFFERED_AGAIN, PeerStopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.round import apply, measure
@@ -118,7 +118,7 @@ class Training:
         self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
         """What one inner step takes."""
         self.cadence = setup.cadence
-        self._watch = Stopwatch()
+        self._watch = PeerStopwatch()
         self.overlapping = False
         self._early: Sequence[Closed] | Skip | None = None
         """What the round came to while the overlapped steps still went on."""
