@@ -30,24 +30,24 @@ Seconds = dict[str, float]
 
 
 class Rounds(Protocol):
-    """What a round needs of the life that it is part of (`diloco.peer.life`). Every method is a piece of life."""
+    """The interface of a peer's life (`diloco.peer.life`) to its rounds. Every method is a piece of life."""
 
     line: Line
 
     def train(self, steps: int) -> Life[None]:
-        """So many inner steps, by whoever trains; fewer where others wait, or this peer leaves."""
+        """The round's inner steps, so many, by whoever trains; fewer where others wait, or this peer leaves."""
 
     def offered(self, overlaps: bool, seconds: Seconds) -> Life[None]:
-        """What was trained, measured by every rank, and given to the exchange."""
+        """The round's pseudo-gradient, measured by every rank, and given to the exchange."""
 
     def exchanged(self) -> Life[Sequence[Closed] | Skip]:
-        """Versions that closed, the contribution counted or not; or why none did."""
+        """The round's exchange: versions that closed, the contribution counted or not; or why none did."""
 
     def withdrawn(self) -> Life[None]:
-        """Nobody holds the contribution: it is progress again."""
+        """A round without a version: nobody holds the contribution, and it is progress again."""
 
     def applied(self, closed: Closed, seconds: Seconds) -> Life[None]:
-        """A version, applied by every rank."""
+        """A version that closed in the round, applied by every rank."""
 
 
 def run_round(peer: Rounds, steps: int, overlap: int) -> Life[Sequence[Closed] | Skip]:
@@ -75,7 +75,7 @@ def run_round(peer: Rounds, steps: int, overlap: int) -> Life[Sequence[Closed] |
 
 
 def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
-    """Steps 2 and 3 on one rank: the pseudo-gradient of the due fragment, compressed. Becomes what the line has sent.
+    """Steps 2 and 3 of a round on one rank: the due fragment's pseudo-gradient, compressed. It becomes `line.sent`.
 
     Raises PayloadError, on all ranks alike, when it is not finite. Where nobody needs it whole it is made part by part
     by whoever encodes it; and where nothing overlaps, of the weights themselves, which must not change until
@@ -111,8 +111,8 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
 
 
 def apply(line: Line, version: Stepped[FragmentState], how: Apply, seconds: Seconds) -> Life[None]:
-    """Steps 5 to 7 on one rank. Average and outer step are made by the lane, part by part as the mean arrives, where it
-    could begin before the commit; they are awaited here. Raises PayloadError when the mean is no mean."""
+    """Steps 5 to 7 of a round on one rank. The lane makes average and outer step, part by part as the mean arrives,
+    where it could begin before the commit; here they are awaited. Raises PayloadError when the mean is no mean."""
     commit = version.commit
     fragment = line.layout.fragments[commit.fragment]
     before = line.state.fragments[fragment.index]
@@ -137,7 +137,7 @@ def apply(line: Line, version: Stepped[FragmentState], how: Apply, seconds: Seco
 
 
 def _book_encoding(sent: PendingContribution, seconds: Seconds) -> None:
-    """What another thread did of steps 2 and 3, and for how long the contribution was on its way."""
+    """Book a round's steps 2 and 3 as far as another thread made them, and the time the contribution was on its way."""
     parts = sent.contribution.parts
     if isinstance(parts, Encoded):
         seconds["pseudo_gradient"] = seconds.get("pseudo_gradient", 0.0) + parts.made_s

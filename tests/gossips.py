@@ -23,7 +23,7 @@ from diloco.observe.events import to_json
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.door import OwnLoop
-from diloco.run.run import Chronicle
+from diloco.run.run import RunChronicle
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.dht import Presence, Present
@@ -113,7 +113,7 @@ class Gossiper:
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})
         rank = PeerRank(world.contract, SITE, island, loop.weights, loop)
-        self.chronicle = Chronicle(rank, events.emit, None)
+        self.chronicle = RunChronicle(rank, events.emit, None)
         self.peer = GossipPeer(name, rank, endpoint, events, self.chronicle, checkpoint)
         self.life = GossipLife(self.peer, lambda: False)
         self.chronicle.peer = self.peer

@@ -20,7 +20,7 @@ from diloco.exchange.service import PeerService
 from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import to_json
-from diloco.peer.life import AgreedLife
+from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
@@ -121,7 +121,7 @@ class LocalPeer:
         events = Events(None, name, [lambda stamped: self.told.append(to_json(stamped))])
         self.peer = Peer(name, rank, endpoint, events, self, directory=directory)  # type: ignore[arg-type]
         self.leaving = False
-        self.life = AgreedLife(self.peer, lambda: self.leaving)
+        self.life = PeerLife(self.peer, lambda: self.leaving)
         self.address = address
         self.commits: list[Commit] = []
         self.states: dict[int, str] = {}

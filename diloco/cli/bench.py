@@ -114,7 +114,7 @@ def scaling(
 
 
 def _contract_of(model: str, overrides: Sequence[str]) -> Contract:
-    """The contract that is measured: a file, a shipped one, or the defaults with a preset's model."""
+    """The contract for `diloco bench`: a file, a shipped one, or the defaults with a preset's model."""
     from diloco.config.load import load_contract
     from diloco.config.presets import PRESETS
 
@@ -127,7 +127,7 @@ def _contract_of(model: str, overrides: Sequence[str]) -> Contract:
 def _show_scaling(
     model: str, site: Site, islands: Sequence[tuple[str | None, float | None, IslandSpeed]], json_file: Path | None
 ) -> None:
-    """Print a row for each island: kind of scaling and efficiency, if it was compared with others, and its speed."""
+    """Print `bench scaling`: a row for each island, with kind and efficiency, if it was compared, and speed."""
     header = ("scaling", "ranks", "mesh", "rows", "tokens/s", "efficiency", "memory", "FLOP/s", "MFU")
     rows, numbers = [], []
     for scaling, efficiency, measured in islands:
@@ -148,7 +148,7 @@ def _show_scaling(
 
 
 def _parse_sizes(text: str) -> list[int]:
-    """Sizes of messages in bytes, from `64K,1M`. Raises UsageError."""
+    """The option `--sizes` of `diloco bench`: sizes of messages in bytes, from `64K,1M`. Raises UsageError."""
     sizes = []
     for piece in text.split(","):
         digits = piece.strip().rstrip("KMG")
@@ -160,7 +160,7 @@ def _parse_sizes(text: str) -> list[int]:
 
 
 def _show_collectives(measured: Sequence[Measured], link_bps: float | None, json_file: Path | None) -> None:
-    """Print a row for each collective, dimension of the mesh and size of a message."""
+    """Print `bench collectives`' row for each collective, dimension of the mesh and size of a message."""
     numbers: list[dict[str, object]] = []
     rows = [["collective", "over", "ranks", "bytes", "time us", "algorithm GB/s", "bus GB/s", "of the link"]]
     for one in measured:

@@ -40,7 +40,7 @@ def report(
 
 @commands.command(epilog="Example:  diloco audit runs/demo")
 def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
-    """Lay the ledgers of several peers side by side: is everything counted once, on one chain, with one state?
+    """Print an audit of several peers' ledgers side by side: is everything counted once, on one chain, with one state?
 
     Exits with 1 when anything is not as it must be.
     """
@@ -101,8 +101,8 @@ def evaluate(
 
 
 def _root(given: Path | None, *folders: Path) -> Path:
-    """The data root: as given, else as the first of these folders, or of the peers in them, remembers."""
-    from diloco.config.load import remembered_root
+    """The option `--data-root`: as given, else as the first of these folders, or of the peers in them, remembers."""
+    from diloco.run.options import remembered_root
 
     places = [place for folder in folders for place in (folder, *sorted(folder.glob("p*")))]
     remembered = (remembered_root(place) for place in places)

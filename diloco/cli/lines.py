@@ -23,8 +23,8 @@ LAST_LINES_S = 5.0
 
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
-    """A way to print lines that nothing waits for, and that cannot fail: a peer's life does not hang on a full disk, a
-    closed pipe, or a terminal that is gone or held (Ctrl-S). What is not taken is not kept for ever."""
+    """A way for a command to print lines that nothing waits for, and that cannot fail: a peer's life does not hang on a
+    full disk, a closed pipe, or a terminal that is gone or held (Ctrl-S). The rest is not kept for ever."""
     waiting: queue.Queue[str | None] = queue.Queue(MAX_LINES)
 
     def write() -> None:
@@ -51,7 +51,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 
 
 class PeerLines:
-    """One line for each event that a person wants to see."""
+    """One printed line for each event of a peer that a person wants to see."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -101,7 +101,7 @@ class PeerLines:
         return []
 
     def _at(self, event: events.VersionClosed | events.SwapApplied) -> str:
-        """The beginning of a version's line."""
+        """The beginning of a version's printed line."""
         share = 100 * event.tokens / self._state.total_tokens if self._state.total_tokens else 0
         loss = f"loss {_loss(event.loss)}  " if event.loss is not None else ""
         return f"v{event.version}  {share:3.0f}%  {event.tokens:,} tokens  {loss}"

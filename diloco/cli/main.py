@@ -52,8 +52,8 @@ def _options(
 
 
 def run() -> NoReturn:
-    """Run the command that the arguments name. An error for people goes to standard error in two lines, and its class
-    gives the exit code."""
+    """Run the `diloco` command that the arguments name. An error for people goes to standard error in two lines, and
+    its class gives the exit code."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("%(levelname)s %(name)s: %(message)s"))
     level = os.environ.get("DILOCO_LOG", "WARNING").upper()
@@ -78,7 +78,7 @@ def run() -> NoReturn:
 
 
 class _OneLine(logging.Formatter):
-    """A log record on one line of plain characters: it may quote bytes that another machine sent."""
+    """A command's log record on one line of plain characters: it may quote bytes that another machine sent."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)

@@ -73,6 +73,6 @@ def stop_asked() -> Callable[[], bool]:
 
 
 def raise_when_stopped() -> None:
-    """From here on SIGINT and SIGTERM raise KeyboardInterrupt: this command has something to clean up, or to tell."""
+    """From here on SIGINT and SIGTERM raise KeyboardInterrupt: this command has something to clean up, or to print."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

@@ -95,7 +95,7 @@ def witness(
 
 
 def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped], None]:
-    """A listener to a peer's events that prints them, as JSON lines or for people."""
+    """A listener of `diloco peer` that prints a peer's events, as JSON lines or for people."""
     return (lambda stamped: say(json.dumps(to_json(stamped)))) if json_lines else PeerLines(say)
 
 

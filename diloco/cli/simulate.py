@@ -114,6 +114,6 @@ def _print_tally(done: int, total: int, violations: int) -> None:
 
 
 def _print_or_write(lines: Sequence[str], tree: object, as_json: bool, file: Path | None) -> None:
-    """Text for people, JSON for programs, or both: JSON in the file. Raises UsageError, when the text is told."""
+    """Print a command's text for people or JSON for programs; both with a file for the JSON. Raises UsageError then."""
     print(json.dumps(tree, indent=2) if as_json and file is None else "\n".join(lines))
     write_json(file, tree)

@@ -1,6 +1,6 @@
 """Reading contract and site: files, presets, the command line; each value's origin; errors that name the likely key.
 
-Also the contracts that come with diloco, and the data root that a peer's folder remembers.
+Also the contracts that come with diloco.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from diloco.base.errors import ConfigError, IncompatibleError, StateError
+from diloco.base.errors import ConfigError, IncompatibleError
 from diloco.config.contract import CONTRACT_VERSION, Contract
 from diloco.config.presets import PRESETS
 from diloco.config.section import Section, sections_of, shown
@@ -263,35 +263,3 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     message = first["msg"].removeprefix("Value error, ")
     got = "" if isinstance(first["input"], dict) else f", got {shown(first['input'])}"
     return key, f"{safe}: {message}{got}" if name else message
-
-
-# ---------------------------------------------------------------- what a peer's folder remembers of its site
-
-NAME = "site.json"
-
-
-def remember(directory: Path, site: Site) -> None:
-    """Write the site's data root to `site.json` in a peer's folder: what is resumed or evaluated later finds the same
-    data. Raises OSError."""
-    path = directory / NAME
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
-    beside.replace(path)
-
-
-def remembered_root(path: Path) -> str | None:
-    """The data root of the peer whose folder, folder of checkpoints, or checkpoint `path` is; None: not known.
-
-    Raises StateError for a damaged file.
-    """
-    folder = path.absolute()
-    places = (folder, folder.parent, folder.parent.parent)
-    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
-    if found is None:
-        return None
-    try:
-        root = json.loads(found.read_text())["data"]["root"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        fix = "delete it, and name the data's folder: data.root, --data-root"
-        raise StateError(f"{found} is damaged", fix) from error
-    return str(root)

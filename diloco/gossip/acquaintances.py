@@ -48,7 +48,7 @@ class Acquaintances:
         return Acquaintance(self.me, self._beat, self.progress, self.spread)
 
     def publish(self, now_s: float) -> tuple[Acquaintance, ...]:
-        """The whole table, for another peer: this one first."""
+        """The whole table of acquaintances, for another peer: this one first."""
         others = (replace(entry.word, age_s=max(now_s - entry.said_at_s, 0.0)) for entry in self._known.values())
         return (self.myself(), *others)
 
@@ -81,7 +81,7 @@ class Acquaintances:
         return member.peer != self.me.peer and (known is None or member.incarnation >= known.word.member.incarnation)
 
     def get(self, peer: str) -> Acquaintance | None:
-        """The latest word of a peer."""
+        """The latest word of an acquaintance."""
         known = self._known.get(peer)
         return known.word if known is not None else None
 
@@ -90,7 +90,7 @@ class Acquaintances:
         return [(entry.word, now_s - entry.said_at_s, self._lives(entry, now_s)) for entry in self._known.values()]
 
     def alive(self, now_s: float) -> list[Acquaintance]:
-        """The other peers that may be met."""
+        """The other peers that may be met for a swap."""
         return [word for word, _, lives in self.everybody(now_s) if lives]
 
     def silent(self, now_s: float) -> Member | None:

@@ -73,7 +73,7 @@ def settle(state: FragmentState, mean: Tensor) -> FragmentState:
 
 
 def pair_mean(mine: Tensor, theirs: Tensor, out: Tensor | None = None) -> Tensor:
-    """The mean of two local weights, flat fp32, in `out` (which may be one of them) or in a new tensor."""
+    """The mean of two partners' local weights, flat fp32, in `out` (which may be one of them) or in a new tensor."""
     mean = torch.empty_like(mine) if out is None else out
     for tile in tiles(mine.numel()):  # halves are summed: the sum of two wholes may overflow
         torch.add(mine[tile] * 0.5, theirs[tile] * 0.5, out=mean[tile])
@@ -81,7 +81,7 @@ def pair_mean(mine: Tensor, theirs: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def spread(mine: Tensor, theirs: Tensor) -> float:
-    """Distance of two weights: root mean square of their difference, divided by that of the weights; 0: equal.
+    """Distance of two partners' weights: root mean square of their difference over that of the weights; 0: equal.
 
     It serves people, and the end of the final average. Nothing else: a sum over elements differs in its last bits from
     machine to machine.
@@ -94,8 +94,8 @@ def spread(mine: Tensor, theirs: Tensor) -> float:
 
 
 def check_partner(mine: Tensor, theirs: Tensor, max_norm_ratio: float) -> None:
-    """Raises PayloadError when the other peer's weights are over `max_norm_ratio` times larger than ours, or would
-    overflow. Honest peers have weights of like size. `max_norm_ratio` 0: any ratio will do."""
+    """Check a gossip partner's weights. Raises PayloadError when they are over `max_norm_ratio` times larger than ours,
+    or would overflow. Honest peers have weights of like size. `max_norm_ratio` 0: any ratio will do."""
     own, other = (math.sqrt(_squares(values) / max(values.numel(), 1)) for values in (mine, theirs))
     if max_norm_ratio and own and other > max_norm_ratio * own:
         raise PayloadError(f"the weights are absurdly large: root mean square {other:.3g}, ours {own:.3g}")
@@ -104,7 +104,7 @@ def check_partner(mine: Tensor, theirs: Tensor, max_norm_ratio: float) -> None:
 
 
 def _squares(values: Tensor) -> float:
-    """The sum of the squares of all values."""
+    """For the spread of two partners: the sum of the squares of all values."""
     wide = (values[tile].double() for tile in tiles(values.numel()))  # the squares of large fp32 do not fit in fp32
     return math.fsum(float(torch.dot(tile, tile)) for tile in wide)
 
@@ -141,7 +141,7 @@ class Settling:
         return strangers or [peer for peer in self._spreads if peer in peers and peer != close][:1]
 
     def remaining(self, others: int) -> float | None:
-        """The largest spread among the last `SETTLED_WITH` peers met, or the last `others` where those are fewer. None:
+        """The largest spread among the last `SETTLED_WITH` partners, or the last `others` where those are fewer. None:
         too few were met."""
         latest = list(self._spreads.values())[-min(others, SETTLED_WITH) :]
         return max(latest, default=0.0) if len(latest) >= min(others, SETTLED_WITH) else None

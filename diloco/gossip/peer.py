@@ -43,7 +43,7 @@ from diloco.outer.state import OuterState
 from diloco.peer.life import Ending
 from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
-from diloco.peer.schedule import Stopwatch
+from diloco.peer.schedule import PeerStopwatch
 from diloco.peer.terms import check_alike
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
@@ -63,20 +63,20 @@ GREET_S = 0.3
 
 
 class SwapRecord(Protocol):
-    """The record of this peer's training (`diloco.run.run.Chronicle`)."""
+    """The record of this peer's training (`diloco.run.run.RunChronicle`)."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that this peer trained per second, since its life began to train."""
+        """Tokens that this peer trained per second under gossip, since its life began to train."""
 
     def begin(self) -> None:
-        """Training begins here."""
+        """Training under gossip begins here."""
 
     def take_loss(self) -> float | None:
-        """Mean over the inner steps since it was taken last."""
+        """Mean loss of the inner steps between two swaps, since the last call."""
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers for a checkpoint: JSON, on rank 0 alone."""
+        """Numbers of a gossip peer's trainer for a checkpoint: JSON, on rank 0 alone."""
 
 
 class GossipPeer:
@@ -123,7 +123,7 @@ class GossipPeer:
         self._pairing = Pairing(contract.outer.lr, contract.outer.momentum)
         self._steps = 0  # inner steps that no swap has counted; their tokens are `line.trained`
         self._led: CountedWeights | None = None  # our weights as they were sent for the swap that we lead
-        self._watch = Stopwatch()
+        self._watch = PeerStopwatch()
         self._inner_s = 0.0
         self._began_s = self._greeted_s = monotonic_s()
         self._swaps_here = 0
@@ -419,7 +419,7 @@ class GossipPeer:
 class GossipLife:
     """The order of a peer's life under gossip: enter, inner steps with swaps between them, the final average.
 
-    It stands in for `diloco.peer.life.AgreedLife`, with the same interface.
+    It stands in for `diloco.peer.life.PeerLife`, with the same interface.
     """
 
     def __init__(self, peer: GossipPeer, stop: Callable[[], bool]) -> None:

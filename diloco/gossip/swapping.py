@@ -116,7 +116,7 @@ class Swapping(Background):
 
     @property
     def me(self) -> Member:
-        """This life of this peer."""
+        """This life of this peer, as its partners see it."""
         return self.acquaintances.me
 
     @property
@@ -137,22 +137,22 @@ class Swapping(Background):
         self._call(lambda: self._spawn(self._tick_for_ever()))
 
     def stop(self) -> None:
-        """End the tasks. The link and the server are the caller's."""
+        """End the tasks that swap. The link and the server are the caller's."""
         self._end_tasks()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def alive(self) -> Sequence[Acquaintance]:
-        """The other peers that may be met."""
+        """The other peers that may be met for a swap."""
         return self._alive
 
     @property
     def alone(self) -> bool:
-        """Whether this peer knows no other that lives."""
+        """Whether this peer knows no other that lives to swap with."""
         return not self._alive
 
     @property
     def others(self) -> Sequence[Member]:
-        """The other peers that live, as far as this one knows."""
+        """The other peers that live, as far as this one knows by gossip."""
         return [word.member for word in self._alive]
 
     def meet(self, members: Sequence[Member]) -> None:
@@ -192,7 +192,7 @@ class Swapping(Background):
         self._call(self._fail, swap, reason)
 
     def copy_state(self, source: str, local: OuterState) -> Future[tuple[OuterState, StateOffer]]:
-        """Copy the outer state of the member at this address. Cancelling the future gives it up. Raises StateError."""
+        """A gossip joiner's copy of a member's outer state. Cancelling the future gives it up. Raises StateError."""
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             if done_bytes == total_bytes:
@@ -220,7 +220,7 @@ class Swapping(Background):
             await asyncio.sleep(self._stall_s / TICKS_PER_STALL)
 
     async def _look_for(self, member: Member) -> None:
-        """Greet a peer that fell silent."""
+        """Greet an acquaintance that fell silent."""
         known = self.acquaintances.publish(monotonic_s())
         with suppress(LinkDown, LinkSlow, LinkRefused):  # it is still away, which is no news
             await self.link.deliver(member.address, self._envelope(Greeting(known, answer=False)))
@@ -242,12 +242,12 @@ class Swapping(Background):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update what the training thread reads of the others: it never waits for this thread."""
+        """Update what the training thread reads of acquaintances: it never waits for this thread."""
         self._alive = self.acquaintances.alive(monotonic_s())
         self.others_tokens = self.acquaintances.tokens()
 
     def _patience_s(self, peer: str) -> float:
-        """Seconds to wait until that peer is between two inner steps, and then some. A peer whose pace is not known yet
+        """Seconds to wait until a partner is between two inner steps, and then some. A peer whose pace is not known yet
         counts as fast as this one."""
         word = self.acquaintances.get(peer)
         pace = (word.progress.pace if word is not None else 0.0) or self.acquaintances.progress.pace
@@ -261,7 +261,7 @@ class Swapping(Background):
         return m.Envelope(self.terms.run, self.terms.contract, self.lineage, self.me, "", self._sequence, body)
 
     async def _deliver(self, member: Member, body: m.Body) -> m.Reply | None:
-        """Deliver one message. Returns the member's reply; None: it gave none, and is not met again for now."""
+        """Deliver one gossip message. Returns the member's reply; None: it gave none, and is not met again for now."""
         try:
             reply = await self.link.deliver(member.address, self._envelope(body))
         except LinkRefused as error:
@@ -302,7 +302,7 @@ class Swapping(Background):
         self._spawn(self._send(outgoing))
 
     async def _send(self, outgoing: Outgoing) -> None:
-        """Send our weights, from the start again when the line breaks: the receiver ignores the parts that it has."""
+        """Send our weights of a swap, again when the line breaks: the partner ignores the parts that it has."""
         terms, swap, problem = self.terms, outgoing.swap, ""
         to, kind = swap.partner, Kind.WEIGHTS if swap.leads else Kind.ANSWER
         for _ in range(MAX_STREAM_TRIES):
@@ -438,7 +438,7 @@ class Swapping(Background):
         return None
 
     async def on_state_offer(self, have: str) -> StateOffer:
-        """Offer the outer state as version 0: a joiner counts its own swaps from there."""
+        """Offer the outer state under gossip as version 0: a joiner counts its own swaps from there."""
         if self.state is None:
             raise LinkRefused(m.Reply.TOO_EARLY, "no state here yet")
         state = OuterState(0, self.state.fragments)

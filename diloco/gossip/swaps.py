@@ -110,7 +110,7 @@ class Swaps:
         return swap if fits else None
 
     def moved(self, swap: Swap, now_s: float, patience_s: float) -> None:
-        """Note progress: the partner has so many seconds for the next."""
+        """Note progress of a swap: the partner has so many seconds for the next."""
         if swap.stage is not SwapStage.WHOLE:
             swap.deadline_s = now_s + patience_s
 
@@ -194,7 +194,7 @@ class Arriving:
         self._fragment, self._codecs = fragment, codecs
 
     def take(self, part: Part) -> None:
-        """Decode one part to its place, the first time that it comes. Raises PayloadError."""
+        """Decode one part of the partner's weights to its place, the first time that it comes. Raises PayloadError."""
         if part.index >= self._fragment.parts:
             raise PayloadError(f"part {part.index} of weights in {self._fragment.parts} parts")
         if part.index not in self.missing:
@@ -216,7 +216,7 @@ class Outgoing:
         self._encoded: list[bytes] = []
 
     async def parts(self) -> AsyncGenerator[Part]:
-        """All parts, from the first. Several streams may read at once."""
+        """All parts of this peer's weights for a swap, from the first. Several streams may read at once."""
         for index in range(self._fragment.parts):
             while index >= len(self._encoded):
                 start, stop = self._fragment.part_bounds(index)

@@ -40,7 +40,7 @@ from diloco.storage.saving import Contents
 
 
 class RankModel:
-    """A rank's model, or its share of one, and the inner loop on it: the trainer of our own inner loop (`Trains`)."""
+    """A rank's model, or its share of one, and the inner loop on it. A run's `PeerTraining`."""
 
     def __init__(self, contract: Contract, site: Site, island: Island) -> None:
         """All ranks make theirs together. Raises ConfigError when they do not fit the model."""
@@ -194,7 +194,7 @@ class RankModel:
         memory = tuple(RankMemory(*json.loads(one)) for one in memories)
         return {**self.usage.fields(), "memory": memory}
 
-    # ------------------------------------------------------------ checkpoints (`Trains`)
+    # ------------------------------------------------------------ checkpoints (`PeerTraining`)
 
     def live(self, *, local: bool) -> Slices:
         """Slices for a checkpoint that this rank holds and inner steps move: the inner optimizer's state, and with

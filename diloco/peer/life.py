@@ -16,7 +16,7 @@ from diloco.compress import PayloadError
 from diloco.observe.events import RoundSkipped
 from diloco.outer.line import Diverged
 from diloco.peer.peer import Peer
-from diloco.peer.schedule import OFFERED_AGAIN, Cadence, Stopwatch
+from diloco.peer.schedule import OFFERED_AGAIN, Cadence, PeerStopwatch
 from diloco.round import Seconds, run_round
 
 MEETING_S = 0.5
@@ -43,7 +43,7 @@ class RunOver(Exception):
     """Nothing more is to be contributed."""
 
 
-class AgreedLife:
+class PeerLife:
     """The life of a peer where all agree on each version. Also what a round needs (`diloco.round.Rounds`)."""
 
     def __init__(self, peer: Peer, stop: Callable[[], bool]) -> None:
@@ -54,7 +54,7 @@ class AgreedLife:
         """Inner steps of this life."""
         self._round_steps = 0
         self._cadence = Cadence.of(self.contract)
-        self._watch = Stopwatch()
+        self._watch = PeerStopwatch()
         self._step_s = math.inf
         """How long the last inner step took."""
         self._leave_by_s = math.inf
@@ -87,7 +87,7 @@ class AgreedLife:
         self._watch.step(self.contract.tokens_per_step, seconds)
 
     def ready(self, steps: int) -> Train:
-        """What ends a meeting: where this peer stands, and how many inner steps are to be done."""
+        """The end of a meeting of the peer's ranks: its position, and how many inner steps are to be done."""
         line, commit = self.line, self.line.commit
         return Train(
             steps,
@@ -114,7 +114,7 @@ class AgreedLife:
         yield from self.peer.open()
 
     def live(self) -> Life[None]:
-        """Until the run is done, or this peer has contributed its last."""
+        """The peer's life until the run is done, or it has contributed its last."""
         yield from self.enter()
         while not (self.peer.done or self.leaving):
             if self.peer.ending.finishing and not (yield from self.enter()):
@@ -124,7 +124,7 @@ class AgreedLife:
             yield from self._guarded(run_round(self, 0, 0))
 
     def round(self) -> Life[Sequence[Closed] | Skip]:
-        """One round, as long as speed and exchange ask for. Returns as `diloco.round.run_round`."""
+        """One round of this peer, as long as speed and exchange ask for. Returns as `diloco.round.run_round`."""
         yield from self._size()
         steps = self._cadence.before(self.line.trained.tokens)
         outcome = yield from self._guarded(run_round(self, steps, self._cadence.overlap))
@@ -162,7 +162,7 @@ class AgreedLife:
         )
 
     def _offer_until_counted(self, outcome: Sequence[Closed] | Skip) -> Life[Sequence[Closed] | Skip]:
-        """Who was not counted may offer again at once, for the next version (`_offers_again`)."""
+        """A peer that was not counted may offer again at once, for the next version (`_offers_again`)."""
         times = 0
         while not isinstance(outcome, Skip) and self._offers_again(outcome, times):
             times += 1
@@ -173,7 +173,7 @@ class AgreedLife:
         return outcome
 
     def _offers_again(self, outcome: Sequence[Closed], times: int) -> bool:
-        """Who leaves does, for as long as it waits to be counted: no next round will take its progress.
+        """A peer that leaves does, for as long as it waits to be counted: no next round will take its progress.
 
         Under `async` so does, a few `times`, whoever offered after a version began; unless it has inner steps that hide
         the exchange (`sync.overlap`). Then it goes on with its next round and does not wait; and versions stay apart,
@@ -189,7 +189,7 @@ class AgreedLife:
         return at_once and not self.contract.sync.overlap and times < OFFERED_AGAIN
 
     def _guarded(self, round_: Life[Sequence[Closed] | Skip]) -> Life[Sequence[Closed] | Skip]:
-        """The outcome of a round, whatever happens to it."""
+        """The outcome of a round in a peer's life, whatever happens to it."""
         peer = self.peer
         self._round_steps, self._outcome = 0, None
         outcome: Sequence[Closed] | Skip
@@ -255,13 +255,13 @@ class AgreedLife:
         return self.peer.exchange.closed() if skip is None else skip
 
     def _patient(self, since_s: float) -> bool:
-        """Whether to wait on, since then. Who leaves waits for no version outside the view: it would be the next but
-        one that counts it."""
+        """Whether this peer waits on, since then. One that leaves waits for no version outside the view: it would be
+        the next but one that counts it."""
         deadline_s = min(since_s + self.contract.membership.round_deadline_s, self._leave_by_s)
         return monotonic_s() < deadline_s and (self.peer.exchange.in_view or not self.leaving)
 
     def withdrawn(self) -> Life[None]:
-        """Nobody holds the contribution."""
+        """Nobody holds the peer's contribution."""
         self.peer.withdraw()
         yield from ()
 

@@ -41,7 +41,7 @@ from diloco.observe.events import (
 )
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.peer.rank import PeerRank, now
-from diloco.peer.schedule import RunEnd
+from diloco.peer.schedule import RoundsEnd
 from diloco.peer.terms import check_alike, exchange_terms, lanes_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
@@ -63,16 +63,16 @@ SETTLE_POLL_S = 0.05
 
 
 class PeerRecord(Protocol):
-    """Receiver of what happens to a peer (`diloco.run.run.Chronicle`)."""
+    """Receiver of what happens to a peer (`diloco.run.run.RunChronicle`)."""
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
         """A version was applied, after `before`; it counts `mine`. Returns the event to publish, if any."""
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """The line stands at a state that was copied."""
+        """The peer's line has a copied state now."""
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers of the trainer for a checkpoint, on rank 0 alone: JSON."""
+        """Numbers of the peer's trainer for a checkpoint, on rank 0 alone: JSON."""
 
 
 class Peer:
@@ -100,7 +100,7 @@ class Peer:
         terms = exchange_terms(
             self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
         )
-        self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
+        self.ending = RoundsEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint = checkpoint
         welcome = endpoint.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)
@@ -130,17 +130,17 @@ class Peer:
     # ------------------------------------------------------------ deciding
 
     def keep_local(self) -> None:
-        """Inner steps follow, while a contribution may be on its way."""
+        """Inner steps follow in the peer's life, while a contribution may be on its way."""
         if self.line.sent is not None and self.line.sent.local is None:
             now(self.do(KeepLocal()))
 
     def withdraw(self) -> None:
-        """What was sent is progress again, unless a version counts it."""
+        """The peer's contribution is progress again, unless a version counts it."""
         if self.line.sent is None or self.line.sent.passed is None:
             now(self.do(Withdraw()))
 
     def drop(self, reason: str) -> None:
-        """Give up all progress."""
+        """Give up all progress of this peer."""
         now(self.do(Drop()))
         self.journal.discarded(book_drop(self.line), reason)
 
@@ -148,17 +148,17 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """This peer's."""
+        """This peer's name."""
         return self.line.peer
 
     @property
     def ticket(self) -> str:
-        """What others give to `diloco peer --join`."""
+        """The ticket that others give to `diloco peer --join`, to meet this peer."""
         return f"{self.address}/{self.contract.digest[:12]}"
 
     @property
     def done(self) -> bool:
-        """Whether the run has all its tokens."""
+        """Whether the run has all its tokens, as far as this peer has applied its versions."""
         return self.ending.done
 
     def open(self) -> Life[None]:
@@ -204,7 +204,7 @@ class Peer:
         return tuple(address for address in island.gather("") if address)
 
     def wire(self) -> SocketBytes | None:
-        """Bytes sent and received so far, by all ranks of the island. None where they cannot be counted."""
+        """Bytes sent and received so far, by all ranks of the peer. None where they cannot be counted."""
         own, others = self.counter.sample(), self.exchange.lanes.wire_bytes
         return replace(own, sent=own.sent + others[0], received=own.received + others[1]) if own else None
 
@@ -277,12 +277,12 @@ class Peer:
     # ------------------------------------------------------------ versions
 
     def record(self, contribution: Contribution) -> Life[None]:
-        """A contribution is on disk before it is offered, where the site wants that."""
+        """Write the peer's contribution to disk before it is offered, where the site wants that."""
         if self.journal.records(contribution):
             self.journal.record(contribution, (yield from answered(self.exchange.whole(contribution))))
 
     def apply(self, closed: Closed, seconds: Seconds) -> Life[None]:
-        """A version that closed. Raises Diverged when it was made on another state, PayloadError when it is damaged."""
+        """Apply a version, in every rank. Raises Diverged if it was made on another state, PayloadError if damaged."""
         line, commit, before = self.line, closed.commit, self.line.commit
         if before is not None and commit.version <= before.version and commit.fragment >= 0:
             return  # already in a state that was copied meanwhile
@@ -326,7 +326,7 @@ class Peer:
             yield from self.copy_again("too far behind to catch up by commits")
 
     def diverged(self, error: Diverged) -> Life[None]:
-        """A version was made on another state than ours."""
+        """Handle a version made on another state than this peer's."""
         if error.uncounted:
             self.withdraw()
         yield from self.copy_again(str(error))
@@ -387,13 +387,13 @@ class Peer:
             self._presence.end()
 
     def stop(self) -> None:
-        """End the exchange, goodbye or not. Twice is no error."""
+        """End the peer's exchange, goodbye or not. Twice is no error."""
         if self._presence is not None:
             self._presence.stop()
         self.exchange.stop()
 
     def close(self) -> None:
-        """Free everything. The endpoint is the caller's."""
+        """Free everything of this peer. The endpoint is the caller's."""
         self.stop()
         self.rank.close()
         self.journal.close()
@@ -409,8 +409,8 @@ class Peer:
 def _reasons(
     gone: AbstractSet[str], goodbyes: AbstractSet[str], before: Commit | None, after: Commit
 ) -> dict[str, str]:
-    """`left` or `lost` for each peer that is gone. A peer that leaves with its last contribution says goodbye when that
-    is counted, which is too late to be heard here; but the commit hands its data back. Others said goodbye before."""
+    """Why peers left the view: `left` or `lost`. One that leaves with its last contribution says goodbye when that is
+    counted, which is too late for this peer to hear; but the commit hands its data back. Others said goodbye before."""
     used = {counted.peer: counted.blocks for counted in after.counted}
     in_good_order = dict.fromkeys(goodbyes, True)
     if before is not None:
@@ -419,21 +419,21 @@ def _reasons(
 
 
 def settled(exchange: Exchange, site: Site) -> Life[None]:
-    """Wait until the others have the latest version too, so that it does not die with this peer."""
+    """A peer that leaves waits until the others have the latest version too, so that it does not die with this peer."""
     deadline_s = monotonic_s() + site.timeouts.suspect_s
     while monotonic_s() < deadline_s and not (yield from answered(exchange.settled())):
         yield Wait(None, SETTLE_POLL_S)
 
 
 def left(exchange: Exchange, site: Site) -> Life[None]:
-    """Say goodbye, and wait a little until the others have heard it."""
+    """A peer that leaves says goodbye, and waits a little until the others have heard it."""
     said, deadline_s = exchange.leave(), monotonic_s() + site.timeouts.rpc_s + 1.0
     while not said.done() and monotonic_s() < deadline_s:
         yield Wait(said, POLL_S)
 
 
 def in_time(copying: Future[T], timeout_s: float, asked_to_leave: Callable[[], bool]) -> Life[T]:
-    """The copied state and its offer. Raises StateError, also after `timeout_s`, and once this peer is to leave."""
+    """The state a peer copies, and its offer. Raises StateError, also after `timeout_s` and once it is to leave."""
     deadline_s = monotonic_s() + timeout_s
     while not copying.done():
         yield Wait(copying, POLL_S)

@@ -42,38 +42,38 @@ LANE_PORTS = 100
 """Above that of rank 0 are those of the other ranks; the peer directory's is the next one, usually."""
 
 
-class Trains(Protocol):
-    """Whoever trains: what a run asks of it. On every rank of an island, and all ranks are asked together."""
+class PeerTraining(Protocol):
+    """Whoever trains for a peer: the interface to it on every rank. All ranks are asked together."""
 
     usage: Throughput
     """Throughput of the inner steps."""
 
     def live(self, *, local: bool) -> Slices:
-        """What this rank saves of itself that inner steps move; `local`: with the weights, as group `local`."""
+        """State of this rank of a peer that inner steps move, to save; `local`: with the weights, as group `local`."""
 
     def kept(self) -> Contents:
-        """What rank 0 saves beside that, which nobody writes to."""
+        """State that rank 0 of a peer saves beside that, which nobody writes to."""
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
-        """Take that back. The parameters are the anchor. Raises StateError on all ranks when one cannot."""
+        """Take back this rank's state. The parameters are the anchor. Raises StateError on all ranks if one cannot."""
 
     def evaluate(self) -> float | None:
-        """Held-out loss of the weights as they stand, nats per token; None: nobody can tell."""
+        """Held-out loss of the peer's weights as they are, nats per token; None: nobody evaluates."""
 
     def facts(self) -> dict[str, Any]:
-        """Fields of `Started` that tell of model and hardware."""
+        """Fields of a peer's event `Started` about model and hardware."""
 
     def version_fields(self) -> dict[str, Any]:
-        """Fields of `VersionClosed` that tell of inner steps."""
+        """Fields of a peer's event `VersionClosed` about inner steps."""
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since it was asked last."""
+        """Fields of a peer's event `HardwareUsed`, since the last call."""
 
 
 class PeerRank:
-    """Methods are for the training thread of this rank."""
+    """One rank of a peer: its part of each decision. Methods are for the training thread of this rank."""
 
-    def __init__(self, contract: Contract, site: Site, island: Island, weights: Weights, trains: Trains) -> None:
+    def __init__(self, contract: Contract, site: Site, island: Island, weights: Weights, trains: PeerTraining) -> None:
         """All ranks of an island make theirs together. `weights`: what the ranks hold of the model (`Bridge`)."""
         self.contract, self.site, self.island, self.trains = contract, site, island, trains
         compiled_codecs(site.device.compile_codecs)
@@ -99,24 +99,24 @@ class PeerRank:
     # ------------------------------------------------------------ rank 0 decides
 
     def lead(self, name: str, events: Events, directory: Path | None) -> None:
-        """This is rank 0 of the peer `name`. Events go to `events`, checkpoints to `directory`."""
+        """Make this rank 0 of the peer `name`. Events go to `events`, checkpoints to `directory`."""
         self.line.peer, self.events = name, events
         self.folder = (directory or Path()) / "checkpoints"
 
     def do(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
-        """On rank 0: have every rank do this, this one included. `own`: what only this rank holds of it."""
+        """On rank 0: have every rank of the peer do this, this one included. `own`: what only this rank holds of it."""
         self.island.decide(decision)
         yield from self.perform(decision, own, seconds)
 
     def publish(self, event: Event) -> None:
-        """On rank 0: record what happened, and tell the subscribers of every rank."""
+        """On rank 0 of a peer: record what happened, and pass it to the subscribers of every rank."""
         assert self.events is not None
         self.events.emit(event)
         stamped = json.dumps(to_json(Stamped(0.0, 0.0, self.line.peer, event))) if self.island.size > 1 else ""
         now(self.do(d.Publish(stamped), event))
 
     def perform(self, decision: d.Decision, own: Any = None, seconds: Seconds | None = None) -> Life[None]:
-        """Do to this rank's part what rank 0 decides. `own`: what only rank 0 holds of it."""
+        """Carry out on this rank of the peer what rank 0 decides. `own`: what only rank 0 holds of it."""
         line, seconds = self.line, {} if seconds is None else seconds
         match decision:
             case d.Measure():
@@ -182,7 +182,7 @@ class PeerRank:
         self.island.all(True)  # have it, too, before anybody asks for it
 
     def _hold(self) -> None:
-        """This rank's lane is to know what it stands at before anybody goes on."""
+        """This rank's lane gets the line's position before any rank goes on."""
         if self._lane is not None and self._first is not None and self._runtime is not None:
             self._lane.hold(self.line.state)
             wire = self.counter.sample()
@@ -193,7 +193,7 @@ class PeerRank:
     # ------------------------------------------------------------ checkpoints
 
     def save(self, contents: Contents, keep: int) -> Future[Written]:
-        """Rank 0's part of `Save`: `contents`, and what this rank holds. May come to ResourceError."""
+        """Rank 0's part of the decision `Save`: `contents`, and what this rank holds. May come to ResourceError."""
         (groups, about), (kept, numbers) = contents, self.trains.kept()
         version, local = self.line.state.version, "local" in groups
         with weights_to_keep(self.line):
@@ -201,14 +201,14 @@ class PeerRank:
             return self.saver.save(self.folder, version, {**groups, **kept}, live, {**numbers, **about}, keep)
 
     def save_part(self, *, local: bool) -> None:
-        """`Save` on another rank."""
+        """The decision `Save` on another rank of the peer."""
         with weights_to_keep(self.line):
             self.saver.save_part(line_slices(self.line), self.trains.live(local=local))
 
     # ------------------------------------------------------------ lanes
 
     def _meet(self, how: d.Meet) -> None:
-        """Open this rank's lane, and let rank 0 know where others reach it."""
+        """Open this rank's lane, and report to rank 0 where others reach it."""
         self.line.peer = how.name
         address = ""
         if self.island.rank < self.lanes:
@@ -230,7 +230,7 @@ class PeerRank:
         return join_address(split_address(site.network.advertise)[0], split_address(served)[1])
 
     def close(self) -> None:
-        """Free everything. Rank 0's exchange is its own."""
+        """Free everything of this rank. Rank 0's exchange is its own."""
         self.encoder.close()
         if self._first is not None:
             self._first.close()
@@ -241,13 +241,13 @@ class PeerRank:
 
 
 def standing_at(state: OuterState, version: int, steps: Sequence[int]) -> OuterState:
-    """On a rank that holds no parts: the state at another version, after so many outer steps of each fragment. What is
-    due depends on it on every rank."""
+    """On a peer's rank that holds no parts: the state at another version, after so many outer steps of each fragment.
+    What is due depends on it on every rank."""
     fragments = (replace(fragment, steps=count) for fragment, count in zip(state.fragments, steps, strict=True))
     return OuterState(version, tuple(fragments))
 
 
 def now(piece: Life[None]) -> None:
-    """A piece of life that waits for nothing."""
+    """Carry out a piece of a peer's life that waits for nothing."""
     for wait in piece:
         raise AssertionError(f"it waits: {wait}")

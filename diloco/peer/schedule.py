@@ -16,7 +16,7 @@ OFFERED_AGAIN = 3
 
 @dataclass(frozen=True)
 class Cadence:
-    """The inner steps of one round: some before the contribution is measured, some while it is on its way.
+    """The inner steps of one round of a peer: some before the contribution is measured, some while it is on its way.
 
     A round has H / P inner steps, and the last `overlap` of them hide the exchange (Streaming DiLoCo, arXiv
     2501.18512). What they bring is progress of the next contribution.
@@ -27,7 +27,7 @@ class Cadence:
 
     @staticmethod
     def of(contract: Contract) -> Cadence:
-        """The contract's."""
+        """The contract's cadence of a peer's rounds."""
         return Cadence(contract.steps_per_round, contract.sync.overlap)
 
     def sized(self, pace: float, fastest: float) -> Cadence:
@@ -41,8 +41,8 @@ class Cadence:
         return Cadence(steps, min(self.overlap, steps))
 
     def stretched(self, step_s: float, sync_s: float, share: float, most: int) -> Cadence:
-        """With so many steps, `most` at most, that the part of an exchange of `sync_s` which no steps overlap with is
-        at most this `share` of the round."""
+        """A cadence of so many steps, `most` at most, that the part of an exchange of `sync_s` which no steps overlap
+        with is at most this `share` of the round."""
         waited_s = sync_s - self.overlap * step_s
         if waited_s <= 0 or step_s <= 0:
             return self
@@ -51,8 +51,8 @@ class Cadence:
 
     @staticmethod
     def fitted(contract: Contract, pace: float, fastest: float, sync_s: float) -> Cadence:
-        """The contract's, for a peer of this pace beside the fastest (tokens per second, 0: not known) whose last
-        exchange took `sync_s`."""
+        """The contract's cadence, for a peer of this pace beside the fastest (tokens per second, 0: not known) whose
+        last exchange took `sync_s`."""
         cadence, inner = Cadence.of(contract), contract.inner
         if inner.comm_share and pace:
             step_s = contract.tokens_per_step / pace
@@ -66,8 +66,8 @@ class Cadence:
 
 
 @dataclass
-class RunEnd:
-    """When the run is over: it has its tokens, and then, without further steps, what is still uncommitted.
+class RoundsEnd:
+    """When a peer's rounds are over: the run has its tokens, and then, without inner steps, what is uncommitted.
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
     more, and steps that overlapped with the exchange, or that a version did not wait for, are committed, too. Where
@@ -84,36 +84,36 @@ class RunEnd:
     version: int = 0
 
     @staticmethod
-    def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
-        """The contract's."""
+    def of(contract: Contract, max_peers: int | None = None) -> RoundsEnd:
+        """The contract's end of a peer's rounds."""
         may_leave_progress = contract.sync.overlap > 0 or contract.membership.policy != "sync"
-        return RunEnd(contract.run.total_tokens, contract.sync.fragments, may_leave_progress, max_peers)
+        return RoundsEnd(contract.run.total_tokens, contract.sync.fragments, may_leave_progress, max_peers)
 
     def further_versions(self, commit: Commit) -> int:
-        """How many follow the one that has the tokens."""
+        """Number of a peer's last rounds, without inner steps: versions after the one that has the tokens."""
         trainers = sum(not member.witness for member in commit.view)
         turns = max(math.ceil(trainers / (self.max_peers or math.inf)), 1)
         return turns * self.fragments - (0 if self.may_leave_progress else 1)
 
     def on_commit(self, commit: Commit, copied: bool = False) -> None:
-        """We stand at this commit now. Who copied the state after the end takes no part in the final sync."""
+        """The peer has applied this commit. One that copied the state after the end takes no part in the final sync."""
         self.version = commit.version
         if commit.tokens >= self.total_tokens and self.last_version is None:
             self.last_version = commit.version + (0 if copied else self.further_versions(commit))
 
     @property
     def finishing(self) -> bool:
-        """Whether no more inner steps are to be done."""
+        """Whether this peer has only rounds without inner steps ahead."""
         return self.last_version is not None
 
     @property
     def done(self) -> bool:
-        """Whether the run is over."""
+        """Whether this peer's last round is over."""
         return self.last_version is not None and self.version >= self.last_version
 
 
-class Stopwatch:
-    """The pace of inner steps alone, of the round before."""
+class PeerStopwatch:
+    """A peer's pace in inner steps alone, of the round before: its cadence follows it."""
 
     def __init__(self) -> None:
         self.pace = 0.0
@@ -122,12 +122,12 @@ class Stopwatch:
         self._seconds = 0.0
 
     def step(self, tokens: int, seconds: float) -> None:
-        """One inner step was done."""
+        """Count one inner step of the peer towards its pace."""
         self._tokens += tokens
         self._seconds += seconds
 
     def round(self) -> float:
-        """A round is over. Returns the pace."""
+        """End a round of the peer. Returns its pace for the cadence, tokens per second."""
         if self._seconds > 0:
             self.pace = self._tokens / self._seconds
         self._tokens, self._seconds = 0, 0.0

@@ -24,7 +24,7 @@ from diloco.transport.pace import SERVE_BPS_PER_CORE
 
 
 def lanes_of(site: Site, island: Island | None) -> int:
-    """Ranks of an island that divide the outer state."""
+    """Number of a peer's lanes: ranks of its island that divide the outer state."""
     if island is None:
         return 1
     return min(site.network.lanes or (1 if site.network.advertise else island.size), island.size)
@@ -60,7 +60,7 @@ def open_line(
 
 
 def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
-    """Before anything is copied: the same parameters, the same data. Raises IncompatibleError."""
+    """Before a peer that enters copies anything: the same parameters, the same data. Raises IncompatibleError."""
     if welcome.layout != layout_digest:
         cause = "this model has other parameters (names or shapes) than the run's"
         raise IncompatibleError(cause, "build the model as the founder does; mind tied and frozen parameters")
@@ -71,7 +71,7 @@ def check_alike(welcome: Welcome, layout_digest: str, data: str) -> None:
 
 
 def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
-    """Rules of the protocol, from a contract. `parts`: of each fragment."""
+    """A peer's rules of the protocol, from the contract. `parts`: of each fragment."""
     membership = contract.membership
     return Rules(
         run=contract.run.name,
@@ -95,7 +95,7 @@ def rules_of(contract: Contract, parts: tuple[int, ...]) -> Rules:
 
 
 def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -> LaneTerms:
-    """Settings of a lane. `layout`: of the parts that are held here; `ranks`: of the island."""
+    """A peer's settings of a lane. `layout`: of the parts that are held here; `ranks`: of the island."""
     how = site.device.outer_step
     return LaneTerms(
         layout,
@@ -110,7 +110,7 @@ def lane_terms(contract: Contract, site: Site, layout: Layout, ranks: int = 1) -
 
 
 def serve_bps_of(site: Site) -> float:
-    """The rate at which joiners are served: as set, else by the cores that this process may use. 0: no limit."""
+    """The rate at which a peer serves joiners: as set, else by the cores that this process may use. 0: no limit."""
     if site.network.serve_bps is not None:
         return site.network.serve_bps
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -120,7 +120,7 @@ def serve_bps_of(site: Site) -> float:
 def exchange_terms(
     contract: Contract, site: Site, layout: Layout, layout_digest: str, data: str, ranks: int = 1
 ) -> Terms:
-    """Settings of an exchange. `layout`: as for `lane_terms`; `layout_digest`, `data`: as a joiner must have them."""
+    """A peer's settings of an exchange. `layout`: see `lane_terms`; `layout_digest`, `data`: a joiner's must match."""
     return Terms(
         contract_json=contract.to_json().encode(),
         rules=rules_of(contract, tuple(fragment.parts for fragment in layout.fragments)),
@@ -134,5 +134,5 @@ def exchange_terms(
 
 
 def timing_of(site: Site) -> Timing:
-    """Timing of the protocol, from a site."""
+    """A peer's timing of the protocol, from its site."""
     return Timing(site.timeouts.heartbeat_s, site.timeouts.suspect_s, site.timeouts.stall_s)

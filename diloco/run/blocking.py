@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def block(piece: Life[T]) -> T:
-    """The result of a piece of a peer's life in which nobody trains."""
+    """Block the caller of a `Run` through a piece of its life in which nobody trains. Returns the piece's result."""
     try:
         wanted: Wait = next(piece)
         while True:

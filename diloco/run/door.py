@@ -1,7 +1,7 @@
 """The door into a run: `found` and `join` for somebody's own loop, and `open_run` for every program.
 
-`Past` is the life before of a peer that resumes, from its folder. `OwnLoop` is somebody's own training loop, as a run
-sees it: parameters, optimizer, and whatever else is to be saved.
+`PastRun` is the run that a peer resumes, from its folder. `OwnLoop` is somebody's own training loop, as a run sees it:
+parameters, optimizer, and whatever else is to be saved.
 
     with diloco.join("10.0.0.5:4000", model) as run:
         for inputs, targets in batches:
@@ -32,7 +32,7 @@ from diloco.accounts.ledger import LEDGER, left_off, read_ledger
 from diloco.base.errors import ConfigError, DilocoError, ResourceError, StateError, UsageError
 from diloco.base.life import Life
 from diloco.config.contract import Contract
-from diloco.config.load import contract_from_json, contract_of, load_contract, load_site, remember
+from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
 from diloco.config.site import Site
 from diloco.gossip.peer import GossipLife, GossipPeer
 from diloco.inner.loop import random_states, restore_random_states
@@ -44,12 +44,13 @@ from diloco.models import count_parameters
 from diloco.observe.event_log import Events
 from diloco.observe.events import RankMemory, Stamped
 from diloco.outer.fragments import Weights, named_parameters
-from diloco.peer.life import AgreedLife
+from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
-from diloco.peer.rank import PeerRank, Trains
+from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.run import Chronicle, Leading, PeerReader, Run
+from diloco.run.options import remember
+from diloco.run.run import Leading, Run, RunChronicle, RunReader
 from diloco.storage.checkpoint import Checkpoint, latest, load, read_together
 from diloco.storage.saving import Contents
 from diloco.storage.stateful import Stateful, UserState
@@ -60,22 +61,22 @@ STATE = "state"
 
 
 class RandomStates:
-    """The global random states of this process: what dropout and shuffling draw from."""
+    """The global random states of an own loop's process: dropout and shuffling draw from them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Random states of Python, NumPy and torch (CPU and the current GPU)."""
+        """Random states of an own loop's process: Python, NumPy and torch (CPU and the current GPU)."""
         return random_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Put the random states back."""
+        """Put the random states of an own loop's process back."""
         restore_random_states(state_dict)
 
 
 class OwnLoop:
-    """Somebody's own training loop on one rank, as a run sees it (`diloco.peer.rank.Trains`)."""
+    """Somebody's own training loop on one rank, as a run sees it (`diloco.peer.rank.PeerTraining`)."""
 
     def __init__(self, model: nn.Module, island: Island, state: Mapping[str, Stateful]) -> None:
-        """`state`: objects to save and restore. Raises UsageError for one that cannot be."""
+        """`state`: objects of the own loop to save and restore. Raises UsageError for one that cannot be."""
         bare = unwrapped(model)
         self.island = island
         self.parameters = named_parameters(bare)
@@ -85,17 +86,17 @@ class OwnLoop:
         self.usage = Throughput(None, None, island.size, Phases(island.device))
 
     def live(self, *, local: bool) -> Slices:
-        """The objects' state for a checkpoint, and the weights if they are wanted."""
+        """The state of the own loop's objects for a checkpoint, and the weights if they are wanted."""
         live = {STATE: self._state.slices()}
         weights = [held(name, parameter.detach()) for name, parameter in self.parameters.items()]
         return {**live, "local": weights} if local else live
 
     def kept(self) -> Contents:
-        """Nothing: all that a checkpoint holds of the loop changes in inner steps."""
+        """Nothing: all that a checkpoint holds of somebody's own loop changes in inner steps."""
         return {}, {}
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
-        """Take objects and weights of a checkpoint. Raises StateError on all ranks when one cannot."""
+        """Take the own loop's objects and weights from a checkpoint. Raises StateError on all ranks when one cannot."""
 
         def take() -> None:
             groups = opened().groups
@@ -107,26 +108,26 @@ class OwnLoop:
         read_together(self.island, take)
 
     def evaluate(self) -> float | None:
-        """Nothing: a caller's own loop evaluates by itself."""
+        """Nothing: somebody's own loop evaluates by itself."""
         return None
 
     def facts(self) -> dict[str, Any]:
-        """Fields of `Started`."""
+        """Fields of the event `Started` for somebody's own loop."""
         return {"parameters": self._count, "ranks": self.island.size, "device": device_name(self.island.device)}
 
     def version_fields(self) -> dict[str, Any]:
-        """Nothing: a run knows nothing more of a caller's own loop."""
+        """Nothing: a run has no more fields for somebody's own loop."""
         return {}
 
     def used(self) -> dict[str, Any]:
-        """Fields of `HardwareUsed`, since it was asked last."""
+        """Fields of the event `HardwareUsed` for somebody's own loop, since the last call."""
         memories = self.island.gather(json.dumps(memory_of(self.island.device)))
         return {**self.usage.fields(), "memory": tuple(RankMemory(*json.loads(one)) for one in memories)}
 
 
 @dataclass(frozen=True)
-class Past:
-    """A peer's life before, as its folder has it, and the members of its run that may still be there."""
+class PastRun:
+    """The run that a peer's folder was in before, and the members of it that may still be there."""
 
     folder: Path
     began_us: int
@@ -138,18 +139,18 @@ class Past:
 
     @property
     def tickets(self) -> list[str]:
-        """The others' addresses, with the contract they should train."""
+        """Addresses of the other members of the run to resume, with the contract they should train."""
         return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
 
     def checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of its run. Raises StateError when none is valid."""
+        """The newest checkpoint of the run to resume. Raises StateError when none is valid."""
         saved = latest(self.folder / "checkpoints")
         checkpoint = load(saved.parent) if saved is not None else None
         return checkpoint if checkpoint is not None and checkpoint.contract.digest == self.contract_digest else None
 
 
-def past_of(folder: Path) -> Past | None:
-    """The life before, from the ledger in a peer's folder, which is newer than any checkpoint; from a checkpoint where
+def past_of(folder: Path) -> PastRun | None:
+    """The run to resume from a peer's folder: by its ledger, which is newer than any checkpoint; by a checkpoint where
     there is no ledger, as under gossip.
 
     None when no peer wrote there. Raises StateError for a damaged checkpoint; the next writer of a ledger reports its
@@ -162,7 +163,7 @@ def past_of(folder: Path) -> Past | None:
         left = None
     if left is not None:
         others = tuple(member.address for member in left.others if not member.witness)
-        return Past(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
+        return PastRun(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
     if saved is None:
         return None
     checkpoint = load(saved.parent)
@@ -171,24 +172,24 @@ def past_of(folder: Path) -> Past | None:
     met = checkpoint.meta.get("others")  # under gossip, where there is no view
     known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
     saved_at = saved_us(checkpoint)
-    return Past(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
+    return PastRun(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
 
 
 def saved_us(checkpoint: Checkpoint) -> int:
-    """Time at which a checkpoint was saved, as `new_incarnation` counts."""
+    """Time at which the checkpoint of the run to resume was saved, as `new_incarnation` counts."""
     return int(1e6 * checkpoint.path.stat().st_mtime)
 
 
 def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
-    """Name of a peer: one that comes back keeps that in its checkpoint."""
+    """Name under which a peer enters a run. One that resumes keeps the name in its checkpoint."""
     if checkpoint is not None:
         return checkpoint.value("peer", str)
     return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
 
 
-def asked_members(past: Past, endpoint: Endpoint) -> Contract | None:
-    """The contract of a member of the life before that answers now: the run goes on, and is joined. None: nobody does,
-    and it is founded anew."""
+def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:
+    """The contract of a member of the run to resume that answers now: the run goes on, and is joined. None: nobody
+    answers, and it is founded anew."""
     answering = [ticket for ticket in past.tickets if endpoint.runtime.answer_of(ticket.partition("/")[0]) is not None]
     for ticket in answering:
         try:
@@ -199,7 +200,7 @@ def asked_members(past: Past, endpoint: Endpoint) -> Contract | None:
 
 
 def make_folder(directory: Path, site: Site) -> Path:
-    """Make a peer's folder, which remembers where its data is. Raises ResourceError."""
+    """Make the folder of a peer that founds or joins a run; it remembers where its data is. Raises ResourceError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remember(directory, site)
@@ -326,13 +327,13 @@ def _enter(
 
 @dataclass(frozen=True)
 class Parts:
-    """A rank's share of the model, and whoever trains it."""
+    """A rank's share of the model in a run, and whoever trains it."""
 
     weights: Weights
-    trains: Trains
+    trains: PeerTraining
     data: str = ""
     """Fingerprint of the data, where leases say who trains on which block of it."""
-    reader: Callable[[PeerRank, Entrance], PeerReader] | None = None
+    reader: Callable[[PeerRank, Entrance], RunReader] | None = None
     """Makes the reader of leased data, on rank 0."""
 
 
@@ -375,18 +376,18 @@ def open_run(
 
 
 def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -> Leading:
-    """The peer, its life and its record, on rank 0. `closing`: what to close if the run does not begin."""
+    """The run's peer, its life and its record, on rank 0. `closing`: what to close if the run does not begin."""
     folder, name = entrance.directory, entrance.name
     events = Events(folder / "events.jsonl" if folder is not None else None, name, entrance.listeners)
     closing.callback(events.close)
     reader = parts.reader(rank, entrance) if parts.reader is not None else None
-    chronicle = Chronicle(rank, events.emit, reader)
+    chronicle = RunChronicle(rank, events.emit, reader)
     about = (name, rank, entrance.endpoint, events, chronicle, entrance.checkpoint, parts.data, folder)
-    life: AgreedLife | GossipLife
+    life: PeerLife | GossipLife
     if rank.contract.membership.policy == "gossip":
         life = GossipLife(GossipPeer(*about), entrance.stop)
     else:
-        life = AgreedLife(Peer(*about), entrance.stop)
+        life = PeerLife(Peer(*about), entrance.stop)
     chronicle.peer = life.peer
     closing.callback(life.peer.close)
     return Leading(life, chronicle)

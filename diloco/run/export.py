@@ -62,7 +62,7 @@ def export(checkpoint: Path, output: Path, data_root: Path = HERE) -> Path:
 
 
 def weights(checkpoint: Checkpoint, data_root: Path = HERE) -> dict[str, Tensor]:
-    """The anchor in a peer's checkpoint: parameter name -> fp32 tensor in its shape, a view of the checkpoint's.
+    """Weights to export from a peer's checkpoint: its anchor by parameter name, fp32, in its shape, a view of it.
 
     Raises StateError or ConfigError when the checkpoint and the model that its contract describes do not fit.
     """
@@ -70,7 +70,7 @@ def weights(checkpoint: Checkpoint, data_root: Path = HERE) -> dict[str, Tensor]
 
 
 def _anchor(checkpoint: Checkpoint, data_root: Path) -> tuple[dict[str, Tensor], str]:
-    """The anchor in a checkpoint by parameter, as `weights` has it, and the digest of its outer state."""
+    """The anchor to export from a checkpoint, by parameter as in `weights`, and the digest of its outer state."""
     contract = checkpoint.contract
     if contract.model.kind == "external":
         shapes = noted_shapes(checkpoint)  # of a model that we cannot build
@@ -100,7 +100,7 @@ def _exported(parameters: Mapping[str, Tensor], section: ModelSection) -> dict[s
 
 
 def _config(checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
-    """The contents of config.json, if there is one."""
+    """The contents of an export's config.json, if there is one."""
     section = checkpoint.contract.model
     match section.kind:
         case "transformer":
@@ -114,7 +114,7 @@ def _config(checkpoint: Checkpoint, data_root: Path) -> dict[str, Any] | None:
 
 
 def _about(checkpoint: Checkpoint, state_digest: str) -> dict[str, Any]:
-    """The contents of diloco.json."""
+    """The contents of an export's diloco.json."""
     contract, commit, data = checkpoint.contract, checkpoint.commit, checkpoint.contract.data
     if data.source == "shards":
         tokenizer = "the tokenizer that the token shards were packed with"
@@ -136,7 +136,7 @@ def _about(checkpoint: Checkpoint, state_digest: str) -> dict[str, Any]:
 
 
 def _tokens(checkpoint: Checkpoint) -> int:
-    """Tokens of the run: committed, or under gossip, where nothing is, as many as the peer knew of."""
+    """Tokens of an exported run: committed, or under gossip, where nothing is, as many as the peer knew of."""
     return checkpoint.commit.tokens if checkpoint.commit else int(checkpoint.meta.get("run_tokens", 0))
 
 
@@ -146,7 +146,7 @@ def _tokens(checkpoint: Checkpoint) -> int:
 def evaluate_checkpoint(
     checkpoint: Path, data_root: Path = HERE, sequences: int | None = None, threads: int | None = None
 ) -> dict[str, int | float]:
-    """Held-out loss of the anchor in a checkpoint (or the newest of several) or of an exported folder, on the CPU.
+    """For `diloco eval`: held-out loss of the anchor in a checkpoint (newest of several) or an export, on the CPU.
 
     `sequences`: at most so many; the contract's `eval.sequences` when not given. `threads`: torch's, from now on.
 
@@ -180,7 +180,7 @@ def evaluate_checkpoint(
 
 
 def _trained(path: Path, data_root: Path) -> tuple[Contract, dict[str, int], Mapping[str, Tensor]]:
-    """Contract of an export or a checkpoint; its version, tokens and vocab_size; weights under their exported names."""
+    """For eval: contract of an export or checkpoint; version, tokens, vocab_size; weights under exported names."""
     about = path / ABOUT
     if about.is_file():
         tree = _read_json(about)

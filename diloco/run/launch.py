@@ -33,7 +33,7 @@ RUNS = Path("runs")
 
 
 def run_peer(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> Ending | None:
-    """Live the life of a peer; None on other ranks of an island than the first.
+    """Launch `diloco peer` on this rank and run it to its end; None on other ranks of an island than the first.
 
     Raises DilocoError; everything that can be wrong beforehand is found beforehand.
     """
@@ -94,7 +94,7 @@ def _enter(
 
 
 def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
-    """Start the ranks of an island that the site asks for, each with these arguments. Returns their exit code.
+    """Launch `diloco peer` on each rank of the site's island, with these arguments. Returns their exit code.
 
     None: there is nothing to start, this process is the peer or a rank of one. Raises DilocoError for what can be
     wrong beforehand.
@@ -111,8 +111,8 @@ def start_ranks(options: PeerOptions, arguments: Sequence[str]) -> int | None:
 
 
 def come_back(options: PeerOptions, site: Site, given: Contract | None) -> PeerOptions:
-    """Options of an island that lost a rank: it goes on from its last checkpoint, if it has one, with the members of
-    its last version.
+    """Options to launch an island once more that lost a rank: it goes on from its last checkpoint, if it has one, with
+    the members of its last version.
 
     It joins them also where it founded the run, or a lineage: to found it anew would fork it. Where it was alone it
     does what it did at first, or goes on from its checkpoint. So it does where it died before it wrote anything: who
@@ -154,19 +154,19 @@ def _checkpoints(path: Path) -> Path:
 def fetch_contract(
     tickets: str, endpoint: Endpoint, listener: Callable[[Stamped], None], stop: Callable[[], bool]
 ) -> Contract:
-    """The contract of the member to join (`Endpoint.fetch_contract`), with a remark when nobody answers at once."""
+    """The contract of the member that a launched peer is to join, with a remark when nobody answers at once."""
     events = Events(None, endpoint.site.peer.name or "", [listener])  # our own file is in a folder that the run names
     return endpoint.fetch_contract(tickets, lambda text: events.emit(Remark(text)), lambda: not stop())
 
 
 def open_directory(chosen: Path | None, site: Site, contract: Contract, name: str) -> Path:
-    """The folder of a peer, made if need be: the one that was `chosen`, or RUN/PEER."""
+    """The folder of a launched peer, made if need be: the one that was `chosen`, or RUN/PEER."""
     return make_folder(chosen or RUNS / contract.run.name / name, site)
 
 
 def chosen_directory(options: PeerOptions, site: Site, saved: Path | None = None) -> Path | None:
-    """The folder that options or site name, or that of the peer whose checkpoints are, or one of them is, at `saved`: a
-    peer that resumes goes on in its old folder."""
+    """The folder for a launched peer that options or site name, or that of the peer whose checkpoints are, or one of
+    them is, at `saved`: a peer that resumes goes on in its old folder."""
     if options.directory is not None:
         return options.directory
     if site.storage.directory is not None:
@@ -176,7 +176,7 @@ def chosen_directory(options: PeerOptions, site: Site, saved: Path | None = None
 
 
 def event_card(directory: Path) -> Callable[[Stamped], None]:
-    """A listener that keeps `peer.json` beside the events: where this peer listens, for programs that started it."""
+    """A listener that keeps `peer.json` in a launched peer's folder: its address, for programs that started it."""
 
     def listen(stamped: Stamped) -> None:
         if isinstance(event := stamped.event, Listening):

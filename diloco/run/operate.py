@@ -19,14 +19,14 @@ ANSWER_S = 5.0
 
 
 def ask_status(address: str) -> dict[str, Any]:
-    """The status of the member at `address` (HOST:PORT). Raises UnreachableError."""
+    """An operator's request to the member at `address` (HOST:PORT): its status. Raises UnreachableError."""
     with closing(Runtime(ANSWER_S)) as runtime:
         tree: dict[str, Any] = json.loads(_ask(runtime, address, runtime.link.status(address, ANSWER_S)))
     return tree
 
 
 def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
-    """Report to every live member that the life of `peer` in the view of the member at `address` is over.
+    """For an operator, report to every live member that the life of `peer` in the view at `address` is over.
 
     Returns the members that took the report, those that did not answer, and the others' refusals. Raises UsageError for
     a stranger and where nobody takes the peer for dead, and UnreachableError where nobody answered."""
@@ -59,7 +59,7 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
 
 
 def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
-    """The answer of the member at `address`. Raises UnreachableError, and what it refuses with."""
+    """The answer of the member at `address` to an operator. Raises UnreachableError, and what it refuses with."""
     try:
         return runtime.run(question, ANSWER_S + 5.0)
     except (LinkDown, LinkSlow, LinkRefused) as error:

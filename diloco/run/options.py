@@ -1,4 +1,4 @@
-"""Options of `diloco peer` on the command line, checked as far as that goes before torch is imported."""
+"""Options of `diloco peer`, checked as far as possible without torch; the data root that a peer's folder remembers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 
 from diloco.base.errors import StateError, UsageError
 from diloco.config.contract import Contract
-from diloco.config.load import load_contract, load_site, remembered_root
+from diloco.config.load import load_contract, load_site
 from diloco.config.site import Site
 from diloco.transport.address import split_ticket
 
 CARD = "peer.json"
 """File in a peer's folder with the address where it listens."""
+SITE_CARD = "site.json"
+"""File in a peer's folder with the data root of its site."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PeerOptions:
 
 
 def checked(options: PeerOptions) -> tuple[Site, Contract | None]:
-    """The site, and the contract to found a run with, if any. Raises UsageError, ConfigError and IncompatibleError."""
+    """A launched peer's site, and its contract to found a run. Raises UsageError, ConfigError, IncompatibleError."""
     if options.contract and options.join:
         raise UsageError("a contract and --join do not go together", "the contract travels: leave it out to join")
     if not (options.contract or options.join or options.resume):
@@ -50,8 +52,8 @@ def checked(options: PeerOptions) -> tuple[Site, Contract | None]:
 
 
 def open_site(options: PeerOptions) -> Site:
-    """The site file, overridden by the command line; a resumed peer's folder remembers settings for what neither sets.
-    Raises ConfigError."""
+    """The site to launch a peer with: the site file, overridden by the command line; a resumed peer's folder remembers
+    settings for what neither sets. Raises ConfigError."""
     overrides = list(options.site_overrides)
     if options.insecure:
         overrides.append("network.insecure=true")
@@ -65,7 +67,7 @@ def open_site(options: PeerOptions) -> Site:
 
 
 def member_address(text: str) -> str:
-    """HOST:PORT of a member, from an address, a ticket, or the folder of a peer on this machine.
+    """HOST:PORT of a member for status or evict, from an address, a ticket, or a peer's folder on this machine.
 
     Raises UsageError, and StateError where a folder is not that of a peer.
     """
@@ -77,3 +79,30 @@ def member_address(text: str) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         cause = f"no peer has written its address to {folder.absolute() / CARD}"
         raise StateError(cause, "give the folder of a peer, or HOST:PORT of a live member") from error
+
+
+def remember(directory: Path, site: Site) -> None:
+    """Write the site's data root to `site.json` in the folder of a peer that enters a run: what is resumed or evaluated
+    later finds the same data. Raises OSError."""
+    path = directory / SITE_CARD
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
+    beside.replace(path)
+
+
+def remembered_root(path: Path) -> str | None:
+    """Data root for a resume or eval, from a peer's folder, folder of checkpoints, or checkpoint; None: not known.
+
+    Raises StateError for a damaged file.
+    """
+    folder = path.absolute()
+    places = (folder, folder.parent, folder.parent.parent)
+    found = next((place / SITE_CARD for place in places if (place / SITE_CARD).is_file()), None)
+    if found is None:
+        return None
+    try:
+        root = json.loads(found.read_text())["data"]["root"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        fix = "delete it, and name the data's folder: data.root, --data-root"
+        raise StateError(f"{found} is damaged", fix) from error
+    return str(root)

@@ -1,6 +1,6 @@
 """A run, as whoever trains holds it: one per rank, with the same calls on all ranks of an island; and its record.
 
-`Run` is what a training loop calls. `Chronicle`, on rank 0 alone, makes the events of training.
+`Run` is what a training loop calls. `RunChronicle`, on rank 0 alone, makes the events of training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from diloco.observe.events import (
     VersionClosed,
 )
 from diloco.outer.line import weights_at_anchor
-from diloco.peer.life import AgreedLife, Ending
+from diloco.peer.life import Ending, PeerLife
 from diloco.peer.peer import Peer
 from diloco.peer.rank import PeerRank
 from diloco.protocol.leases import front
@@ -268,7 +268,7 @@ class Run:
             self._rank.events.emit(event)
 
     def _whole(self, leading: Leading) -> Life[None]:
-        """The life of this peer, on rank 0, from its entrance to its goodbye."""
+        """The life of this peer in the run, on rank 0, from its entrance to its goodbye."""
         life, rank, line, contract = leading.life, self._rank, self._rank.line, self.contract
         yield from life.open()
         started = Started(
@@ -341,27 +341,27 @@ REPORT_EVERY_S = 0.5
 """Least time between two reports of a peer's inner steps to the others."""
 
 
-class PeerReader:
-    """Reader of one peer's data blocks, on rank 0. This one reads on, whatever becomes of versions."""
+class RunReader:
+    """Reader of a peer's data blocks in one run, on rank 0. This one reads on, whatever becomes of versions."""
 
     def __init__(self, blocks: BlockReader) -> None:
         self.blocks = blocks
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """A version was applied, after `before`; it counts `mine`."""
+        """The run has applied a version, after `before`; it counts `mine`."""
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """A state was copied: its version is that of the line."""
+        """The run has copied a state: its version is that of the line."""
 
 
-class Chronicle:
+class RunChronicle:
     """Record of one peer's run, on rank 0: the events of its training, and its data leases.
 
     It is the `PeerRecord` and the `SwapRecord` of the peer, which calls `closed` and `copied`.
     """
 
-    def __init__(self, rank: PeerRank, emit: Callable[[Event], None], reader: PeerReader | None) -> None:
-        """`emit`: writes an event of this process's. `reader`: reads the peer's data, unless a caller does."""
+    def __init__(self, rank: PeerRank, emit: Callable[[Event], None], reader: RunReader | None) -> None:
+        """`emit`: writes an event of the run. `reader`: reads the peer's data, unless a caller does."""
         self.rank, self.reader = rank, reader
         self.peer: Peer | GossipPeer | None = None
         """The peer whose record this is. Set before anything happens to it."""
@@ -374,15 +374,15 @@ class Chronicle:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that this peer trained per second, since its life began to train."""
+        """Tokens that this peer of the run trained per second, since its life began to train."""
         return self.tokens_here / max(monotonic_s() - self.began_s, 1e-9)
 
     def begin(self) -> None:
-        """Start the clock of `tokens_per_s`: training begins."""
+        """Start the clock of `tokens_per_s`: training begins in this run."""
         self.began_s = monotonic_s()
 
     def trained(self, tokens: int, loss: float | None) -> None:
-        """Record an inner step."""
+        """Record an inner step of the run."""
         self.steps += 1
         self.tokens_here += tokens
         if loss is not None:
@@ -401,12 +401,12 @@ class Chronicle:
             self._emit(TrainingProgress(self.steps, self.tokens_here, loss if finite else None))
 
     def take_loss(self) -> float | None:
-        """Mean loss of the inner steps since it was taken last; None: whoever trains reports none."""
+        """Mean loss of the run's inner steps since the last call; None: whoever trains reports none."""
         losses, self._losses = self._losses, []
         return fmean(losses) if losses else None
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None, seconds: Seconds) -> Event | None:
-        """Record that a version was applied. Returns its event; a founding has none."""
+        """Record that the run applied a version. Returns its event; a founding has none."""
         if self.reader is not None:
             self.reader.closed(commit, before, mine)
         if before is None or commit.version == before.version:
@@ -438,12 +438,12 @@ class Chronicle:
         )
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """Record that a state was copied: no version closed here, so its lease is not known yet."""
+        """Record that the run copied a state: no version closed here, so its lease is not known yet."""
         if self.reader is not None:
             self.reader.copied(commit, before)
 
     def numbers(self) -> dict[str, Any]:
-        """Inner steps and the reader's place, which a checkpoint holds beside the line."""
+        """The run's inner steps and the trainer's place in its data, which a checkpoint holds beside the line."""
         read = {"reader": self.reader.blocks.state_dict()} if self.reader is not None else {}
         return {"run_steps": self.steps, **read}
 
@@ -452,5 +452,5 @@ class Chronicle:
 class Leading:
     """Objects of a run that rank 0 alone has."""
 
-    life: AgreedLife | GossipLife
-    chronicle: Chronicle
+    life: PeerLife | GossipLife
+    chronicle: RunChronicle

@@ -37,7 +37,7 @@ Kind = Literal["weak", "strong"]
 
 @dataclass(frozen=True, slots=True)
 class IslandSpeed:
-    """Inner steps of one island."""
+    """Inner steps of one island in `diloco bench scaling`."""
 
     ranks: int
     mesh: Mapping[str, int]
@@ -56,13 +56,13 @@ class IslandSpeed:
 
     @property
     def memory_bytes(self) -> int:
-        """The most that one rank took: of its GPU, else of the host."""
+        """Most memory that one rank took in `bench scaling`: of its GPU, else of the host."""
         return max(rank["device_peak_bytes"] or rank["host_peak_bytes"] for rank in self.memory)
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """An island beside the smallest one."""
+    """An island in `diloco bench scaling` beside the smallest one."""
 
     scaling: Kind
     measured: IslandSpeed
@@ -71,7 +71,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScalingJob:
-    """Measurement of one island."""
+    """Measurement of one island for `diloco bench scaling`."""
 
     contract: Contract
     site: Site
@@ -79,7 +79,7 @@ class ScalingJob:
 
 
 def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kind, ScalingJob]]:
-    """Islands to measure, the smallest first, which counts for both kinds of scaling.
+    """Islands for `bench scaling` to measure, the smallest first, which counts for both kinds of scaling.
 
     One rank has the whole model, whatever the site's mesh. Raises UsageError and ConfigError.
     """
@@ -100,8 +100,8 @@ def jobs(contract: Contract, site: Site, ranks: Sequence[int]) -> list[tuple[Kin
 
 
 def compare(jobs: Sequence[tuple[Kind, ScalingJob]], seconds: float, folder: Path) -> Iterator[Scaled]:
-    """Start each island in turn, on this machine, and compare its speed with the smallest one's. `folder`: for files
-    that are passed to the ranks.
+    """Run the jobs of `bench scaling`: start each island in turn, on this machine, and compare its speed with the
+    smallest one's. `folder`: for files that are passed to the ranks.
 
     Raises ResourceError when one of them fails.
     """
@@ -123,7 +123,7 @@ def compare(jobs: Sequence[tuple[Kind, ScalingJob]], seconds: float, folder: Pat
 
 
 def measure(contract: Contract, site: Site, island: Island, seconds: float) -> IslandSpeed | None:
-    """Inner steps for about so long, three at least; all ranks call it together. None on other ranks than 0."""
+    """One `bench scaling` island: inner steps for about so long, 3 at least; all ranks call it. None but on rank 0."""
     model = RankModel(contract, site, island)
     reader = BlockReader(model.dataset, contract.run.seed) if model.dataset is not None else None
     if reader is not None:
@@ -159,15 +159,15 @@ def _step(model: RankModel, reader: BlockReader | None) -> None:
 
 
 def limited(site: Site) -> Site:
-    """The site with a number of CPU threads for each rank of an island: one, unless the site sets it or a GPU trains.
-    Ranks that each take all cores would measure how they fight for them."""
+    """The site for `bench scaling` with a number of CPU threads for each rank of an island: one, unless the site sets
+    it or a GPU trains. Ranks that each take all cores would measure how they fight for them."""
     if site.device.threads is not None or device_of(site).type != "cpu":
         return site
     return site.model_copy(update={"device": site.device.model_copy(update={"threads": 1})})
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Entry point of one rank of a measured island."""
+    """Entry point of one rank of an island that `diloco bench scaling` runs."""
     end_with_launcher()
     reported: dict[str, Any] = json.loads(Path(arguments[0]).read_text())
     contract, site = contract_from_json(reported["contract"]), Site.model_validate_json(reported["site"])

@@ -23,12 +23,12 @@ from diloco.outer.line import Line
 from diloco.peer.life import Ending
 from diloco.peer.rank import PeerRank
 from diloco.run.door import Entrance, Parts, open_run
-from diloco.run.run import PeerReader
+from diloco.run.run import RunReader
 from diloco.storage.checkpoint import Checkpoint
 
 
-class LeasedReader(PeerReader):
-    """Reader of the data blocks that commits lease to one peer, from version to version. On rank 0."""
+class TrainerLeases(RunReader):
+    """The trainer's reader of the data blocks that commits lease to one peer, from version to version. On rank 0."""
 
     def __init__(self, dataset: Dataset, seed: int, line: Line, checkpoint: Checkpoint | None) -> None:
         """`checkpoint`: the one to go on from. Raises IncompatibleError for other data."""
@@ -42,12 +42,12 @@ class LeasedReader(PeerReader):
         """Commit whose lease is read."""
 
     def next(self, count: int) -> tuple[Tensor, int]:
-        """So many data blocks, (count, L + 1) token ids; and the number of those that were read for the first time."""
+        """So many data blocks for the trainer, (count, L + 1) token ids; and the number of those that are new to it."""
         fresh = min(count, self.blocks.remaining)  # blocks read again are nobody's to count
         return self.blocks.next(count), fresh
 
     def closed(self, commit: Commit, before: Commit | None, mine: Counted | None) -> None:
-        """Read on in the blocks that this peer holds now. After a time outside the view they are all new."""
+        """Have the trainer read on in its leased blocks. After a time outside the view they are all new."""
         self._commit = commit
         held = commit.leases.held.get(self._line.peer)
         if held is None:
@@ -62,7 +62,7 @@ class LeasedReader(PeerReader):
             self._restart(held, newly=False)
 
     def copied(self, commit: Commit | None, before: Commit | None) -> None:
-        """Read in the blocks that this peer holds at the version of a state that was copied."""
+        """Have the trainer read in the blocks leased to it at the version of a copied state."""
         before = self._commit or before
         if commit is None or commit is before:
             return
@@ -72,7 +72,7 @@ class LeasedReader(PeerReader):
             self._restart(held, newly=before is None or self._line.peer not in before.leases.held)
 
     def _restart(self, held: Sequence[Blocks], newly: bool) -> None:
-        """Read in the leased blocks where nobody knows which were counted; `newly`: this peer held none before.
+        """Have the trainer read in leased blocks where nobody knows which were counted; `newly`: it held none before.
 
         The blocks of progress that is kept are not read again, and are counted with it. Where nothing is kept, all are.
         """
@@ -90,7 +90,7 @@ ALL_BLOCKS = (Blocks(0, 2**60),)
 
 
 def device_of(site: Site) -> torch.device:
-    """The torch device that a site asks for, with its number of threads. Raises ResourceError when it is not there."""
+    """The torch device of a trainer, as the site asks, and its threads. Raises ResourceError when it is not there."""
     if site.device.threads is not None:
         torch.set_num_threads(site.device.threads)
     available = torch.cuda.is_available()
@@ -100,8 +100,8 @@ def device_of(site: Site) -> torch.device:
     return torch.device("cuda" if available and site.device.kind != "cpu" else "cpu")
 
 
-class OwnOrder(PeerReader):
-    """Reader of all data blocks in an order of the peer's own, under gossip."""
+class TrainerOwnOrder(RunReader):
+    """The trainer's reader of all data blocks in an order of the peer's own, under gossip."""
 
     def __init__(self, model: RankModel, name: str, checkpoint: Checkpoint | None) -> None:
         """Raises ConfigError for data without an order."""
@@ -114,7 +114,7 @@ class OwnOrder(PeerReader):
             self.blocks.load_state_dict(checkpoint.value("reader", dict))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """So many blocks, (count, L + 1) token ids; none of them is leased."""
+        """So many blocks for the trainer under gossip, (count, L + 1) token ids; none of them is leased."""
         return self.blocks.next(count), 0
 
 
@@ -124,10 +124,10 @@ class Trainer:
     def __init__(self, enter: Callable[[], Entrance], site: Site, island: Island) -> None:
         """All ranks of an island make theirs together. `enter`: into the run, on rank 0."""
         self._enter, self._site, self._island = enter, site, island
-        self._reader: LeasedReader | OwnOrder | None = None
+        self._reader: TrainerLeases | TrainerOwnOrder | None = None
 
     def open(self) -> Life[None]:
-        """Enter the run, and get a state. Raises DilocoError."""
+        """Enter the run with the trainer of `diloco peer`, and get a state. Raises DilocoError."""
         self.run = yield from open_run(self._enter, self._site, self._island, self._build)
         self.run.subscribe(self._evaluate_if_due)
 
@@ -135,13 +135,13 @@ class Trainer:
         model = self.model = RankModel(contract, self._site, self._island)
         return Parts(model.weights, model, model.fingerprint, self._open_reader)
 
-    def _open_reader(self, rank: PeerRank, entrance: Entrance) -> LeasedReader | OwnOrder:
+    def _open_reader(self, rank: PeerRank, entrance: Entrance) -> TrainerLeases | TrainerOwnOrder:
         model, self.line = self.model, rank.line
         assert model.dataset is not None
         if model.contract.membership.policy == "gossip":
-            self._reader = OwnOrder(model, entrance.name, entrance.checkpoint)
+            self._reader = TrainerOwnOrder(model, entrance.name, entrance.checkpoint)
         else:
-            self._reader = LeasedReader(model.dataset, model.contract.run.seed, rank.line, entrance.checkpoint)
+            self._reader = TrainerLeases(model.dataset, model.contract.run.seed, rank.line, entrance.checkpoint)
         return self._reader
 
     def live(self) -> Life[Ending | None]:
@@ -163,8 +163,8 @@ class Trainer:
         return run.ending
 
     def inner_step(self) -> tuple[float, int]:
-        """One inner step, on this rank. Returns its loss, nats per token, and the number of leased blocks that it read
-        first."""
+        """One inner step of the trainer, on this rank. Returns its loss, nats per token, and the number of leased
+        blocks that it read first."""
         model, inner = self.model, self.run.contract.inner
         block, fresh = None, 0
         if self._reader is not None:
@@ -173,7 +173,7 @@ class Trainer:
         return model.step(block, self.run.position(self.run.contract.tokens_per_step)), fresh
 
     def _evaluate_if_due(self, event: Event) -> None:
-        """Evaluate the held-out loss every so many versions: one peer does it for all."""
+        """Evaluate the trainer's held-out loss every so many versions: one peer does it for all."""
         run, every = self.run, self.run.contract.eval.every_versions
         if isinstance(event, VersionClosed | SwapApplied) and every and event.version % every == 0 and run.comes_first:
             with run.anchor():

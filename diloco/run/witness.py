@@ -23,7 +23,7 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
 from diloco.peer.peer import left, settled
-from diloco.peer.schedule import RunEnd
+from diloco.peer.schedule import RoundsEnd
 from diloco.peer.terms import exchange_terms
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
@@ -34,7 +34,7 @@ from diloco.transport.endpoint import Endpoint, listening, reachable
 
 
 @dataclass(frozen=True)
-class WitnessEnding:
+class WitnessEnd:
     """End of a witness's life: the last version that it saw."""
 
     version: int
@@ -42,8 +42,8 @@ class WitnessEnding:
     reason: str
 
 
-def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> WitnessEnding:
-    """Vote until the run has its tokens or `stop` returns True. Raises DilocoError."""
+def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callable[[Stamped], None]) -> WitnessEnd:
+    """Run `diloco witness`: vote until the run has its tokens or `stop` returns True. Raises DilocoError."""
     assert options.join is not None
     site = listening(open_site(options), options.join)
     endpoint = Endpoint(site)
@@ -59,7 +59,7 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
         endpoint.close()
 
 
-def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, stop: Callable[[], bool]) -> WitnessEnding:
+def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, stop: Callable[[], bool]) -> WitnessEnd:
     """A witness's life: listen, ask to be taken in, vote; say goodbye at the end."""
     site, runtime, welcome = endpoint.site, endpoint.runtime, endpoint.welcome
     assert welcome is not None
@@ -79,7 +79,7 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
     events.emit(Listening(address, f"{address}/{contract.digest[:12]}"))
     presence = endpoint.appear(exchange)
     try:
-        ending = block(_vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
+        ending = block(_vote(exchange, RoundsEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
         block(settled(exchange, site))
         block(left(exchange, site))
     finally:
@@ -88,8 +88,8 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
     return ending
 
 
-def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnding]:
-    """Record every version, on which the exchange votes, until the run has its tokens or `stop` returns True."""
+def _vote(exchange: Exchange, end: RoundsEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnd]:
+    """Record, in a witness, every version, on which it votes, until the run has its tokens or `stop` returns True."""
     version, tokens, refused_s = -1, 0, monotonic_s()
     while not stop():
         yield Wait(exchange.closes(), POLL_S)
@@ -101,9 +101,9 @@ def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Cal
             names = tuple(counted.peer for counted in commit.counted)
             events.emit(VersionWitnessed(version, tokens, names, commit.digest))
         if end.done:
-            return WitnessEnding(version, tokens, "the run is complete")
+            return WitnessEnd(version, tokens, "the run is complete")
         if exchange.refused is not Reply.FENCED:
             refused_s = monotonic_s()
         elif monotonic_s() - refused_s > 3 * site.timeouts.suspect_s:
             raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
-    return WitnessEnding(version, tokens, "left")
+    return WitnessEnd(version, tokens, "left")

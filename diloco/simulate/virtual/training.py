@@ -37,7 +37,7 @@ from diloco.outer.line import (
 from diloco.outer.merge import open_merge
 from diloco.outer.optimizers import SteppedHere
 from diloco.outer.state import OuterState
-from diloco.peer.schedule import OFFERED_AGAIN, Stopwatch
+from diloco.peer.schedule import OFFERED_AGAIN, PeerStopwatch
 from diloco.protocol import leases
 from diloco.protocol import messages as m
 from diloco.round import apply, measure
@@ -119,7 +119,7 @@ class SimulatedTraining:
         self.step_s = plan.round_s / STEPS / plan.speed(int(host.name[1:]))
         """Virtual seconds of one inner step."""
         self.cadence = setup.cadence
-        self._watch = Stopwatch()
+        self._watch = PeerStopwatch()
         self.overlapping = False
         self._early: Sequence[Closed] | Skip | None = None
         """Outcome of the simulated round while the overlapped steps still went on."""
