@@ -33,7 +33,7 @@ def shipped_contracts() -> dict[str, Path]:
 
 
 def contract_path(text: str | Path) -> Path:
-    """The file that `text` names: the path itself where there is a file, else the shipped contract of that name."""
+    """The contract file that `text` names: that path where there is a file, else the shipped contract of that name."""
     path = Path(text)
     return path if path.is_file() else shipped_contracts().get(str(text), path)
 
@@ -52,7 +52,7 @@ class Loaded(Generic[S]):
     origin: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted key, effective value, origin) for every key."""
+        """(dotted key, effective value, origin) for every key of the contract or site."""
         for section, keys in self.value.model_dump().items():
             for key, value in keys.items():
                 yield f"{section}.{key}", value, self.origin.get(f"{section}.{key}", "default")
@@ -80,7 +80,7 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def contract_from_json(text: str | bytes, where: str = "the contract received") -> Contract:
-    """The contract that another peer sent (`Contract.to_json`), or that is elsewhere, as `where` says.
+    """Load the contract that another peer sent (`Contract.to_json`), or that is elsewhere, as `where` says.
 
     Raises ConfigError or IncompatibleError.
     """
@@ -99,7 +99,7 @@ def contract_from_json(text: str | bytes, where: str = "the contract received") 
 
 
 def contract_of(settings: Mapping[str, Any]) -> Contract:
-    """The contract of these sections, by name, each a mapping. Raises ConfigError."""
+    """Load a contract from mappings of keys, by name of their section. Raises ConfigError."""
     tree = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in settings.items()}
     return _validated(Contract, tree, "the contract given").value
 
@@ -232,7 +232,7 @@ def _dotted(schema: type[Section]) -> list[str]:
 
 
 def _other(schema: type[Section]) -> tuple[type[Section], str]:
-    """The other schema and where its keys are written."""
+    """The other schema of contract and site, and the file in which its keys are written."""
     return (Site, "the site file (peers/*.toml)") if schema is Contract else (Contract, "the contract (configs/*.toml)")
 
 
@@ -271,8 +271,8 @@ NAME = "site.json"
 
 
 def remember(directory: Path, site: Site) -> None:
-    """Write the site's data root to `site.json` in a peer's folder: what is resumed or evaluated later finds the same
-    data. Raises OSError."""
+    """Write the site's key `data.root` to `site.json` in a peer's folder: what is resumed or evaluated later finds the
+    same data. Raises OSError."""
     path = directory / NAME
     beside = path.with_suffix(".new")
     beside.write_text(json.dumps({"data": {"root": str(Path(site.data.root).absolute())}}) + "\n")
@@ -280,7 +280,7 @@ def remember(directory: Path, site: Site) -> None:
 
 
 def remembered_root(path: Path) -> str | None:
-    """The data root of the peer whose folder, folder of checkpoints, or checkpoint `path` is; None: not known.
+    """The site's key `data.root` of the peer whose folder, folder of checkpoints, or checkpoint `path` is, if known.
 
     Raises StateError for a damaged file.
     """
