@@ -15,15 +15,15 @@ from typing import Protocol
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
 from diloco.base.decisions import Apply, Measure
-from diloco.base.life import Life, Stepped, answered
+from diloco.base.life import Life, answered
 from diloco.base.memory import empty_as
 from diloco.base.types import Closed, Contribution, Skip
 from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
 from diloco.observe.events import FLIGHT, timed
 from diloco.outer.line import MAX_VALUE, Line, PendingContribution, complete, fade_residual, keep_residual
+from diloco.outer.optimizers import Stepped
 from diloco.outer.pseudograd import aligned, gradients, pseudo_gradient, with_residual
-from diloco.outer.state import FragmentState
 
 Seconds = dict[str, float]
 """Time by step of the line, each measured on the thread that did the work."""
@@ -110,7 +110,7 @@ def measure(line: Line, how: Measure, seconds: Seconds) -> PendingContribution:
     return line.sent
 
 
-def apply(line: Line, version: Stepped[FragmentState], how: Apply, seconds: Seconds) -> Life[None]:
+def apply(line: Line, version: Stepped, how: Apply, seconds: Seconds) -> Life[None]:
     """Steps 5 to 7 of a round on one rank. The lane makes average and outer step, part by part as the mean arrives,
     where it could begin before the commit; here they are awaited. Raises PayloadError when the mean is no mean."""
     commit = version.commit

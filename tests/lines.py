@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from diloco.base.decisions import Apply
-from diloco.base.life import Stepped
 from diloco.outer.line import Line, PendingContribution
-from diloco.outer.state import FragmentState
+from diloco.outer.optimizers import Stepped
 from diloco.round import apply, measure
 from diloco.simulate.virtual.training import adopt_state, drop_progress, step_outer, take_back
 from diloco.storage.checkpoint import Checkpoint
@@ -18,7 +17,7 @@ def measured(line: Line, overlaps: bool = True) -> PendingContribution:
     return measure(line, line.measuring(overlaps), {})
 
 
-def apply_stepped(line: Line, version: Stepped[FragmentState], how: Apply) -> None:
+def apply_stepped(line: Line, version: Stepped, how: Apply) -> None:
     """A version that somebody steps."""
     drive(apply(line, version, how, {}))
 

@@ -11,13 +11,13 @@ _since_1970_s: Callable[[], float] = time.time
 
 
 def monotonic_s() -> float:
-    """Seconds since some fixed moment of this machine."""
+    """The local monotonic clock: seconds since some fixed moment of this machine."""
     return _now_s()
 
 
 @contextmanager
 def going_by(clock: Callable[[], float]) -> Iterator[None]:
-    """Meanwhile time is another clock's in this whole process: that of a simulation."""
+    """Replace the local clock, monotonic and Unix, by another one in this whole process meanwhile."""
     global _now_s, _since_1970_s
     before, (_now_s, _since_1970_s) = (_now_s, _since_1970_s), (clock, clock)
     try:
@@ -27,12 +27,12 @@ def going_by(clock: Callable[[], float]) -> Iterator[None]:
 
 
 def unix_s() -> float:
-    """Seconds since 1970, for people who read logs; nothing is decided by it."""
+    """The local Unix clock: seconds since 1970, for people who read logs; nothing is decided by it."""
     return _since_1970_s()
 
 
 def new_incarnation() -> int:
-    """A number for a life that begins now, larger than those of the same peer's earlier lives.
+    """The clock's number for a life that begins now, larger than those of the same peer's earlier lives.
 
     It tells a peer's lives apart, and which is the later one, by that peer's own clock. Where that was set back, the
     new life is taken for an earlier one until the old one is forgotten.

@@ -22,12 +22,12 @@ class Decision:
         Decision.kinds[cls.__name__] = dataclass(frozen=True)(cls)
 
     def to_json(self) -> str:
-        """The decision as a JSON text."""
+        """A decision value of any kind as a JSON text."""
         return json.dumps([type(self).__name__, vars(self)])
 
     @staticmethod
     def from_json(text: str) -> Decision:
-        """Parse the decision that `to_json` wrote."""
+        """Parse a decision value of any kind that `to_json` wrote."""
         kind, fields = json.loads(text)
         # JSON knows lists only; all sequences of decisions are tuples.
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

@@ -54,7 +54,7 @@ _FIX = "write NAME=kill, NAME=stop or NAME=sleep:SECONDS, with @N for the N-th t
 
 
 def hit(point: str) -> None:
-    """A failpoint that the code comes by. Does nothing unless it is armed."""
+    """Pass a failpoint in the code. Does nothing unless it is armed."""
     trigger = _armed.get(point)
     if trigger is not None:
         trigger.pull()

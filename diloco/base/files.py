@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_path(path: Path) -> None:
-    """Return when a file or folder is on the disk. A new name in a folder is there when the folder is."""
+    """A small tool for any file or folder: `fsync` it. A new name in a folder is on the disk when the folder is."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

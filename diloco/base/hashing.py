@@ -10,5 +10,5 @@ from blake3 import blake3
 
 
 def content_hash(data: bytes | bytearray | memoryview) -> bytes:
-    """32 bytes."""
+    """Hash of bytes by BLAKE3: 32 bytes."""
     return blake3(data).digest()

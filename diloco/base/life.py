@@ -11,15 +11,12 @@ A front gets a `Wait`, or a `Train` (`diloco.base.decisions`), and goes on when 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from diloco.base.types import Commit
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 Life = Generator[Any, None, T]
 """Yields `Wait` and `Train`; returns what the piece comes to."""
@@ -37,32 +34,14 @@ class Wait:
 
 
 def answered(future: Future[T]) -> Life[T]:
-    """Wait for a result. Raises what the future does."""
+    """Yield a `Wait` until any future is done; its result. Raises what the future does."""
     while not future.done():
         yield Wait(future, POLL_S)
     return future.result()
 
 
 def done(value: T) -> Future[T]:
-    """A future that is done."""
+    """Any value as a future that is done."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
-
-
-class Stepped(Protocol[S]):
-    """A version on its way into a state: average and outer step, made on another thread or at once."""
-
-    @property
-    def commit(self) -> Commit:
-        """Commit of the version."""
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds of `average` and `outer` so far, on the thread that makes them."""
-
-    def averaged(self) -> Future[None]:
-        """Done when every part of the mean held here is decoded. PayloadError: they are no mean."""
-
-    def outer(self, in_place: bool) -> Future[S]:
-        """The fragment's next state. `in_place`: the one before may be overwritten, once all parts were decoded."""

@@ -23,7 +23,7 @@ _spare: dict[int, deque[np.ndarray]] = {}
 
 
 def floats(elements: int) -> Tensor:
-    """A flat fp32 host tensor that holds anything, whatever default dtype and device the process has.
+    """Host memory for fp32 values, uninitialised and flat, whatever default dtype and device the process has.
 
     A user's own training script sets them (`torch.set_default_dtype`, `torch.set_default_device`), so nothing here
     relies on them: each tensor is made by naming both.
@@ -32,7 +32,7 @@ def floats(elements: int) -> Tensor:
 
 
 def empty_as(flat: Tensor) -> Tensor:
-    """A host tensor of the same shape and dtype that holds anything. Its memory is used again when no view is left."""
+    """Host memory of the same shape and dtype, uninitialised. It is used again when no view of it is left."""
     if flat.nbytes < MIN_BYTES:
         return torch.empty_like(flat)
     spare = _spare.setdefault(flat.nbytes, deque(maxlen=MAX_SPARE))

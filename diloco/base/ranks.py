@@ -16,23 +16,23 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process within its island; rank 0 leads."""
+        """Number of this process among the ranks; rank 0 leads. A peer of one process has no other."""
         return 0
 
     def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank."""
+        """Rank 0's text, on every rank. A peer of one process gets its own text back."""
         return text
 
     def all(self, fine: bool) -> bool:
-        """Whether the state of every rank is fine."""
+        """Whether the state of every rank is fine. A peer of one process gets `fine` back."""
         return fine
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks."""
+        """The sum of a tensor over the ranks. A peer of one process gets its own tensor back."""
         return sums
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank."""
+        """Every rank's text, by rank, on every rank. A peer of one process gets its own alone."""
         return [text]
 
 

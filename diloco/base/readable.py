@@ -9,17 +9,17 @@ NOTHING = "–"
 
 
 def readable_bytes(count: float | None) -> str:
-    """Decimal units with three digits: 1.93 MB."""
+    """A number of bytes as text for people, in decimal units with three digits: 1.93 MB."""
     return NOTHING if count is None else _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def readable_count(count: float | None) -> str:
-    """Three digits and a letter: 10.2k."""
+    """A count as text for people, three digits and a letter: 10.2k."""
     return NOTHING if count is None else _scaled(count, ("", "k", "M", "G", "T")).replace(" ", "")
 
 
 def readable_duration(seconds: float | None) -> str:
-    """0.31 s, 44.0 s, 12:03 (minutes), 3:12:03 (hours)."""
+    """A duration as text for people: 0.31 s, 44.0 s, 12:03 (minutes), 3:12:03 (hours)."""
     if seconds is None:
         return NOTHING
     if seconds < 59.95:
@@ -30,39 +30,39 @@ def readable_duration(seconds: float | None) -> str:
 
 
 def readable_times(factor: float | None) -> str:
-    """212×, 3.9×."""
+    """A factor as text for people: 212×, 3.9×."""
     return NOTHING if factor is None else f"{_three_digits(factor)}×"
 
 
 def readable_loss(loss: float | None) -> str:
-    """2.312 (nats per token)."""
+    """A loss as text for people: 2.312 (nats per token)."""
     return NOTHING if loss is None else f"{loss:.3f}"
 
 
 def readable_percent(share: float | None) -> str:
-    """A signed difference: +1.2 %, −0.4 %."""
+    """A signed difference as text for people: +1.2 %, −0.4 %."""
     return NOTHING if share is None else f"{100 * share:+.1f} %".replace("-", "−")
 
 
 def readable_share(share: float | None) -> str:
-    """A part of a whole, with two digits: 12 %, 0.43 %."""
+    """A part of a whole as text for people, with two digits: 12 %, 0.43 %."""
     return NOTHING if share is None else f"{100 * share:.2g} %"
 
 
 def readable_flops(flops_per_s: float | None) -> str:
-    """1.93 TFLOP/s."""
+    """A computing speed as text for people: 1.93 TFLOP/s."""
     units = ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s", "EFLOP/s")
     return NOTHING if flops_per_s is None else _scaled(flops_per_s, units)
 
 
 def readable_text(text: object, width: int = 32) -> str:
-    """What another machine sent, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
+    """Text of another machine, safe to show on one line: all but plain ASCII is spelled out, and cut at `width`."""
     plain = "".join(char if " " <= char <= "~" else ascii(char)[1:-1] for char in str(text)[:width])
     return plain if len(plain) <= width and len(str(text)) <= width else plain[: width - 1] + "…"
 
 
 def printable(text: str) -> str:
-    """The same, in full: only what moves a terminal's cursor, or turns the direction of text, is spelled out."""
+    """Text of another machine in full: only what moves a terminal's cursor, or turns the direction, is spelled out."""
     return text if text.isprintable() else "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -80,7 +80,7 @@ def _three_digits(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ", gap: str = "  ") -> list[str]:
-    """A text table: one line for each row, the header first; all rows have as many cells.
+    """Numbers and texts as an aligned table: a line for each row, the header first; all rows have as many cells.
 
     The first `left` columns, and those without a header, are aligned at the left, the others at the right.
     """

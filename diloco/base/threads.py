@@ -11,15 +11,15 @@ _in_place = False
 
 
 def one_thread(name: str) -> Executor:
-    """A thread of that name, which does what it is given in order."""
+    """An executor with one thread of that name, which runs any calls in order."""
     return InPlace() if _in_place else ThreadPoolExecutor(1, thread_name_prefix=name)
 
 
 class InPlace(Executor):
-    """Does what it is given at once, on the thread that gives it."""
+    """An executor without a thread: it runs each call at once, on the caller's thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Returns a future that is done."""
+        """Run any call at once, on the caller's thread; a future that is done."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -30,7 +30,8 @@ class InPlace(Executor):
 
 @contextmanager
 def in_place() -> Iterator[None]:
-    """Meanwhile `one_thread` makes no threads in this whole process: a simulation's clock could not wait for them."""
+    """Make `one_thread` return executors without threads meanwhile, in this whole process: a replaced clock could not
+    wait for threads."""
     global _in_place
     before, _in_place = _in_place, True
     try:

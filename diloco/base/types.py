@@ -145,32 +145,32 @@ class Commit:
     """Digest of anchor and outer state *before* this commit (`OuterState.digest`), on which all counted peers agree."""
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON (UTF-8, sorted keys, no blanks)."""
+        """The commit as canonical JSON (UTF-8, sorted keys, no blanks)."""
         return self._bytes
 
     @cached_property
     def _bytes(self) -> bytes:
-        """Made once, and sent to all: with 256 members they are 60 kB."""
+        """The commit's bytes, made once and sent to all: with 256 members they are 60 kB."""
         tree = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps(tree, default=_slots, sort_keys=True, separators=(",", ":")).encode()
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of `to_bytes()`, hexadecimal."""
+        """Digest of the commit: SHA-256 of `to_bytes()`, hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def counts(self, peer: str, part: int) -> bool:
-        """Whether this part of the mean counts the contribution of `peer`."""
+        """Whether the commit counts the contribution of `peer` in this part of the mean."""
         omitted = any(entry.peer == peer and entry.start <= part < entry.stop for entry in self.omitted)
         return not omitted and any(counted.peer == peer for counted in self.counted)
 
     def member(self, peer: str) -> Member | None:
-        """The entry of `peer` in the view."""
+        """The `Member` value of `peer` among those in the commit; None where it is no member."""
         return next((member for member in self.view if member.peer == peer), None)
 
     @staticmethod
     def from_bytes(data: bytes) -> Commit:
-        """Parse what `to_bytes` wrote. Raises ValueError on anything else, however hostile."""
+        """Parse a commit that `to_bytes` wrote. Raises ValueError on anything else, however hostile."""
         try:
             tree = json.loads(data)
             commit = Commit(
@@ -194,7 +194,7 @@ class Commit:
 
 
 def _slots(record: Any) -> dict[str, Any]:
-    """Fields of a record within a commit, by name. `asdict` would copy them all and take three times as long."""
+    """Fields of a plain value within a commit, by name. `asdict` would copy them all and take three times as long."""
     return {name: getattr(record, name) for name in record.__slots__}
 
 

@@ -89,6 +89,6 @@ class CodecSection(CodecChoice):
 
     @property
     def by_group(self) -> tuple[CodecChoice, ...]:
-        """Codec of the parameters that are in no group, then one for each group
+        """The contract's codec keys of the parameters in no group, then those of each group
         (`diloco.outer.fragments.Fragment.groups`)."""
         return (self, *self.groups)

@@ -154,12 +154,12 @@ class ModelSection(Section):
 
     @property
     def ffn_width(self) -> int:
-        """Width of the SwiGLU layer: as given, or 8/3 of `dim` (three matrices then cost what two of 4 x dim do)."""
+        """The contract's SwiGLU width: as given, or 8/3 of `dim` (three matrices then cost what two of 4 x dim do)."""
         return self.ffn_dim or math.ceil(8 * self.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
 
     @property
     def expert_width(self) -> int:
-        """Width of one expert: as given, or such that a token costs what it does in the dense model."""
+        """The contract's expert width: as given, or such that a token costs what it does in the dense model."""
         used = self.experts_per_token + self.shared_experts
         return self.expert_dim or math.ceil(self.ffn_width / used / EXPERT_MULTIPLE) * EXPERT_MULTIPLE
 
@@ -234,7 +234,7 @@ class InnerSection(Section):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one inner step."""
+        """Sequences of one inner step by the contract's keys."""
         return self.batch_size * self.accumulation
 
 
@@ -379,12 +379,12 @@ class Contract(Section):
 
     @property
     def partial(self) -> str:
-        """`OuterSection.partial`, chosen."""
+        """The contract's key `outer.partial`, or the default that the other keys give it."""
         shared = self.membership.policy == "async" and self.outer.optimizer in SHARED_OPTIMIZERS
         return self.outer.partial or ("share" if shared else "whole")
 
     def _check_gossip(self) -> None:
-        """Gossip swaps whole weights between two peers, and has no versions that all agree on."""
+        """Refuse contract keys that do not go with gossip: it swaps whole weights in pairs, and has no versions."""
         wanted: Mapping[str, tuple[bool, str]] = {
             "codec.name": (all(codec.name in FLOAT_CODECS for codec in self.codec.by_group), "fp32, fp16 or bf16"),
             "codec.error_feedback": (self.codec.error_feedback is None, "left out: weights are swapped, not progress"),
@@ -416,41 +416,41 @@ class Contract(Section):
 
     @property
     def steps_per_round(self) -> int:
-        """Inner steps between two rounds: H / P."""
+        """Inner steps between two rounds by the contract's keys: H / P."""
         return self.inner.steps // self.sync.fragments
 
     @property
     def rounds_vary(self) -> bool:
-        """Whether peers size their rounds by what they measure."""
+        """Whether the contract lets peers size their rounds by what they measure."""
         return self.inner.sized_by == "speed" or self.inner.comm_share > 0
 
     @property
     def max_steps_per_round(self) -> int:
-        """The same, where the exchange is slow (`InnerSection.comm_share`)."""
+        """Inner steps between two rounds that the contract allows where the exchange is slow (`inner.comm_share`)."""
         if not self.inner.comm_share:
             return self.steps_per_round
         return (self.inner.most_steps or 4 * self.inner.steps) // self.sync.fragments
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one inner step of one peer."""
+        """Tokens of one inner step of one peer by the contract's keys."""
         return self.inner.sequences_per_step * self.data.sequence_length
 
     @property
     def blocks_per_round(self) -> int:
-        """Data blocks one peer trains on between two rounds, at most."""
+        """Data blocks that one peer trains on between two rounds at most, by the contract's keys."""
         return self.inner.sequences_per_step * self.max_steps_per_round
 
     @property
     def lease_blocks(self) -> int:
-        """Data blocks that every member holds at least at the start of a round."""
+        """Data blocks that every member holds at least at the start of a round, by the contract's keys."""
         return LEASE_ROUNDS * self.blocks_per_round
 
     def to_json(self) -> str:
-        """Canonical text: all effective values, keys sorted. This is what travels and what is hashed."""
+        """The contract as canonical text: all effective values, keys sorted. It is what travels and what is hashed."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of `to_json()`, hexadecimal."""
+        """Digest of the contract: SHA-256 of `to_json()`, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

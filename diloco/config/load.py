@@ -33,7 +33,7 @@ def shipped_contracts() -> dict[str, Path]:
 
 
 def contract_path(text: str | Path) -> Path:
-    """The file that `text` names: the path itself where there is a file, else the shipped contract of that name."""
+    """The contract file that `text` names: that path where there is a file, else the shipped contract of that name."""
     path = Path(text)
     return path if path.is_file() else shipped_contracts().get(str(text), path)
 
@@ -52,7 +52,7 @@ class Loaded(Generic[S]):
     origin: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted key, effective value, origin) for every key."""
+        """(dotted key, effective value, origin) for every key of the contract or site."""
         for section, keys in self.value.model_dump().items():
             for key, value in keys.items():
                 yield f"{section}.{key}", value, self.origin.get(f"{section}.{key}", "default")
@@ -80,7 +80,7 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def contract_from_json(text: str | bytes, where: str = "the contract received") -> Contract:
-    """The contract that another peer sent (`Contract.to_json`), or that is elsewhere, as `where` says.
+    """Load the contract that another peer sent (`Contract.to_json`), or that is elsewhere, as `where` says.
 
     Raises ConfigError or IncompatibleError.
     """
@@ -99,7 +99,7 @@ def contract_from_json(text: str | bytes, where: str = "the contract received") 
 
 
 def contract_of(settings: Mapping[str, Any]) -> Contract:
-    """The contract of these sections, by name, each a mapping. Raises ConfigError."""
+    """Load a contract from mappings of keys, by name of their section. Raises ConfigError."""
     tree = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in settings.items()}
     return _validated(Contract, tree, "the contract given").value
 
@@ -232,7 +232,7 @@ def _dotted(schema: type[Section]) -> list[str]:
 
 
 def _other(schema: type[Section]) -> tuple[type[Section], str]:
-    """The other schema and where its keys are written."""
+    """The other schema of contract and site, and the file in which its keys are written."""
     return (Site, "the site file (peers/*.toml)") if schema is Contract else (Contract, "the contract (configs/*.toml)")
 
 

@@ -22,7 +22,7 @@ def _published(layers: int, dim: int, heads: int, *, tied: bool = True, qk_norm:
 
 
 def _scaling(layers: int, heads: int) -> dict[str, Any]:
-    """One of the family of the streaming and scaling-law papers: heads of 64, QK-norm."""
+    """A model preset of the family of the streaming and scaling-law papers: heads of 64, QK-norm."""
     return _published(layers, 64 * heads, heads, qk_norm=True)
 
 

@@ -16,7 +16,7 @@ _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?([kKMGB])")
 
 
 def _counted(value: Any) -> Any:
-    """`"50M"` as 50,000,000; anything else as it is, for the schema to judge. Raises ValueError."""
+    """A key's value `"50M"` as 50,000,000; anything else as it is, for the schema to judge. Raises ValueError."""
     match = _COUNT.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value

@@ -40,17 +40,17 @@ SITE_VALUES: Mapping[str, Any] = {"network.listen": "127.0.0.1:0"}
 
 
 def contract_template(contract: str, site: str) -> str:
-    """A contract that can be trained as it is. The arguments are the paths that its head names."""
+    """A commented contract that can be trained as it is. The arguments are the paths that its head names."""
     return _template(Contract, CONTRACT_HEAD.format(contract=contract, site=site), CONTRACT_VALUES)
 
 
 def site_template() -> str:
-    """A site of the defaults."""
+    """A commented site of the defaults."""
     return _template(Site, SITE_HEAD, SITE_VALUES)
 
 
 def key_docs(section: type[Section]) -> dict[str, str]:
-    """The text that follows each key in the source, by key; those of base classes come first."""
+    """The text that follows each key of a contract or site section in the schema, by key; base classes first."""
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if issubclass(kind, Section):
@@ -61,7 +61,7 @@ def key_docs(section: type[Section]) -> dict[str, str]:
 
 
 def docs_of(body: ast.ClassDef) -> dict[str, str]:
-    """The text that follows each field of a class, by name."""
+    """The text that follows each key in the source of a schema's class, by name."""
     return {
         key.target.id: inspect.cleandoc(text.value.value)
         for key, text in zip(body.body, body.body[1:], strict=False)

@@ -40,25 +40,25 @@ class Dataset(Protocol):
     """Hexadecimal; equal exactly when two peers read the same blocks."""
 
     def read(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Training blocks by index in source order: int64 of shape (len(blocks), L + 1).
+        """The dataset's training blocks by index in source order: int64 of shape (len(blocks), L + 1).
 
         Raises IndexError for a block beyond the epoch and DataError for damaged data.
         """
         ...
 
     def heldout(self, sequences: int) -> torch.Tensor:
-        """Held-out blocks, the same at each call and on every peer, and never in training: int64 of shape (n, L + 1).
+        """The dataset's held-out blocks, the same at each call and on every peer, never trained on: int64 (n, L + 1).
 
         n is `sequences`, or fewer (at least 1) where the held-out part has no more.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in a stream, as JSON values; empty where blocks are read in any order."""
+        """The place in a stream of data, as JSON values; empty where blocks are read in any order."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to the place in the stream that `state_dict` returned."""
+        """Go back to the place in the stream of data that `state_dict` returned."""
         return
 
 
@@ -120,7 +120,7 @@ class _Blocks:
 
 
 def block_count(tokens: int, sequence_length: int) -> int:
-    """Blocks in a run of `tokens` tokens; what is left at its end is not used."""
+    """Number of training blocks that a text of `tokens` tokens makes; what is left at its end is not used."""
     return max(0, (tokens - 1) // sequence_length)
 
 
@@ -147,7 +147,7 @@ def split_dataset(
 
 
 def split(documents: Documents, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) tokens of `documents`: decided by names and sizes, never by chance or by the file system's
+    """Training and held-out tokens of `documents`: decided by names and sizes, never by chance or by the file system's
     order.
 
     Whole files are held out where that comes near the share `holdout` of the tokens; with few files, whole
@@ -166,7 +166,7 @@ def split(documents: Documents, holdout: float, sequence_length: int) -> tuple[T
 
 
 def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
-    """Held-out names: the first by their hash that have the share `holdout` of the sizes, and less than twice that.
+    """Names of held-out documents: the first by hash with the share `holdout` of the sizes, and less than twice that.
 
     A name that is larger than the share is passed over. Empty when the others do not reach the share.
     """
@@ -179,7 +179,7 @@ def choose(sizes: Mapping[str, int], holdout: float) -> frozenset[str]:
 
 
 def tail(tokens: TokenArray, holdout: float, sequence_length: int) -> tuple[TokenArray, TokenArray]:
-    """(training, held-out) tokens, where held-out is the share `holdout` of the blocks, at least one, at the end."""
+    """Training and held-out tokens of a text: held out is the share `holdout` of blocks, at least one, at the end."""
     held_blocks = math.ceil(block_count(len(tokens), sequence_length) * holdout)
     cut = max(0, len(tokens) - (held_blocks * sequence_length + 1))
     return tokens[:cut], tokens[cut:]
@@ -191,5 +191,5 @@ def _concatenate(arrays: Iterable[TokenArray]) -> TokenArray:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest little-endian unsigned type that holds every token of a vocabulary."""
+    """The smallest little-endian unsigned type that holds every token of a tokenizer's vocabulary."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")

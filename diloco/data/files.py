@@ -60,8 +60,8 @@ def _check_inside(path: Path, root: Path) -> None:
 
 
 def expand(path: Path, suffixes: Collection[str], fix: str = _CHECK_PATHS) -> list[Path]:
-    """`path` itself when it is a data file, else the files below it that end in one of `suffixes`. Raises DataError,
-    with `fix` where there is no such path."""
+    """`path` itself when it is a data file, else the data files below it that end in one of `suffixes`. Raises
+    DataError, with `fix` where there is no such path."""
     # os.path's tests say no where pathlib's would raise: in a folder that may not be entered.
     if os.path.isfile(path):
         return [path]

@@ -98,7 +98,7 @@ class StreamDataset:
             self._start(None, 0, 0)
 
     def _start(self, stream: dict[str, Any] | None, block: int, skip: int) -> None:
-        """Go to `block`, which begins `skip` tokens after `stream`, a state of the iterable."""
+        """Go to `block` of the data stream, which begins `skip` tokens after `stream`, a state of the iterable."""
         self._records = self._load()
         if stream is not None:
             self._records.load_state_dict(stream)
@@ -118,7 +118,7 @@ class StreamDataset:
             self._records = self._load()
 
     def _row(self, block: int) -> TokenArray:
-        """The L + 1 tokens of `block`, at which the stream is then."""
+        """The L + 1 tokens of `block`, at which the data stream is then."""
         if block < self._block:
             self._start(None, 0, 0)
         while self._block < block:
@@ -143,7 +143,7 @@ class StreamDataset:
             self._pending = np.concatenate([self._pending, next(self._training)])
 
     def _collect(self, sequences: int) -> TokenArray:
-        """The first held-out blocks, int64 of shape (at most `sequences`, L + 1). Raises DataError."""
+        """The stream's first held-out blocks of data, int64 of shape (at most `sequences`, L + 1). Raises DataError."""
         tokens = np.empty(0, np.int64)
         for document in self._documents(self._load(), held=True):
             tokens = np.concatenate([tokens, document])
@@ -155,7 +155,7 @@ class StreamDataset:
         return windows[:: self.sequence_length][:sequences].copy()
 
     def _documents(self, records: datasets.IterableDataset, held: bool) -> Iterator[TokenArray]:
-        """Tokens of one pass's held-out or training documents, each with the separator."""
+        """Tokens of the held-out or training documents in one pass through the data, each with the separator."""
         separator = np.array([self._tokenizer.separator], token_dtype(self.vocab_size))
         for text in self._texts(records):
             digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -32,7 +32,7 @@ _MASK = 2**64 - 1
 
 
 def block_at(position: int, blocks_per_epoch: int | None, seed: int) -> int:
-    """Index of the block at `position`; each run of `blocks_per_epoch` positions visits every block once.
+    """Index of the data block at `position`; each run of `blocks_per_epoch` positions visits every block once.
 
     The order differs between epochs and seeds. A stream (`blocks_per_epoch` None) is read as it comes.
     """
@@ -49,13 +49,13 @@ def block_at(position: int, blocks_per_epoch: int | None, seed: int) -> int:
 
 
 def own_seed(seed: int, peer: str) -> int:
-    """A peer's own seed of the shuffle, where nobody leases blocks to it: it reads in an order unlike the others'."""
+    """A reader's own seed of the data shuffle, where nobody leases blocks to it: its order is unlike the others'."""
     digest = hashlib.blake2b(f"seed {seed} of {peer}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _permute(cell: int, rows: int, columns: int, keys: tuple[int, ...]) -> int:
-    """A permutation of the cells of a grid: each turn moves one coordinate by a hash of the other."""
+    """The data shuffle: a permutation of a grid's cells. Each turn moves one coordinate by a hash of the other."""
     row, column = divmod(cell, columns)
     for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
         row = (row + _mix(column ^ row_key)) % rows
@@ -70,7 +70,7 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _mix(value: int) -> int:
-    """A hash of 64 bits to 64 bits: the last steps of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """The data shuffle's hash of 64 bits to 64 bits: the last steps of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -96,11 +96,11 @@ class BlockReader:
 
     @property
     def remaining(self) -> int:
-        """Blocks of the lease that have not been read."""
+        """Data blocks of the lease that the reader has not read."""
         return count(self._held) - self.used
 
     def lease(self, held: Sequence[Blocks], counted: int = 0) -> None:
-        """Take over the lease of a new version, `held`; the first `counted` blocks of the former one are committed.
+        """Read on in the lease of a new version, `held`; the first `counted` blocks of the former one are committed.
 
         Raises ValueError when more is counted than used, or when `held` takes away blocks used since: then the peer
         was out of the run in between, and starts with a new reader.
@@ -115,7 +115,7 @@ class BlockReader:
         self._again = max(0, self._again - counted)
 
     def catch_up(self, held: Sequence[Blocks]) -> None:
-        """Take over the lease of a version that was reached without those before it.
+        """Read on in the lease of a version that was reached without those before it.
 
         They have counted what `held` lacks of the former lease's front; what was used since stays used. A lease that
         does not go on from the former one is all unread.
@@ -127,7 +127,7 @@ class BlockReader:
             self._held, self.used, self._again = held, 0, 0
 
     def _before(self, position: int) -> int:
-        """Blocks of the lease before the one at `position`; all of them where it has no such block."""
+        """Data blocks of the lease before the one at `position`; all of them where it has no such block."""
         passed = 0
         for run in self._held:
             if run.start <= position < run.stop:
@@ -136,7 +136,7 @@ class BlockReader:
         return passed
 
     def next_positions(self, n: int) -> list[int]:
-        """The positions that `next(n)` will read, counted over all epochs. Raises ValueError without a lease."""
+        """Positions of the data blocks that `next(n)` will read, over all epochs. Raises ValueError without a lease."""
         total = count(self._held)
         if not total:
             raise ValueError("no lease to read from")
@@ -145,7 +145,7 @@ class BlockReader:
         return [without_front(self._held, index)[0].start for index in (*fresh, *again)]
 
     def next(self, n: int) -> torch.Tensor:
-        """The next `n` blocks of the lease: int64 of shape (n, sequence_length + 1). Raises DataError."""
+        """Read the next `n` data blocks of the lease: int64 of shape (n, sequence_length + 1). Raises DataError."""
         positions = self.next_positions(n)
         per_epoch = self.dataset.blocks_per_epoch
         tokens = self.dataset.read([block_at(position, per_epoch, self._seed) for position in positions])
@@ -159,7 +159,7 @@ class BlockReader:
         return tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """The reader's place as JSON values, from which `load_state_dict` goes on at the same next block."""
+        """The reader's place in the data as JSON values, for `load_state_dict` to go on at the same next block."""
         return {
             "fingerprint": self.dataset.fingerprint,
             "held": [[blocks.start, blocks.stop] for blocks in self._held],
@@ -170,7 +170,7 @@ class BlockReader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to the place of `state`. Raises IncompatibleError when it belongs to other data."""
+        """Go back to the reader's place in `state`. Raises IncompatibleError when it belongs to other data."""
         theirs, ours = state["fingerprint"], self.dataset.fingerprint
         if theirs != ours:
             cause = f"the checkpoint was made with other data (fingerprint {theirs[:12]}..., here {ours[:12]}...)"

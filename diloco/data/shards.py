@@ -53,14 +53,14 @@ class ShardHeader:
     """Fingerprint of the tokenizer; empty for an `.npy` file, which does not say."""
 
     def to_bytes(self) -> bytes:
-        """The header as it stands in a shard file: `HEADER_BYTES` bytes."""
+        """The header of a token file as it is there: `HEADER_BYTES` bytes."""
         fields = (self.token_bytes, self.vocab_size, self.tokens, self.checksum, self.tokenizer)
         data = _LAYOUT.pack(MAGIC, VERSION, *fields)
         return data + _CRC.pack(zlib.crc32(data))
 
     @staticmethod
     def from_bytes(data: bytes, path: Path) -> ShardHeader:
-        """The header in a shard file. Raises DataError, naming `path`, on anything that `to_bytes` does not write."""
+        """Parse a token file's header. Raises DataError, naming `path`, on anything that `to_bytes` does not write."""
         if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
             raise DataError(f"{path} is not a token shard (no {MAGIC!r} header)", "make it with `diloco data pack`")
         _, version, *fields = _LAYOUT.unpack_from(data)
@@ -114,7 +114,7 @@ def _open_bin(path: Path) -> tuple[TokenArray, ShardHeader]:
 
 
 def _open_npy(path: Path) -> tuple[TokenArray, ShardHeader]:
-    """An array without a header is read through: for its largest token, and for a checksum whatever its type is."""
+    """A token file without a header is read through: for its largest token, and for a checksum whatever its type is."""
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:

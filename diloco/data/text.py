@@ -33,11 +33,11 @@ class Tokenizer(Protocol):
     """Hexadecimal; differs between tokenizers that give other tokens."""
 
     def encode(self, text: str) -> TokenArray:
-        """Tokens of `text`, without special ones: 1-D, of `token_dtype(vocab_size)`."""
+        """The tokenizer's tokens of `text`, without special ones: 1-D, of `token_dtype(vocab_size)`."""
         ...
 
     def decode(self, tokens: Sequence[int] | TokenArray) -> str:
-        """Text of `tokens`; what is not text becomes U+FFFD."""
+        """The tokenizer's text of `tokens`; what is not text becomes U+FFFD."""
         ...
 
 
@@ -98,7 +98,7 @@ def pieces(path: Path, tokenizer: Tokenizer, text_field: str) -> Iterator[Piece]
 
 
 def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
-    """The one document of a text file, in pieces: (text, whether the document ends with it, bytes read)."""
+    """The one training document of a text file, in pieces: (text, whether the document ends with it, bytes read)."""
     with path.open("rb") as file:
         start = 0
         data = file.read(PIECE_BYTES) + file.readline()
@@ -115,7 +115,7 @@ def _plain(path: Path) -> Iterator[tuple[str, bool, int]]:
 
 
 def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
-    """The documents of a JSONL file, as `_plain` has them; blank lines and empty texts are none."""
+    """The training documents of a JSONL file, as `_plain` has them; blank lines and empty texts are none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -131,7 +131,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[tuple[str, bool, int]]:
 
 
 def text_of(record: object, text_field: str, where: str) -> str:
-    """The text in a record's field, with lone surrogates (which no UTF-8 text can hold) replaced. Raises DataError."""
+    """Text in a data record's field, with lone surrogates (which no UTF-8 text can hold) replaced. Raises DataError."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object with the field {text_field!r}, got {type(record).__name__}")
     if text_field not in record:

@@ -28,7 +28,7 @@ from diloco.protocol.streams import Kind, StreamHeader
 class SteppedVersion(Closed):
     """A version that the lane averages and steps on a thread of its own, from the state that its commit names.
 
-    It is a `diloco.base.life.Stepped`.
+    It is a `diloco.outer.optimizers.Stepped`.
     """
 
     stepping: Stepping

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = Path(".")) -> nn.Module:
-    """The contract's model on the CPU in fp32: tokens int64 (batch, seq) -> logits (batch, seq, vocab).
+    """Build the transformer or Hugging Face model on the CPU, fp32: tokens int64 (B, T) -> logits (B, T, V).
 
     The weights depend on `seed` alone; torch's random state stays as it was. `vocab_size` is the tokenizer's, which
     `section.vocab_size` may exceed (multiples of 64 multiply faster) but not undercut. `root` is the site's
@@ -45,7 +45,7 @@ def build_model(section: ModelSection, vocab_size: int, seed: int, root: Path = 
 
 
 def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:
-    """Rows of the model's embedding: the contract's, or as many as the tokenizer has. Raises ConfigError if too few."""
+    """Rows of a model's embedding: the contract's, or as many as the tokenizer has. Raises ConfigError if too few."""
     rows = section.vocab_size or vocab_size
     if rows < vocab_size:
         cause = f"model.vocab_size {rows} is smaller than the tokenizer's {vocab_size}"
@@ -54,5 +54,5 @@ def checked_vocab_size(section: ModelSection, vocab_size: int) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters of a model, shared ones once."""
+    """Number of parameters of a built model, transformer or Hugging Face's, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

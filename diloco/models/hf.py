@@ -44,7 +44,7 @@ STACKS = {"ffn.experts.gate": "gate_proj", "ffn.experts.up": "up_proj", "ffn.exp
 
 
 def llama_config(section: ModelSection, vocab_size: int, max_length: int = 2048) -> dict[str, Any]:
-    """The `config.json` with which `transformers` computes our logits from `to_llama`'s tensors.
+    """Hugging Face's `config.json` with which `transformers` computes our logits from `to_llama`'s tensors.
 
     `vocab_size` counts the rows of the embedding. `max_length` is advice to generation code; the model has no limit.
     """
@@ -135,7 +135,7 @@ class CausalLM(nn.Module):
 
 
 def load_causal_lm(section: ModelSection, vocab_size: int, root: Path) -> CausalLM:
-    """The model that `root / section.hf_config` describes, initialised from torch's global random state.
+    """The Hugging Face model that `root / section.hf_config` describes, initialised from torch's global random state.
 
     Raises ConfigError: `transformers` missing, no such folder, an unreadable config, an architecture that is no
     causal LM, or a vocabulary smaller than the tokenizer's `vocab_size`.

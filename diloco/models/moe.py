@@ -29,7 +29,7 @@ from diloco.models.transformer import SwiGLU
 
 
 def routers(model: nn.Module) -> list[Router]:
-    """A model's routers in order; none of a dense model."""
+    """The routers of a transformer with experts in order; none of a dense one."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
@@ -51,7 +51,7 @@ class Router(nn.Module):
         self._loss: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (N, D) -> weights (N, K), fp32, and the experts they are for (N, K), int64.
+        """Choose experts for tokens: x (N, D) -> weights (N, K), fp32, and the experts they are for (N, K), int64.
 
         The weights of several experts sum to 1. That of a single one is its score: at 1 the router would learn nothing.
         """
@@ -77,8 +77,8 @@ class Router(nn.Module):
         return weights, chosen
 
     def take_loss(self) -> Tensor | float:
-        """Auxiliary loss of the last forward pass in training mode, which is added to the loss that is minimised,
-        once."""
+        """The router's auxiliary loss of the last forward pass in training mode, which is added to the loss that is
+        minimised, once."""
         loss, self._loss = self._loss, 0.0
         return loss
 
@@ -89,7 +89,7 @@ class Router(nn.Module):
             self.bias.sub_(self.bias.grad.sign(), alpha=self.rate)
 
     def imbalance(self) -> float:
-        """The experts' largest load over the mean one, less one: 0 is even (MaxVio, arXiv 2408.15664, section 4.1)."""
+        """The router's largest load of an expert over the mean, less one: 0 is even (MaxVio, arXiv 2408.15664, 4.1)."""
         return (self.loads.max() / self.loads.mean()).item() - 1 if self.loads.any() else 0.0
 
 
@@ -109,12 +109,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(section.experts, section.dim, width))
 
     def forward(self, rows: Tensor, loads: Tensor) -> Tensor:
-        """rows (R, D), those of expert 0 first, and how many each expert has, int64 (E,) -> (R, D)."""
+        """Apply the experts: rows (R, D), those of expert 0 first, and how many each has, int64 (E,) -> (R, D)."""
         return self.run(rows, loads, self.gate, self.up, self.down)
 
 
 def run_experts(rows: Tensor, loads: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Each expert's SwiGLU on its consecutive rows. Stacks (E, F, D), (E, F, D), (E, D, F); other shapes as above.
+    """Apply the experts' SwiGLU to consecutive rows. Stacks (E, F, D), (E, F, D), (E, D, F); other shapes as above.
 
     bf16 takes torch's grouped product (one kernel for all experts, no wait for the loads), where torch has it.
     """

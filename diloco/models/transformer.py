@@ -27,7 +27,7 @@ WRITE_RESIDUAL = ("attn.out.weight", "ffn.down.weight", "experts.down", "shared.
 
 
 def rotary_table(length: int, width: int, theta: float, device: torch.device, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Factors of `rotate` at each position from `first` on: cosines and signed sines, fp32 (length, 1, width).
+    """Rotary embedding at each position from `first` on: cosines and signed sines, fp32 (length, 1, width).
 
     The angles are position / theta^(2 i / width) for i < width / 2, used twice ("RoFormer", arXiv 2104.09864,
     equation 15). Made anew in each forward pass: that takes 60 us, and a cache would have to know lengths, devices
@@ -41,7 +41,7 @@ def rotary_table(length: int, width: int, theta: float, device: torch.device, fi
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads of x (B, T, heads, E), fp32, by the angles of their positions.
+    """Rotary embedding of attention heads: turn x (B, T, heads, E), fp32, by the angles of the positions.
 
     Component i turns together with component i + E / 2, as in Hugging Face's Llama.
     """
@@ -53,7 +53,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of whole sequences to themselves; of `diloco.island.context` where ranks have pieces of them."""
+    """The transformer's causal attention, over whole sequences; `diloco.island.context` does it over pieces."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy (nats, fp32 scalar) of logits (B, T, V) for the tokens that follow, int64 (B, T)."""
+    """The model's loss: mean cross-entropy (nats, fp32 scalar) of logits (B, T, V) for next tokens, int64 (B, T)."""
     # fp32 also under autocast: a sum over the vocabulary in bf16 would be good to 2 digits.
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
@@ -150,8 +150,8 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weights: normal with deviation 0.02, or 0.02 / sqrt(2 layers) in matrices that write to the
-        residual stream.
+        """Initialise the transformer: normal with deviation 0.02, or 0.02 / sqrt(2 layers) in matrices that write to
+        the residual stream.
 
         As in GPT-2: the stream's variance then does not grow with depth.
         """
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if writes_residual else INIT_STD)
 
     def part(self, layers: range) -> Transformer:
-        """A copy of the model with these blocks only, the embedding before the first, norm and head after the last.
+        """A copy of the transformer with these blocks only, embedding before the first, norm and head after the last.
 
         Parameters keep their names. Where the head is the embedding, the last part has that as well.
         """

@@ -52,7 +52,7 @@ class Events:
         self._descriptor = None if path is None else _open_to_append(path)
 
     def emit(self, event: Event) -> None:
-        """Write one event, and give it to the listeners. From any thread. A file that cannot be written is closed."""
+        """Write one event to the log, and give it to the listeners. From any thread. A log that fails is closed."""
         with self._lock:
             stamped = Stamped(round(time.monotonic() - self._began, 6), round(time.time(), 6), self._peer, event)
             line = json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n"
@@ -70,7 +70,7 @@ class Events:
                 listener(stamped)
 
     def close(self) -> None:
-        """Close the file. Later events reach the listeners only."""
+        """Close the event log. Later events reach the listeners only."""
         with self._lock:
             self._close()
 
@@ -81,7 +81,7 @@ class Events:
 
 
 def read_events(path: Path, thinned: type[Event] | None = None) -> Iterator[Stamped]:
-    """All whole events of a file, in order, each as it is asked for; none for a file that is not there.
+    """All whole events of an event log, in order, each as it is asked for; none where there is no file.
 
     Where many of kind `thinned` follow each other, only the first and the last, which costs neither time nor memory.
     """
@@ -89,7 +89,7 @@ def read_events(path: Path, thinned: type[Event] | None = None) -> Iterator[Stam
 
 
 def read_lines(path: Path, thinned: str = "") -> Iterator[EventLine]:
-    """All whole events of a file as plain JSON, of any kind; `thinned` as for `read_events`."""
+    """All whole events of an event log as plain JSON, of any kind; `thinned` as for `read_events`."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -98,7 +98,7 @@ def read_lines(path: Path, thinned: str = "") -> Iterator[EventLine]:
 
 
 def read_on(path: Path, offset: int) -> tuple[list[EventLine], int]:
-    """The whole lines of a growing file from `offset` on, and where they end; none for a file that is not there."""
+    """The whole lines of a growing event log from `offset` on, and where they end; none where there is no file."""
     if not path.is_file():
         return [], offset
     with path.open("rb") as file:

@@ -360,7 +360,7 @@ _SCHEMAS: dict[Any, Mapping[str, tuple[str, Any]]] = {}
 
 
 def _schema(kind: Any) -> Mapping[str, tuple[str, Any]]:
-    """The schema of an event, or of a record within one: key in JSON and type, by field."""
+    """The schema of an event or of a record within one: key in `events.jsonl` and type, by field."""
     if kind not in _SCHEMAS:
         hints = get_type_hints(kind)
         _SCHEMAS[kind] = {one.name: (one.metadata.get("json", one.name), hints[one.name]) for one in fields(kind)}
@@ -368,7 +368,7 @@ def _schema(kind: Any) -> Mapping[str, tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A field of an event, or a record within one, as plain JSON."""
+    """A field of an event, or a record within one, as plain JSON for `events.jsonl`."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
@@ -427,7 +427,7 @@ def _one_of_equals(entries: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Add the monotonic seconds spent inside to `seconds[name]`, also when the body raises."""
+    """Measure seconds for an event: add those spent inside to `seconds[name]`, also when the body raises."""
     began = time.monotonic()
     try:
         yield

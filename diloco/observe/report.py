@@ -112,7 +112,7 @@ class Table:
 
     @staticmethod
     def read(path: Path) -> Table:
-        """Read the table from the `--json` file of a bench. Raises UsageError."""
+        """Read a bench's table for the report from its `--json` file. Raises UsageError."""
         fix = "give what `scripts/bench-async --json FILE` or `scripts/bench-quality --json FILE` wrote"
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))["table"]
@@ -131,12 +131,12 @@ def _texts(cells: Sequence[object]) -> tuple[str, ...]:
 
 
 def write_report(directory: Path, tables: Sequence[Table] = ()) -> Path:
-    """Write `report.html` into the directory of a simulation or of one peer; its path. Raises ResourceError."""
+    """Write the report, `report.html`, into the folder of a simulation or a peer; its path. Raises ResourceError."""
     return _write(directory / "report.html", _page(read_run(directory), tables).encode())
 
 
 def write_plot(directory: Path) -> Path:
-    """Write `plot.png`, the loss against tokens, wall time and bytes sent per peer; its path. Raises ResourceError."""
+    """Write the picture `plot.png`, loss against tokens, time and bytes per peer; its path. Raises ResourceError."""
     run = read_run(directory)
     figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained", facecolor=LIGHT["paper"])
     for axes, axis in zip(figure.subplots(1, 3), AXES, strict=True):
@@ -162,7 +162,7 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> None:
-    """Training loss as a thin line, held-out loss as dots."""
+    """Draw the report's loss figure: training loss as a thin line, held-out loss as dots."""
     _calm(axes, ink)
     axes.set_xlabel(axis.label, color=ink["muted"], fontsize=TEXT_PT)
     if not any(_at(axis, [*curve.train, *curve.held_out])[0] for curve in curves):
@@ -191,7 +191,7 @@ def _draw_loss(axes: Axes, curves: Sequence[Curve], axis: Axis, ink: Ink) -> Non
 
 
 def _draw_view(axes: Axes, run: RunFolder, ink: Ink) -> None:
-    """A row per peer, in order of arrival: a bar while it was in the view, markers for what happened to it."""
+    """Draw the report's figure of the view: a row per peer in order of arrival, with a bar, and markers for notices."""
     _calm(axes, ink, grid="x")
     peers = list(dict.fromkeys(stay.peer for stay in run.stays))
     for color, shortest_s, bars in ((ink["stay"], 0.1, run.stays), (ink["step-exchange"], 0.0, run.waits)):
@@ -221,7 +221,7 @@ def _draw_view(axes: Axes, run: RunFolder, ink: Ink) -> None:
 
 
 def _draw_steps(axes: Axes, bars: Sequence[tuple[int, Mapping[str, float]]], steps: Sequence[str], ink: Ink) -> None:
-    """A stacked bar per version (or per few of them): seconds of each of `steps`."""
+    """Draw the report's figure of steps, a stacked bar per version (or per few of them): seconds of each of `steps`."""
     _calm(axes, ink)
     versions = [version for version, _ in bars]
     gap = min((later - sooner for sooner, later in pairwise(versions)), default=1)
@@ -246,14 +246,14 @@ def _calm(axes: Axes, ink: Ink, grid: Literal["x", "y"] = "y") -> None:
 
 
 def _seconds_ticks(axes: Axes, most: int) -> MultipleLocator:
-    """Ticks at round seconds, minutes, hours or days: about `most` at most."""
+    """Ticks of a report's figure at round seconds, minutes, hours or days: about `most` at most."""
     left, right = axes.get_xlim()
     fitting = (step for step in NICE_S if (right - left) / step <= most + 1)
     return MultipleLocator(next(fitting, NICE_S[-1] * math.ceil((right - left) / NICE_S[-1] / most)))
 
 
 def _at(axis: Axis, points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    """Where the points that cost anything lie, and their losses."""
+    """Places in a report's figure of the points that cost anything, and their losses."""
     costly = [point for point in points if axis.of(point) > 0]
     return [axis.of(point) for point in costly], [point.loss for point in costly]
 
@@ -263,7 +263,7 @@ def _color_name(key: str) -> str:
 
 
 def _tick(text: str) -> str:
-    """Without zeros that say nothing: 1.50 MB -> 1.5 MB, 10.0k -> 10k."""
+    """Label of a tick in a report's figure, without needless zeros: 1.50 MB -> 1.5 MB, 10.0k -> 10k."""
     return re.sub(r"\.?0+(?=\D*$)", "", text) if "." in text else text
 
 
@@ -288,7 +288,7 @@ def _view_figure(run: RunFolder, width_pt: int) -> Markup:
 
 
 def _steps_figure(run: RunFolder, width_pt: int) -> Markup:
-    """The whole round above, and below it all but the inner steps, which dwarf the rest."""
+    """The report's figure of the whole round, and below it of all but the inner steps, which dwarf the rest."""
     figure = _figure(width_pt, 380)
     groups = in_groups([row for row in run.versions if row.seconds], width_pt // 12)
     bars = [(rows[0].version, {step: fmean(row.seconds[step] for row in rows) for step in STEPS}) for rows in groups]
@@ -308,7 +308,7 @@ def _figure(width_pt: int, height_pt: int) -> Figure:
 
 
 def _svg(figure: Figure, name: str, title: str) -> Markup:
-    """The figure as an `<svg>` element that takes its font, colours and width from the page.
+    """A figure of the HTML report as an `<svg>` element that takes its font, colours and width from the page.
 
     `name` keeps its ids apart from those of the other figures. Nothing in it refers to anything outside.
     """
@@ -388,7 +388,7 @@ def _rows(versions: Sequence[Version]) -> list[TableRow]:
 
 
 def _as_one(group: Sequence[Version]) -> Version:
-    """The last of several versions, with the notes and digests of the others, and means over all of them."""
+    """A row of the report for several versions: the last, with notes and digests of the others and means of all."""
     fewest = min(group, key=lambda row: row.counted)
     notes = sum(len(row.notes) for row in group)
     return replace(

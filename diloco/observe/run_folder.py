@@ -124,7 +124,7 @@ class RunFolder:
 
 
 def read_run(directory: Path) -> RunFolder:
-    """Read everything that the report of a run shows; what the folder does not hold stays empty."""
+    """Read everything in a run folder that the report shows; what the folder does not hold stays empty."""
     folders = {path.parent.name: path for path in sorted(directory.glob("*/events.jsonl"))}
     baselines = _baselines(directory, folders)
     peers = [path for name, path in folders.items() if name not in baselines]
@@ -161,7 +161,7 @@ def read_state(paths: Sequence[Path]) -> RunState:
 
 
 def _baselines(directory: Path, folders: Mapping[str, Path]) -> list[str]:
-    """The folders that hold another way to train: one with steps instead of versions, or a simulation of its own."""
+    """The folders in a run folder that hold a baseline: with steps instead of versions, or a simulation of its own."""
     simulations = {path.parent.parent.name for path in directory.glob("*/*/events.jsonl")}
     firsts = {name: next(read_events(path), None) for name, path in folders.items()}
     found = {name for name, first in firsts.items() if first and isinstance(first.event, events.BaselineStep)}
@@ -169,7 +169,7 @@ def _baselines(directory: Path, folders: Mapping[str, Path]) -> list[str]:
 
 
 def _versions(state: RunState, clock: RunClock, notices: Sequence[Notice]) -> list[Version]:
-    """The versions in order, in seconds of the run. `sent_bytes`: sent so far by a peer that was counted all along."""
+    """The report's versions in order, in seconds of the run. `sent_bytes`: by a peer that was counted all along."""
     losses: dict[int | None, float | None] = {}
     for event in state.held_out():
         losses.setdefault(event.version, event.val_loss)
@@ -193,12 +193,12 @@ def _versions(state: RunState, clock: RunClock, notices: Sequence[Notice]) -> li
 
 
 def timed_reports(state: RunState) -> list[VersionReport]:
-    """The peers' reports of versions that have the seconds of their steps."""
+    """The peers' events on versions that have the seconds of their steps."""
     return [report for reports in state.versions.values() for report in reports.values() if report.event.seconds]
 
 
 def peer_times(reports: Iterable[VersionReport]) -> list[PeerTime]:
-    """Time of each peer over the versions that it reported, by name."""
+    """Time of each peer for the report, over the versions in its events, by name."""
     by_peer: dict[str, list[VersionReport]] = defaultdict(list)
     for report in reports:
         by_peer[report.peer].append(report)
@@ -232,7 +232,7 @@ def _hardware(peer: str, started: events.Started, used: events.HardwareUsed) -> 
 
 
 def _waits(reports: Iterable[VersionReport], clock: RunClock) -> list[Stay]:
-    """A peer reports a version when it has it: it waited until average, outer step and merge began."""
+    """Waits of the peers for the report: a version's event comes after average, outer step and merge."""
 
     waits = []
     for report in reports:
@@ -267,8 +267,8 @@ def _curve(state: RunState, versions: Sequence[Version]) -> Curve:
 
 
 def _baseline(folder: Path, points: int) -> Curve:
-    """The loss curve of a baseline. Its steps are averaged to about as many points as the run has versions, to be
-    comparable."""
+    """The report's loss curve of a baseline. Its steps are averaged to about as many points as the run has versions, to
+    be comparable."""
     name = NAMES.get(folder.name, readable_text(folder.name))
     state = read_state([folder / "events.jsonl"])
     steps = state.baseline_steps
@@ -288,7 +288,7 @@ def _step_point(step: events.BaselineStep, loss: float | None) -> Point:
 
 
 def _contract(directory: Path) -> list[tuple[str, Any]]:
-    """(dotted key, effective value) of `contract.json` or `contract.toml`; none where there is none to read."""
+    """(dotted key, effective value) for the report, from a run folder's `contract.json` or `contract.toml` if any."""
     as_json, as_toml = directory / "contract.json", directory / "contract.toml"
     if as_json.is_file():
         tree = {section: keys for section, keys in _tree(as_json).items() if isinstance(keys, dict)}
@@ -300,7 +300,7 @@ def _contract(directory: Path) -> list[tuple[str, Any]]:
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none, or half of one that a full disk left."""
+    """A JSON file of a run folder; empty where there is none, or half of one that a full disk left."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -309,7 +309,7 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def _number(value: object) -> bool:
-    """Whether a field of `summary.json` is a number to draw: not infinite, and not beyond all that was ever counted."""
+    """Whether a field of `summary.json` is a number that the report can draw: finite, and below `MAX_NUMBER`."""
     return isinstance(value, int | float) and -MAX_NUMBER < value < MAX_NUMBER
 
 
@@ -338,7 +338,7 @@ WRITTEN: Mapping[str, Callable[[object], bool]] = {
 def _summary(
     directory: Path, versions: Sequence[Version], curves: Sequence[Curve], contract: Sequence[tuple[str, Any]]
 ) -> dict[str, Any]:
-    """The run's `summary.json`; fields that it lacks are taken from the events."""
+    """The run folder's `summary.json`; fields that it lacks are taken from the events."""
     tree = _tree(directory / "summary.json")
     written = {name: tree[name] for name, fits in WRITTEN.items() if name in tree and fits(tree[name])}
     settings = dict(contract)
@@ -360,7 +360,7 @@ def _summary(
 
 
 def _cost(curve: Curve) -> dict[str, float | None]:
-    """The last point of a method's curve, as fields of a summary."""
+    """The last point of a method's loss curve, as fields of the report's summary."""
     ends = [*curve.train[-1:], *curve.held_out[-1:]]
     last = max(ends, key=lambda point: point.tokens, default=Point(0.0, 0.0, 0.0, 0.0))
     cost = {"tokens": last.tokens, "wall_s": last.wall_s, "wire_bytes_sent_per_peer": last.sent_bytes}
@@ -387,7 +387,7 @@ class MethodResult:
 
 
 def outcomes(summary: Mapping[str, Any]) -> list[MethodResult]:
-    """The methods of a run's `summary.json`: DiLoCo first, then its baseline, then the other comparisons."""
+    """The methods in a run folder's `summary.json` for the report: DiLoCo first, its baseline, other comparisons."""
     baseline = summary.get("baseline") or {}
     base_name = str(baseline.get("name", "ddp"))
     others: dict[str, Mapping[str, Any]] = dict(summary.get("comparisons") or {})

@@ -37,7 +37,7 @@ class VersionReport:
 
     @property
     def own(self) -> bool:
-        """Whether a contribution of the peer is in the version."""
+        """Whether a contribution of the peer is in the version, by its event."""
         return isinstance(self.event, events.SwapApplied) or self.event.own
 
 
@@ -134,7 +134,7 @@ class Version:
 
     @staticmethod
     def of(reports: Collection[VersionReport]) -> Version:
-        """The version that these peers report, at least one."""
+        """A version in the report or on the screen, folded from the events of its peers, at least one."""
         every = [report.event for report in reports]
         closed = [event for event in every if isinstance(event, events.VersionClosed)]
         timings = [event.seconds for event in every if event.seconds]
@@ -157,13 +157,13 @@ class Version:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that peers reported; None where nobody reported one."""
+    """The mean of the values in peers' events, for report and screen; None where no event has one."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def in_groups(rows: Sequence[T], most: int) -> list[Sequence[T]]:
-    """At most `most` groups of neighbouring versions or points of a run, all of one size but the last."""
+    """At most `most` groups of a report's neighbouring versions or points, all of one size but the last."""
     size = -(-len(rows) // most) or 1
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -200,7 +200,7 @@ class RunState:
     latest_s: float = 0.0
 
     def fold(self, stamped: Stamped) -> Sequence[Notice]:
-        """Take one event of a peer in. Returns the notices that no event before it gave.
+        """Fold one event of a peer in. Returns the notices that no event before it gave.
 
         Events of one peer come in its own order. Those of different peers may come somewhat late.
         """
@@ -245,12 +245,12 @@ class RunState:
         return news
 
     def held_out(self) -> list[events.Evaluated | events.Ended]:
-        """Held-out losses: evaluations, then those at the ends of peers."""
+        """Held-out losses in the events: evaluations, then those at the ends of peers."""
         both: list[events.Evaluated | events.Ended] = [*self.evaluations, *self.ends]
         return [event for event in both if event.val_loss is not None]
 
     def stays(self) -> list[Stay]:
-        """The stays of all peers in the view, in order. A peer that never left stays until the latest event."""
+        """Stays of all peers in the view by their events, in order. One that did not leave stays until the latest."""
         there = [Stay(peer, since_s, self.latest_s) for peer, since_s in self.view.items()]
         return sorted([*self.past_stays, *there], key=lambda stay: (stay.start_s, stay.peer))
 
@@ -301,7 +301,7 @@ class RunState:
                 self.notices[index] = replace(notice, kind="left")
 
     def _change_view(self, joined: Iterable[str], left: Mapping[str, str], version: int, at_s: float) -> None:
-        """All members report a change: the first one counts. The founding is no news."""
+        """Fold a change of the view: all members have an event of it, the first one counts. The founding is no news."""
         founded = bool(self.view) and version > 0
         for name in joined:
             peer = self.peers.setdefault(name, PeerState())

@@ -90,7 +90,7 @@ class Screen:
             self._live.stop()
 
     def feed(self, stamped: Stamped) -> None:
-        """Show one event of one peer."""
+        """Show one event of one peer on the screen."""
         for note in _sentences(self.state.fold(stamped)):
             self._say(note)
         match stamped.event:
@@ -146,8 +146,8 @@ class Screen:
     # ------------------------------------------------------------ plain lines
 
     def _say_versions(self, before: float = math.inf) -> None:
-        """Print a line for each open version below `before`: all peers that it counts have reported it, or the others
-        are not waited for."""
+        """Print the screen's line for each open version below `before`: all peers that it counts have reported it, or
+        the others are not waited for."""
         for version in sorted(version for version in self._open if version < before):
             del self._open[version]
             self._said_version = version
@@ -170,14 +170,14 @@ class Screen:
         self._write_held_notes()
 
     def _write_held_notes(self) -> None:
-        """Plain notes follow the line of the version that was open when they came."""
+        """Print plain notes on the screen, after the line of the version that was open when they came."""
         if not self._open:
             for note in self._held_notes:
                 self._write(note)
             self._held_notes.clear()
 
     def _write_line(self, progress: str, tokens: int, loss: float | None, *rest: str) -> None:
-        """A plain line of a version or a swap."""
+        """Print the screen's plain line of a version or a swap."""
         width = len(f"{self._total_tokens:,}")
         self._write("  ".join((f"{progress} {tokens:>{width},} tok", f"loss {readable_loss(loss)}", *rest)))
 
@@ -219,7 +219,7 @@ class Screen:
 
 
 def _last(event: Event | None) -> str:
-    """The remark at the end of a peer's row, on its latest event."""
+    """The remark at the end of a peer's row on the screen, on its latest event."""
     match event:
         case VersionClosed(own=False):
             return f"not counted in v{event.version}"
@@ -233,7 +233,7 @@ def _last(event: Event | None) -> str:
 
 
 def _sentences(news: Sequence[Notice]) -> Iterator[str]:
-    """A plain line for each notice on a peer; peers that join together share one."""
+    """The screen's plain line for each notice on a peer; peers that join together share one."""
     joined = [notice for notice in news if notice.kind == "joined"]
     if joined:
         yield f"{', '.join(readable_text(notice.peer) for notice in joined)} joined at v{joined[0].version}"
@@ -250,7 +250,7 @@ def _sentences(news: Sequence[Notice]) -> Iterator[str]:
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:
-    """The summary of a simulation for people: a row per method (DiLoCo, baselines), then the conclusion in sentences.
+    """The summary at the end of a run's screen: a row per method (DiLoCo, baselines), then the conclusion in sentences.
     Lines end in a newline."""
     methods = outcomes(summary)
     columns = [
@@ -272,7 +272,7 @@ def _peers(count: int) -> str:
 
 
 def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> Iterator[str]:
-    """One or two sentences: whether the peers agree, and what it cost beside the baseline."""
+    """The conclusion on a run's screen: whether the peers agree, and what it cost beside the baseline."""
     versions, digest = summary.get("versions", 0), str(summary.get("digest", ""))[:12]
     agree = summary.get("digests_agree")
     if agree:
@@ -298,7 +298,7 @@ def _conclusion(summary: Mapping[str, Any], methods: Sequence[MethodResult]) -> 
 
 
 def status_text(status: Mapping[str, Any]) -> str:
-    """A member's answer to `diloco status` for people: the run's progress, and a row per peer."""
+    """The screen of `diloco status`, from a member's answer: the run's progress, and a row per peer."""
     total, tokens, peers = status["total_tokens"], status["tokens"], status["peers"]
     answering = next(peer for peer in peers if peer["peer"] == status["answering"])
     lines = [
@@ -331,7 +331,7 @@ def status_text(status: Mapping[str, Any]) -> str:
 
 
 def _standing(peer: Mapping[str, Any]) -> str:
-    """A peer as the member that answered sees it: its phase, or why it has none."""
+    """A peer on the screen of `diloco status`: its phase, or why it has none."""
     if not peer["alive"]:
         return "silent"
     return readable_text(peer["phase"]) if peer["in_view"] else "at the door"

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from diloco.base.life import done
 from diloco.base.memory import floats
-from diloco.base.types import Closed
+from diloco.base.types import Closed, Commit
 from diloco.compress import Codec, kernels
 from diloco.compress.codec import magnitude
 from diloco.config.contract import OuterSection
@@ -258,8 +258,26 @@ class Stepping:
                 self._hashes.setdefault(name, {})[part] = part_hash(buffer, 0, stop - start)
 
 
+class Stepped(Protocol):
+    """A version on its way into the outer state: average and outer step, made on another thread or at once."""
+
+    @property
+    def commit(self) -> Commit:
+        """Commit of the version that the outer step makes."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of `average` and `outer` so far, on the thread that makes the outer step."""
+
+    def averaged(self) -> Future[None]:
+        """Done when every part of the mean held here is decoded, ahead of the outer step. PayloadError: no mean."""
+
+    def outer(self, in_place: bool) -> Future[FragmentState]:
+        """The fragment's next state. `in_place`: the one before may be overwritten, once all parts are decoded."""
+
+
 class SteppedHere:
-    """Mean and outer step of a version, made at once on the thread that asks (`diloco.base.life.Stepped`)."""
+    """A version whose average and outer step are made at once, on the thread that asks (`Stepped`)."""
 
     def __init__(self, line: Line, closed: Closed) -> None:
         """`line`: the line that the version is applied to next."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from diloco.base.errors import UsageError
 from diloco.config.contract import GATHERED_CODECS, Contract
-from diloco.plan.cost import RECOMPUTE, Choice, Job, Memory, Recompute, Step, bubble_share, memory_of, step_of
+from diloco.plan.cost import RECOMPUTE, Choice, Job, Memory, Recompute, StepEstimate, bubble_share, memory_of, step_of
 from diloco.plan.hardware import USABLE, Hardware, MeshLayout, layouts
 from diloco.plan.question import Question
 from diloco.plan.timeline import Sync, bandwidth_for, utilisation
@@ -41,7 +41,7 @@ class Ranked:
 
     choice: Choice
     memory: Memory
-    step: Step
+    step: StepEstimate
     fits: bool
     tokens_per_s: float
     """Tokens per second of the island."""
@@ -50,7 +50,7 @@ class Ranked:
     why: str
 
     def order(self) -> tuple[bool, float, float]:
-        """Sorting key: ways that fit first, by speed to 1 % and then by time on links; the others by memory."""
+        """Sort key of planned layouts: what fits first, by speed to 1 %, then by time on links; the rest by memory."""
         if not self.fits:
             return True, 0.0, self.memory.total
         on_links_s = sum(part.seconds for part in self.step.collectives)
@@ -61,8 +61,8 @@ def rank(
     job: Job, hardware: Hardware, recompute: Recompute | None = None, micro_batch: int | None = None,
     layout: MeshLayout | None = None,
 ) -> list[Ranked]:  # fmt: skip
-    """The best choice of ZeRO stage, recomputation and micro-batch for each layout (or for one), those that fit first,
-    by tokens per second; of equally fast ones (1 %) that whose links are busy for the shortest time. What does not fit
+    """Rank planned layouts (or one), each with its best ZeRO stage, recomputation and micro-batch: what fits first, by
+    tokens per second; of equally fast ones (1 %) that whose links are busy for the shortest time. What does not fit
     is ordered by memory.
     """
     best = []
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of the whole run by this island alone."""
+        """Estimated seconds of the whole run by this island alone."""
         return self.question.total_tokens / self.question.job.tokens * self.step_s
 
 
@@ -220,8 +220,8 @@ OUTER_BUFFERS = {"sgd": 1, "nesterov": 2, "buffered_nesterov": 3, "delayed_neste
 
 
 def host_memory(contract: Contract, parameters: int, bits: float, peers: int = 1) -> dict[str, float]:
-    """Bytes of host memory of one island by purpose, at most; `bits`: of an encoded value. A gathered codec's mean is
-    the contributions of all `peers`.
+    """Estimated bytes of host memory of one island by purpose, at most; `bits`: of an encoded value. A gathered codec's
+    mean is the contributions of all `peers`.
 
     As docs/how/overview.md counts ("Costs"): a fragment's buffers are there while it is under way.
     """

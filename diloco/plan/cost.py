@@ -36,7 +36,7 @@ class Precision:
 
     @property
     def state(self) -> int:
-        """Bytes of weights, gradients and optimizer per parameter."""
+        """Estimated bytes of weights, gradients and optimizer per parameter."""
         return self.parameter + self.gradient + self.optimizer
 
 
@@ -60,12 +60,12 @@ class Job:
     """Pieces of the model on each rank of a pipeline (interleaved 1F1B); 1: one consecutive stage."""
 
     def pieces(self, stages: int) -> int:
-        """`virtual_stages` of a pipeline with so many stages, as far as there are layers."""
+        """`virtual_stages` of a planned pipeline with so many stages, as far as there are layers."""
         return max(1, min(self.virtual_stages, self.model.layers // stages))
 
     @property
     def tokens(self) -> int:
-        """Tokens of one inner step."""
+        """Tokens of one planned inner step."""
         return self.batch * self.sequence_length
 
 
@@ -81,7 +81,7 @@ class Choice:
     """Sequences of one micro-batch of a data rank."""
 
     def micro_batches(self, job: Job) -> int:
-        """Micro-batches of one inner step of a data rank."""
+        """Micro-batches of one planned inner step of a data rank."""
         return job.batch // (self.layout.data_ranks * self.micro_batch)
 
 
@@ -124,7 +124,7 @@ class Memory:
 
 
 def zero_state(parameters: float, precision: Precision, stage: int, ranks: int) -> State:
-    """The state of so many parameters when a ZeRO stage (0 to 3) divides it by so many ranks."""
+    """Estimated bytes of so many parameters' state when a ZeRO stage (0 to 3) divides it by so many ranks."""
     return State(
         parameters * precision.parameter / (ranks if stage >= 3 else 1),
         parameters * precision.gradient / (ranks if stage >= 2 else 1),
@@ -133,7 +133,7 @@ def zero_state(parameters: float, precision: Precision, stage: int, ranks: int) 
 
 
 def layer_activations(job: Job, layout: MeshLayout, recompute: Recompute, micro_batch: int) -> float:
-    """Bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
+    """Estimated bytes that one layer keeps for its backward pass, for one micro-batch on one GPU.
 
     s b h (34 + 5 a s / h) / t with sequence parallelism, only the 34 when the attention matrix is computed again, and
     2 s b h / t, the input, when the whole layer is; the bytes are those of 16-bit activations. Of the 34, layer norms
@@ -149,7 +149,7 @@ def layer_activations(job: Job, layout: MeshLayout, recompute: Recompute, micro_
 
 
 def memory_of(job: Job, choice: Choice) -> Memory:
-    """Memory of the pipeline's first or last stage, whichever needs more, or of the only one, as estimated."""
+    """Estimated memory of the pipeline's first or last stage, whichever needs more, or of the only one."""
     stages = (_stage_memory(job, choice, is_first) for is_first in (True, False))
     return max(stages, key=lambda memory: memory.total)
 
@@ -202,7 +202,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepEstimate:
     """Seconds of one inner step, as estimated, by cause."""
 
     flops: float
@@ -217,7 +217,7 @@ class Step:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Seconds beside computing, by cause."""
+        """Estimated seconds beside computing, by cause."""
         causes = {"recomputation": self.recompute_s, "bubble": self.bubble_s, "stages": self.imbalance_s}
         for collective in self.collectives:
             causes[collective.dimension] = causes.get(collective.dimension, 0.0) + collective.waited_s
@@ -225,28 +225,28 @@ class Step:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole step."""
+        """Estimated seconds of the whole inner step."""
         return self.compute_s + sum(self.losses.values())
 
 
 def bubble_share(stages: int, micro_batches: int, virtual_stages: int = 1) -> float:
-    """Share of a step in which a rank of a pipeline has nothing to do: (P - 1) / (v m + P - 1), with GPipe and 1F1B
+    """Estimated share of a step in which a pipeline's rank is idle: (P - 1) / (v m + P - 1), with GPipe and 1F1B
     (v = 1), or v pieces of the model on each rank (arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (virtual_stages * micro_batches + stages - 1)
 
 
 def ring_share(ranks: int) -> float:
-    """Bytes that a rank sends in a ring all-reduce, as a multiple of the data: 2 (N - 1) / N."""
+    """Estimated traffic: bytes that a rank sends in a ring all-reduce, as a multiple of the data: 2 (N - 1) / N."""
     return 2 * (ranks - 1) / ranks
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs of the model in one inner step of the island."""
+    """Estimated FLOPs of the model in one inner step of the island."""
     return job.tokens * job.model.flops_per_token(job.sequence_length)
 
 
-def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
-    """Estimate the times of one inner step on an island's hardware."""
+def step_of(job: Job, choice: Choice, hardware: Hardware) -> StepEstimate:
+    """Estimate the time of one inner step on an island's hardware, by cause."""
     model, stages, flops = job.model, choice.layout.pp, model_flops(job)
     speed = hardware.world * hardware.gpu.flops * hardware.efficiency
     # Layers computed again as a whole cost their forward pass, a third of the model's FLOPs; attention alone 4 L h s.
@@ -257,11 +257,11 @@ def step_of(job: Job, choice: Choice, hardware: Hardware) -> Step:
     bubble = bubble_share(stages, choice.micro_batches(job), job.pieces(stages))
     bubble_s = busy_s * (1 + uneven) * bubble / (1 - bubble)
     collectives = (*_waited_collectives(job, choice, hardware), *_hidden_collectives(job, choice, hardware, busy_s))
-    return Step(flops, flops / speed, again_s, bubble_s, busy_s * uneven, collectives)
+    return StepEstimate(flops, flops / speed, again_s, bubble_s, busy_s * uneven, collectives)
 
 
 def _waited_collectives(job: Job, choice: Choice, hardware: Hardware) -> Iterator[Collective]:
-    """Traffic inside the model, which computing waits for here: of tensor, context, expert and pipeline parallelism."""
+    """Estimated traffic inside the model, which computing waits for here: of `tp`, `cp`, `ep` and `pp`."""
     layout, model = choice.layout, job.model
     micro_batches = choice.micro_batches(job)
     calls = round(micro_batches * (model.layers / layout.pp))
@@ -289,8 +289,8 @@ def _waited_collectives(job: Job, choice: Choice, hardware: Hardware) -> Iterato
 
 
 def _hidden_collectives(job: Job, choice: Choice, hardware: Hardware, busy_s: float) -> Iterator[Collective]:
-    """Gradients and weights, which travel while layers are computed: in the last micro-batch where a step has one
-    reduction (DDP and ZeRO-1), in each where gradients or weights are divided (ZeRO-2 and -3)."""
+    """Estimated traffic of gradients and weights while layers are computed: in the last micro-batch where a step has
+    one reduction (DDP and ZeRO-1), in each where gradients or weights are divided (ZeRO-2 and -3)."""
     layout, model = choice.layout, job.model
     own = (model.parameters - model.expert_parameters) / layout.tp / layout.pp
     own += model.expert_parameters / layout.tp / layout.pp / layout.ep

@@ -61,16 +61,16 @@ class Hardware:
 
     @property
     def world(self) -> int:
-        """GPUs of the island."""
+        """GPUs of the planned island."""
         return self.gpus_per_node * self.nodes
 
     def holds(self, memory_bytes: float) -> bool:
-        """Report whether so many bytes fit on one GPU of the island."""
+        """Whether so many estimated bytes fit on one GPU of the planned island."""
         return memory_bytes <= USABLE * self.gpu.memory_bytes
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU of a name that users give. Raises UsageError when the table does not have it."""
+    """Data sheet of the GPU of a name that users give. Raises UsageError when the plan's table does not have it."""
     if name.lower() in GPUS:
         return GPUS[name.lower()]
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
@@ -95,7 +95,7 @@ DRIVER_NAMES: Mapping[str, str] = {
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """The GPU that its driver calls so (`torch.cuda.get_device_name`); None: not in our table."""
+    """Data sheet of the GPU that its driver calls so (`torch.cuda.get_device_name`); None: not in the plan's table."""
     return GPUS.get(DRIVER_NAMES.get(name.removeprefix("NVIDIA ").strip(), ""))
 
 
@@ -123,23 +123,23 @@ class MeshLayout:
 
     @property
     def world(self) -> int:
-        """Ranks of the mesh."""
+        """Ranks of the planned mesh."""
         return self.dp_replicate * self.dp_shard * self.ep * self.cp * self.tp * self.pp
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that train on sequences of their own."""
+        """Ranks of the planned mesh that train on sequences of their own."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def shard_ranks(self) -> int:
-        """Number of ranks that a ZeRO stage divides by, for parameters outside experts."""
+        """Number of ranks in the planned mesh that a ZeRO stage divides by, for parameters outside experts."""
         return self.dp_shard * self.cp * self.ep
 
     @property
     def last_zero_stage(self) -> int:
-        """Highest ZeRO stage that `mesh.shard` allows: a stage of a pipeline has its parameters and gradients whole
-        during a step."""
+        """Highest ZeRO stage of the planned mesh that `mesh.shard` allows: a stage of a pipeline has its parameters and
+        gradients whole during a step."""
         return 1 if self.pp > 1 else 3
 
     def __str__(self) -> str:
@@ -164,7 +164,7 @@ class Path:
 
 
 def path_of(layout: MeshLayout, dimensions: tuple[str, ...], hardware: Hardware) -> Path:
-    """The path of the ranks that differ in these dimensions, which must follow each other in `PLACED`."""
+    """Links of a planned mesh between ranks that differ in these dimensions, which must be neighbours in `PLACED`."""
     first = PLACED.index(dimensions[0])
     stride = math.prod(getattr(layout, name) for name in PLACED[:first])
     size = math.prod(getattr(layout, name) for name in dimensions)
@@ -180,7 +180,7 @@ def path_of(layout: MeshLayout, dimensions: tuple[str, ...], hardware: Hardware)
 def problem(
     layout: MeshLayout, model: Model, hardware: Hardware, batch: int, sequence_length: int
 ) -> tuple[str, str] | None:
-    """Error of a mesh layout and which number to change, or None where it is valid.
+    """Error of a planned mesh on this hardware and which number to change, or None where it is valid.
 
     `batch`: sequences per inner step of the island.
     """
@@ -215,7 +215,7 @@ def problem(
 
 
 def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) -> Iterator[MeshLayout]:
-    """Every possible mesh layout of the island.
+    """Every possible mesh of the planned island's hardware.
 
     Context parallelism is not tried below 16,384 tokens: it only divides what other dimensions divide as well.
     """
@@ -228,7 +228,7 @@ def layouts(hardware: Hardware, model: Model, batch: int, sequence_length: int) 
 
 
 def _factorisations(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
-    """All ordered ways to write a number as a product of `len(limits)` factors, none above its limit."""
+    """Possible mesh sizes: all ordered products of `len(limits)` factors that make a number, none above its limit."""
     if len(limits) == 1:
         if number <= limits[0]:
             yield (number,)
@@ -240,7 +240,7 @@ def _factorisations(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]
 
 
 def parse_layout(text: str) -> MeshLayout:
-    """The mesh layout that a text such as `dp_shard=4,tp=2` names; other sizes are 1. Raises UsageError."""
+    """The mesh that the plan's option `dp_shard=4,tp=2` asks for; other sizes are 1. Raises UsageError."""
     sizes: dict[str, int] = {}
     for piece in text.split(","):
         name, _, value = piece.strip().partition("=")
@@ -257,7 +257,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_bps(text: str) -> float:
-    """A link's bits per second, from `1Gbit/s`, `400Gbps` or `50GB/s` (bytes). Raises UsageError."""
+    """Bits per second of a planned link, from `1Gbit/s`, `400Gbps` or `50GB/s` (bytes). Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)(bit|bps|b|B)(?:/s)?", text.strip())
     value = float(found[1]) * _PREFIX[found[2]] * (8 if found[3] == "B" else 1) if found else 0.0
     if not 0 < value < math.inf:
@@ -266,7 +266,7 @@ def parse_bps(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a step or of a link's latency, from `50ms`, `0.05s` or `0`. Raises UsageError."""
+    """Seconds of a planned step or of a link's latency, from `50ms`, `0.05s` or `0`. Raises UsageError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(ms|s)?", text.strip())
     if not found or (found[2] is None and float(found[1]) != 0):
         raise UsageError(f"cannot read {text!r} as a time", "write 50ms or 0.05s")

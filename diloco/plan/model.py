@@ -9,8 +9,8 @@ from diloco.config.contract import Contract, ModelSection
 
 
 def flops_per_token(contract: Contract, vocabulary: int) -> float | None:
-    """FLOPs per token of training the contract's model with so many rows in its embedding; None where the contract
-    does not state its sizes (kinds `hf` and `external`)."""
+    """FLOPs per token, by arithmetic, of training the contract's model with so many rows in its embedding; None where
+    the contract does not state its sizes (kinds `hf` and `external`)."""
     if contract.model.kind != "transformer":
         return None
     model = model_of_section(contract.run.name, contract.model, contract.model.vocab_size or vocabulary)
@@ -49,35 +49,35 @@ class Model:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of one embedding; the head is another one if it is not tied."""
+        """Number of parameters, by arithmetic, of one embedding; the head is another one if it is not tied."""
         return self.vocabulary * self.dim
 
     @property
     def shared_layer_parameters(self) -> float:
-        """Parameters of one layer, without its experts."""
+        """Number of parameters, by arithmetic, of one layer without its experts."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
         return (self.parameters - self.expert_parameters - embeddings) / self.layers
 
     @property
     def expert_layer_parameters(self) -> float:
-        """Parameters of all experts of one layer."""
+        """Number of parameters, by arithmetic, of all experts of one layer."""
         return self.expert_parameters / self.layers
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that one token goes through: N of "6 N D"."""
+        """Number of parameters, by arithmetic, that one token goes through: N of "6 N D"."""
         idle = 1 - self.active / self.experts if self.experts else 0.0
         return self.parameters - idle * self.expert_parameters
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """FLOPs of training on one token, forwards and backwards: 6 N of the active parameters, and 12 L h s of
-        attention (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for MFU.
-        Recomputation in the backward pass is not counted."""
+        """FLOPs of training on one token, by arithmetic, forwards and backwards: 6 N of the active parameters, and
+        12 L h s of attention (arXiv 2204.02311, appendix B), whose causal half is counted in full, as is usual for
+        MFU. Recomputation in the backward pass is not counted."""
         return 6 * self.active_parameters + 12 * self.layers * self.dim * sequence_length
 
 
 def model_of_section(name: str, section: ModelSection, vocabulary: int) -> Model:
-    """The transformer of a contract (`diloco.models`), to the parameter.
+    """Sizes of a contract's transformer (`diloco.models`) for the plan, to the parameter.
 
     Raises ConfigError for a model whose sizes the contract does not tell (kinds `hf` and `external`).
     """
@@ -100,8 +100,8 @@ def model_of_section(name: str, section: ModelSection, vocabulary: int) -> Model
 
 
 def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
-    """A model of exactly so many parameters, in a usual shape: 128 times as wide as deep, heads of 128 (below a width
-    of 2048 of 64), every expert as wide as a dense layer would be, head and embedding apart.
+    """Sizes of a planned model of exactly so many parameters: 128 times as wide as deep, heads of 128 (below a width of
+    2048 of 64), every expert as wide as a dense layer would be, head and embedding apart.
 
     Raises UsageError where the embeddings alone are more.
     """
@@ -127,7 +127,7 @@ def model_of_size(parameters: int, experts: int = 0, active: int = 1) -> Model:
 
 
 def check_experts(experts: int, active: int) -> None:
-    """Refuse numbers of experts that make no mixture. Raises UsageError."""
+    """Refuse options of the plan whose numbers of experts make no mixture. Raises UsageError."""
     if experts == 1 or active < 1 or (experts and active > experts):
         cause = f"{experts} experts of which a token goes through {active}"
         raise UsageError(cause, "give --experts at least 2, and --active from 1 to as many")

@@ -64,7 +64,7 @@ class Suggestion:
 def suggest(
     parameters: int, peers: int, inner_steps: int = PUBLISHED_STEPS, sequence_length: int = PUBLISHED_SEQUENCE
 ) -> Suggestion:
-    """Hyperparameters for a model of `parameters` (all of them, embeddings too) and `peers`, each >= 1.
+    """Hyperparameters by scaling laws for a model of `parameters` (all of them, embeddings too) and `peers`, each >= 1.
 
     H changes none of them, as there is no law for it; `sequence_length` only how many sequences make the batch.
     """
@@ -99,12 +99,12 @@ def suggest(
 
 
 def predicted_loss(parameters: int, peers: int) -> float:
-    """Held-out loss in nats per token of C4, after 20 tokens per parameter."""
+    """Held-out loss by the scaling law, in nats per token of C4, after 20 tokens per parameter."""
     return float(19.226 * parameters**-0.0985 * peers**0.0116)
 
 
 def outer_lr(peers: int) -> float:
-    """The outer rate of `OUTER_LR`; between two of its entries linear in log(peers), beyond the last one unchanged."""
+    """The suggested outer rate, of `OUTER_LR`; between two of its entries linear in log(peers), then constant."""
     for (low, low_lr), (high, high_lr) in pairwise(OUTER_LR.items()):
         if low <= peers <= high:
             return low_lr + (high_lr - low_lr) * math.log(peers / low) / math.log(high / low)
@@ -112,7 +112,7 @@ def outer_lr(peers: int) -> float:
 
 
 def to_toml(suggestion: Suggestion) -> str:
-    """The suggestion as a contract, the model left out, with its source and its evidence as comments."""
+    """The scaling laws' suggestion as a contract, the model left out, with its source and its evidence as comments."""
     one = suggestion
     caveats = "".join(f"# {text}\n" for text in one.caveats)
     return f"""\
@@ -148,7 +148,7 @@ momentum = {OUTER_MOMENTUM}
 
 
 def parse_parameters(text: str) -> int:
-    """A number of parameters: `150M`, `1.3B`, `35e6`, `150_000_000`. Raises UsageError."""
+    """The plan's option of a number of parameters: `150M`, `1.3B`, `35e6`, `150_000_000`. Raises UsageError."""
     digits, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     try:
         parameters = float(digits) * unit

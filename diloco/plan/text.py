@@ -88,7 +88,7 @@ SHARDS = ("none", "optimizer", "gradients", "parameters")
 
 
 def _site(choice: Choice, job: Job) -> list[str]:
-    """Lines with the keys of the site and of the contract that give a layout."""
+    """Lines of the plan with the keys of site and contract that give a layout."""
     layout, micro_batches, pieces = choice.layout, choice.micro_batches(job), job.pieces(choice.layout.pp)
     keys = {"shard": f'"{SHARDS[choice.stage]}"'}
     keys |= {name: str(size) for name, size in asdict(layout).items() if size > 1}
@@ -109,7 +109,7 @@ def _site(choice: Choice, job: Job) -> list[str]:
 
 
 def _collectives(plan: Plan) -> list[str]:
-    """Lines on the collectives of the first layout, in one inner step."""
+    """Lines of the plan on the collectives of the first layout, in one inner step."""
     step = plan.ranked[0].step
     if not step.collectives:
         return []
@@ -162,7 +162,7 @@ def _host(plan: Plan) -> list[str]:
 
 
 def bandwidth_table_text(cells: Sequence[Cell]) -> str:
-    """The simulated table of bandwidths, and the published one in brackets."""
+    """The plan's table of bandwidths by arithmetic, and the published one in brackets."""
     rows = [["method", "model", *(f"{100 * share:g} %" for share in UTILISATIONS)]]
     for (method, model), of_row in groupby(cells, key=lambda cell: (cell.method, cell.model)):
         rows.append([method, model, *(f"{cell.gbit_s:.1f} ({cell.published_gbit_s:.1f})" for cell in of_row)])
@@ -179,7 +179,7 @@ WORDS = {"k": " thousand", "M": " million", "G": " billion", "T": " trillion"}
 
 
 def _count(number: float) -> str:
-    """9.81 billion: spelled out, as people name sizes of models."""
+    """A number in the plan's text: 9.81 billion, as people name sizes of models."""
     text = readable_count(number)
     return text[:-1] + WORDS[text[-1]] if text[-1] in WORDS else text
 
@@ -189,7 +189,7 @@ def _rate(bps: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in a unit that leaves few digits: `readable_duration` neither goes below 10 ms nor names days."""
+    """Seconds in the plan's text, with few digits: `readable_duration` neither goes below 10 ms nor names days."""
     if seconds == 0:
         return "0"
     if seconds < 0.1:

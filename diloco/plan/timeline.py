@@ -47,13 +47,13 @@ class Sync:
     exchange: Exchange = "reduced"
 
     def sent_bits(self, parameters: float, peers: int) -> float:
-        """Bits that a peer sends when all parameters are synchronised once."""
+        """Estimated bits that a peer sends when all parameters are synchronised once."""
         factor = {"reduced": 2 * (peers - 1) / peers, "gathered": peers - 1, "paired": 1}[self.exchange]
         return factor * self.bits * parameters
 
 
 def methods(inner_steps: int = PUBLISHED_STEPS, fragments: int = 8) -> tuple[Sync, ...]:
-    """The syncs of the published table: in 16 bits, the last in 4; streaming ones overlap with one inner step."""
+    """The plan's ways to synchronise: in 16 bits, the last in 4; streaming ones overlap with one inner step."""
     return (
         Sync("data-parallel", 1, 1, 0, SENT_BITS),
         Sync("diloco", inner_steps, 1, 0, SENT_BITS),
@@ -64,8 +64,8 @@ def methods(inner_steps: int = PUBLISHED_STEPS, fragments: int = 8) -> tuple[Syn
 
 
 def sync_of(contract: Contract) -> Sync:
-    """The contract's way of synchronising; parameters with a codec of their own (`codec.groups`) are counted as the
-    others."""
+    """The planned contract's way of synchronising; parameters with a codec of their own (`codec.groups`) are counted as
+    the others."""
     exchange: Exchange = "gathered" if contract.codec.name in GATHERED_CODECS else "reduced"
     overlap = contract.sync.overlap
     if contract.membership.policy == "gossip":
@@ -85,7 +85,7 @@ BLOCKS = {"int8": (8, 32, 256), "int4": (4, 16, 64), "e3m0": (4, 16, 64), "sign"
 
 
 def codec_bits(codec: CodecChoice, part_elements: int = 2**20) -> float:
-    """Bits of a value as `diloco.compress` encodes it, before zstd; a test compares the two."""
+    """Estimated bits of a value as `diloco.compress` encodes it, before zstd; a test compares the two."""
     if codec.name in FLOAT_BITS:
         return FLOAT_BITS[codec.name]
     if codec.name == "lowrank":
@@ -115,7 +115,7 @@ SIMULATED_SYNCS = 20
 def utilisation(
     sync: Sync, parameters: float, peers: int, step_s: float, link_bps: float, latency_s: float = 0.0
 ) -> float:
-    """Share of the time that goes into computing, 0 to 1: compute / (compute + waits).
+    """Estimated share of the time that goes into computing, 0 to 1: compute / (compute + waits).
 
     `link_bps`: bits per second that a peer can send (and receive as well); `latency_s`: one way, of which each exchange
     takes two: to a part's owner and back, or to the other of a pair.
@@ -146,7 +146,7 @@ def utilisation(
 def bandwidth_for(
     wanted: float, sync: Sync, parameters: float, peers: int, step_s: float, latency_s: float = 0.0
 ) -> float | None:
-    """The link's least bits per second for a utilisation, to 1 %; None where the latency alone is too much."""
+    """Estimated bits per second that a link needs for a utilisation, to 1 %; None where latency alone is too much."""
     low, high = 0.0, 15.0  # as powers of ten
     if utilisation(sync, parameters, peers, step_s, 10**high, latency_s) < wanted:
         return None
@@ -215,7 +215,7 @@ class Cell:
 
 
 def bandwidth_table() -> Iterator[Cell]:
-    """All 75 cells of the table of bandwidths, by method, model and utilisation."""
+    """All 75 cells of the plan's table of bandwidths, by method, model and utilisation."""
     grid_bps = [gbit_s * 1e9 for gbit_s in GRID_GBIT_S]
     for method, by_model in PUBLISHED.items():
         for model, row in by_model.items():
@@ -230,5 +230,5 @@ def bandwidth_table() -> Iterator[Cell]:
 
 
 def nearest_on_grid(gbit_s: float) -> int:
-    """Index of the grid's nearest bandwidth by ratio: the published ones are rounded to a tenth."""
+    """Index of the table's nearest bandwidth by ratio: the published ones are rounded to a tenth."""
     return min(range(len(GRID_GBIT_S)), key=lambda index: abs(math.log(gbit_s / GRID_GBIT_S[index])))
