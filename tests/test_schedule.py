@@ -24,7 +24,7 @@ from diloco.outer.merge import mix, open_merge
 from diloco.outer.optimizers import open_outer
 from diloco.outer.pseudograd import left_over, with_residual
 from diloco.outer.state import OuterState
-from diloco.peer.schedule import MIN_SHARE, Cadence, PeerStopwatch, RoundsEnd
+from diloco.peer.schedule import MIN_SHARE, Cadence, PeerStopwatch, RunEnd
 from diloco.peer.terms import open_line
 from diloco.protocol.view import in_turn
 from diloco.storage.checkpoint import load
@@ -111,7 +111,7 @@ def test_the_pace_is_that_of_the_round_before() -> None:
 )
 def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str, int], more: int) -> None:
     base = {"fragments": 1}
-    ending = RoundsEnd.of(contract(run={"name": "x", "total_tokens": 100}, inner={"steps": 4}, sync={**base, **sync}))
+    ending = RunEnd.of(contract(run={"name": "x", "total_tokens": 100}, inner={"steps": 4}, sync={**base, **sync}))
     ending.on_commit(commit_of(3, tokens=99))
     assert not ending.finishing
     for version in range(4, 4 + more):
@@ -125,7 +125,7 @@ def test_the_final_sync_takes_as_many_versions_as_hold_something(sync: dict[str,
 @pytest.mark.parametrize(("policy", "more"), [("sync", 0), ("quorum", 1), ("async", 1)])
 def test_a_final_version_counts_whom_the_others_did_not_wait_for(policy: str, more: int) -> None:
     sections = {"membership": {"policy": policy}, "inner": {"steps": 4}, "sync": {"fragments": 1}}
-    ending = RoundsEnd.of(contract(run={"name": "x", "total_tokens": 100}, **sections))
+    ending = RunEnd.of(contract(run={"name": "x", "total_tokens": 100}, **sections))
     assert ending.further_versions(commit_of(4)) == more
 
 
@@ -134,7 +134,7 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
     peers: int, most: int, fragments: int, version: int, may_leave_progress: bool
 ) -> None:
     names = [f"p{number}" for number in range(peers)]
-    ending = RoundsEnd(100, fragments, may_leave_progress, most)
+    ending = RunEnd(100, fragments, may_leave_progress, most)
     ending.on_commit(commit_of(version, 100, tuple(Counted(name, 0, 1, 1, 1) for name in names)))
     assert ending.last_version is not None
     counted: dict[int, set[str]] = {fragment: set() for fragment in range(fragments)}
@@ -144,7 +144,7 @@ def test_contributors_that_take_turns_have_one_in_the_final_sync(
 
 
 def test_who_copies_the_state_after_the_end_is_done() -> None:
-    ending = RoundsEnd(100, 3, True)
+    ending = RunEnd(100, 3, True)
     ending.on_commit(commit_of(9, tokens=120), copied=True)
     assert ending.done
 

@@ -41,7 +41,7 @@ from diloco.observe.events import (
 )
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.peer.rank import PeerRank, now
-from diloco.peer.schedule import RoundsEnd
+from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import check_alike, exchange_terms, lanes_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
@@ -100,7 +100,7 @@ class Peer:
         terms = exchange_terms(
             self.contract, self.site, self.line.layout, self.line.layout.digest, data, self.island.size
         )
-        self.ending = RoundsEnd.of(self.contract, terms.rules.policy.max_peers)
+        self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint = checkpoint
         welcome = endpoint.welcome
         lineage = welcome.lineage if welcome else secrets.token_hex(8)

@@ -66,7 +66,7 @@ class Cadence:
 
 
 @dataclass
-class RoundsEnd:
+class RunEnd:
     """When a peer's rounds are over: the run has its tokens, and then, without inner steps, what is uncommitted.
 
     The last versions are the final blocking sync before evaluation and export: with several fragments each moves once
@@ -84,10 +84,10 @@ class RoundsEnd:
     version: int = 0
 
     @staticmethod
-    def of(contract: Contract, max_peers: int | None = None) -> RoundsEnd:
+    def of(contract: Contract, max_peers: int | None = None) -> RunEnd:
         """The contract's end of a peer's rounds."""
         may_leave_progress = contract.sync.overlap > 0 or contract.membership.policy != "sync"
-        return RoundsEnd(contract.run.total_tokens, contract.sync.fragments, may_leave_progress, max_peers)
+        return RunEnd(contract.run.total_tokens, contract.sync.fragments, may_leave_progress, max_peers)
 
     def further_versions(self, commit: Commit) -> int:
         """Number of a peer's last rounds, without inner steps: versions after the one that has the tokens."""

@@ -23,7 +23,7 @@ from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
 from diloco.peer.peer import left, settled
-from diloco.peer.schedule import RoundsEnd
+from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
@@ -79,7 +79,7 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
     events.emit(Listening(address, f"{address}/{contract.digest[:12]}"))
     presence = endpoint.appear(exchange)
     try:
-        ending = block(_vote(exchange, RoundsEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
+        ending = block(_vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
         block(settled(exchange, site))
         block(left(exchange, site))
     finally:
@@ -88,7 +88,7 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
     return ending
 
 
-def _vote(exchange: Exchange, end: RoundsEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnd]:
+def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnd]:
     """Record, in a witness, every version, on which it votes, until the run has its tokens or `stop` returns True."""
     version, tokens, refused_s = -1, 0, monotonic_s()
     while not stop():
