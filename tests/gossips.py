@@ -26,7 +26,7 @@ from diloco.run.door import OwnLoop
 from diloco.run.run import RunChronicle
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.dht import Presence, Present
+from diloco.transport.dht import AnnouncedPeer, Presence
 from diloco.transport.endpoint import Runtime
 from tests.fronts import drive
 from tests.local import NoDirectory
@@ -93,7 +93,7 @@ class LocalEndpoint:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """There is none."""
 
-    def appear(self, exchange: Present) -> Presence:
+    def appear(self, exchange: AnnouncedPeer) -> Presence:
         return Presence(self.directory, exchange, self.runtime.answer_of)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ from diloco.peer.rank import PeerRank
 from diloco.protocol.streams import Welcome
 from diloco.run.door import OwnLoop
 from diloco.simulate.memory_link import MemoryNetwork
-from diloco.transport.dht import Presence, Present
+from diloco.transport.dht import AnnouncedPeer, Presence
 from tests.fronts import drive
 from tests.peers import DEADLINE_S, until
 
@@ -95,7 +95,7 @@ class LocalEndpoint:
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
         """There is none."""
 
-    def appear(self, exchange: Present) -> Presence:
+    def appear(self, exchange: AnnouncedPeer) -> Presence:
         return Presence(self.directory, exchange, self.runtime.answer_of)  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from diloco.config.site import Site
 from diloco.protocol.streams import Welcome
 from diloco.transport import dht as presence_module
 from diloco.transport.dht import TTL_S, Directory, Presence
-from diloco.transport.dht_node import MAX_RECORD_BYTES, MAX_TTL_S, _parse_record, _Records
+from diloco.transport.dht_node import MAX_RECORD_BYTES, MAX_TTL_S, _DirectoryRecords, _parse_record
 from diloco.transport.endpoint import Endpoint
 from diloco.transport.sockets import _socket_inodes
 from tests.peers import DEADLINE_S, PeerProcess, ending, run_cli, tiny_contract
@@ -133,7 +133,7 @@ def test_a_clock_that_was_far_ahead_makes_no_record_that_all_refuse(monkeypatch:
         async def store(self, key: str, record: bytes, expires_at: float, subkey: str) -> None:
             expirations.append(expires_at)
 
-    records = _Records(Node(), "run")
+    records = _DirectoryRecords(Node(), "run")
     for now_s in (86_400.0, 0.0, 10.0, 0.0):  # set right, and then a little back
         monkeypatch.setattr("diloco.transport.dht_node.time", SimpleNamespace(time=lambda now_s=now_s: now_s))
         asyncio.run(records.store("a", b"{}", TTL_S))

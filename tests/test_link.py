@@ -516,10 +516,10 @@ def test_addresses_that_nobody_calls_any_more_are_forgotten(monkeypatch: pytest.
         with pytest.raises(LinkDown):
             await link.hello(at_dead, 1.0)
         assert await link.hello(at_quiet, 1.0) == WELCOME
-        forgotten = [channel for at in (at_quiet, at_dead) for channel, _ in link._lines[at]._channels.values()]
+        forgotten = [channel for at in (at_quiet, at_dead) for channel, _ in link._connections[at]._channels.values()]
         later_s = grpc_link.UNUSED_S + 1.0
         assert await link.lanes(at_busy, 1.0) == busy.on_lanes()
-        assert list(link._lines) == [at_busy]
+        assert list(link._connections) == [at_busy]
         assert [channel.get_state() for channel in forgotten] == [grpc.ChannelConnectivity.SHUTDOWN] * 2
         busy.reading.set()
         assert await sending is m.Reply.OK
@@ -776,7 +776,7 @@ def craft(*contents: parts_pb2.StreamHeader | parts_pb2.Chunks) -> list[parts_pb
 
 
 def good_chunks(payload: bytes) -> parts_pb2.Chunks:
-    return next(chunks.cut([Part(0, payload)], parts_pb2.SendPartsRequest, chunks.Pace())).chunks
+    return next(chunks.cut([Part(0, payload)], parts_pb2.SendPartsRequest, chunks.MessageSize())).chunks
 
 
 def spoiled_chunks(payload: bytes) -> parts_pb2.Chunks:

@@ -14,7 +14,7 @@ from diloco.accounts.audit import audit, audit_text
 from diloco.accounts.books import chain_of, read_books
 from diloco.accounts.journal import RECORDED, Recorder, recordings
 from diloco.accounts.ledger import sealed_line
-from diloco.accounts.replay import Replay, Verdict, Workshop, replay, replay_text, shelve
+from diloco.accounts.replay import Replay, Replayer, Verdict, replay, replay_text, shelve
 from diloco.base.errors import StateError, UsageError
 from diloco.base.types import Contribution, Omitted
 from diloco.outer.line import FINE
@@ -222,7 +222,7 @@ def of_world(world: LocalWorld, start: OuterState) -> Replay:
     books = read_books([world.directory])
     shelf = shelve(recording for book in books for recording in recordings(book.directory))
     line = world.peers[0].peer.line
-    return Workshop(chain_of(books), shelf, line.codecs, line.optimizer, line.weighing, lambda: start, {}).replay(quiet)
+    return Replayer(chain_of(books), shelf, line.codecs, line.optimizer, line.weighing, lambda: start, {}).replay(quiet)
 
 
 @pytest.mark.slow(queued=False)

@@ -19,7 +19,7 @@ from diloco.observe.event_log import EventLine, Events
 from diloco.observe.events import to_json
 from diloco.storage import checkpoint, saving
 from diloco.storage.checkpoint import load
-from diloco.storage.saving import Contents, Keeper, Saver, Written
+from diloco.storage.saving import CheckpointSchedule, Contents, Saver, Written
 from tests.fronts import drive
 from tests.peers import DEADLINE_S
 
@@ -53,7 +53,7 @@ class Training:
         self.version = 0
         self.seen: list[EventLine] = []
         emit = Events(None, "a", [lambda stamped: self.seen.append(to_json(stamped))]).emit
-        self.keeper = Keeper(emit, emit, self.begin)
+        self.keeper = CheckpointSchedule(emit, emit, self.begin)
 
     def contents(self) -> Contents:
         return {"outer": whole_slices({"0/anchor": self.anchor})}, {"version": self.version}

@@ -151,7 +151,7 @@ READERS = {
     parts_pb2.StreamHeader: convert.header_from_wire,
     peer_pb2.Welcome: convert.welcome_from_wire,
     peer_pb2.StateOffer: convert.state_offer_from_wire,
-    parts_pb2.Chunks: lambda message: chunks.Joiner(1000).join(message),
+    parts_pb2.Chunks: lambda message: chunks.PartAssembler(1000).join(message),
 }
 
 
@@ -269,13 +269,13 @@ def test_a_state_offer_of_too_many_or_broken_hashes_is_refused():
 
 def cut(*payloads: bytes, first: int = 0) -> list[parts_pb2.Chunks]:
     parts = [Part(first + index, payload) for index, payload in enumerate(payloads)]
-    return [over_the_wire(message).chunks for message in chunks.cut(parts, parts_pb2.SendPartsRequest, chunks.Pace())]
+    return [over_the_wire(one).chunks for one in chunks.cut(parts, parts_pb2.SendPartsRequest, chunks.MessageSize())]
 
 
 def join(messages: list[parts_pb2.Chunks], max_part_bytes: int = 10**9) -> list[Part]:
-    joiner = chunks.Joiner(max_part_bytes)
-    parts = [part for message in messages for part in joiner.join(message)]
-    joiner.finish()
+    assembler = chunks.PartAssembler(max_part_bytes)
+    parts = [part for message in messages for part in assembler.join(message)]
+    assembler.finish()
     return parts
 
 
@@ -296,19 +296,19 @@ def test_small_parts_share_messages():
 
 
 def test_the_pace_follows_the_receiver():
-    pace = chunks.Pace()
-    pace.measured(10**9, 1.0)
-    assert pace.message_bytes == chunks.MAX_MESSAGE_BYTES
-    pace.measured(4 * 10**6, 1.0)
-    assert pace.message_bytes == 200_000
-    pace.measured(10**5, 1.0, fed=False)
-    assert pace.message_bytes == 200_000, "it took all there was"
-    pace.measured(5 * 10**6, 1.0, fed=False)
-    assert pace.message_bytes == 250_000
-    pace.measured(10**5, 1.0)
-    assert pace.message_bytes == chunks.MESSAGE_BYTES
-    pace.measured(0, 0.0)
-    assert pace.message_bytes == chunks.MESSAGE_BYTES
+    size = chunks.MessageSize()
+    size.measured(10**9, 1.0)
+    assert size.message_bytes == chunks.MAX_MESSAGE_BYTES
+    size.measured(4 * 10**6, 1.0)
+    assert size.message_bytes == 200_000
+    size.measured(10**5, 1.0, fed=False)
+    assert size.message_bytes == 200_000, "it took all there was"
+    size.measured(5 * 10**6, 1.0, fed=False)
+    assert size.message_bytes == 250_000
+    size.measured(10**5, 1.0)
+    assert size.message_bytes == chunks.MESSAGE_BYTES
+    size.measured(0, 0.0)
+    assert size.message_bytes == chunks.MESSAGE_BYTES
 
 
 def test_the_largest_part_allowed_passes_and_one_byte_more_does_not():

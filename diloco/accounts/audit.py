@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.books import Book, Chain, Life, chain_of, open_books, peer_folders
+from diloco.accounts.books import Book, Chain, RecordedLife, chain_of, open_books, peer_folders
 from diloco.accounts.ledger import Record
 from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
@@ -33,7 +33,7 @@ from diloco.storage.checkpoint import load, saved_state
 
 @dataclass(frozen=True)
 class Finding:
-    """A violation of an invariant, or a note, about a place in a run's ledgers."""
+    """An audit's finding: a violation of an invariant, or a note, about a place in a run's ledgers."""
 
     rule: str
     peer: str
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ChainFork:
-    """A commit of the chain with several successors."""
+    """A commit of the ledgers' chain with several successors."""
 
     version: int
     lineages: tuple[str, ...]
@@ -72,7 +72,7 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """True when no invariant is violated."""
+        """Whether the audit found no violated invariant."""
         return not self.violations
 
     def tree(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
 
 
 def _agreement(chain: Chain) -> Iterator[Finding]:
-    """Violations of I1: several commits of a version, several states of a commit."""
+    """Audit of I1: several commits of a version, or several states of a commit, in the ledgers' chain."""
     for (lineage, version), digests in chain.places.items():
         if len(digests) > 1:
             named = "; ".join(f"{digest[:12]} ({source})" for digest, source in digests.items())
@@ -138,13 +138,13 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
 
 
 def _exactly_once(chain: Chain) -> list[Finding]:
-    """Violations of I2 on every path from a root of the chain to a head. Paths share commits: each finding once."""
+    """Audit of I2 on every path from a root of the ledgers' chain to a head. Paths share commits: each finding once."""
     paths = (list(chain.path(head))[::-1] for head in chain.heads())
     return list(dict.fromkeys(finding for path in paths for finding in _counted_twice(path)))
 
 
 def _counted_twice(path: Sequence[Commit]) -> Iterator[Finding]:
-    """Contributions and data blocks that two commits of a path count, and sums of tokens that do not fit them."""
+    """Audit of a path of commits: contributions and data blocks that two of them count, sums of tokens that are off."""
     seen: dict[tuple[str, int, int], int] = {}
     for commit in path:
         for counted in commit.counted:
@@ -171,8 +171,8 @@ def _counted_twice(path: Sequence[Commit]) -> Iterator[Finding]:
             yield Finding("I2", "", commit.version, 0, text)
 
 
-def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
-    """Violations of I2 in the totals of a life: at each record, and at its end against the sum of its records."""
+def _balances(lives: Iterable[tuple[str, RecordedLife]]) -> Iterator[Finding]:
+    """Audit of I2 in a ledger's totals: at each record, and at the end of a life against the sum of its records."""
     for peer, life in lives:
         version, credited, given_up = life.opening["version"], 0, 0
         for record in life.records:
@@ -197,8 +197,8 @@ def _balances(lives: Iterable[tuple[str, Life]]) -> Iterator[Finding]:
             yield Finding("I2", peer, version, last, text)
 
 
-def _kept_and_counted(lives: Iterable[tuple[str, Life]], chain: Chain) -> Iterator[Finding]:
-    """Violations of I2 where a peer passed over a version, for instance when it copied a later state.
+def _kept_and_counted(lives: Iterable[tuple[str, RecordedLife]], chain: Chain) -> Iterator[Finding]:
+    """Audit of I2 where a ledger passes over a version, for instance when the peer copied a later state.
 
     If that version counts progress of this life, and the life neither booked it as committed nor discarded it, then the
     progress stays in the weights and is counted once more. Conversely, a version must count what a life booked so.
@@ -223,7 +223,7 @@ def _kept_and_counted(lives: Iterable[tuple[str, Life]], chain: Chain) -> Iterat
 
 
 def _first_after(before: str, record: Record, chain: Chain) -> Commit | None:
-    """First commit on the path from a peer's last commit `before` to a record's; None where no path is known."""
+    """First commit on the chain from a ledger's last commit `before` to a record's; None where no path is known."""
     if before not in chain.commits:
         return None
     commit = chain.commits.get(record.fields["digest"]) if "digest" in record.fields else None
@@ -236,8 +236,8 @@ MAX_LIVES_OF_A_PROCESS = 1000
 """A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
 
 
-def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Counted | None:
-    """Entry in commit `passed` for a contribution of this very life, which the view before it names; None without."""
+def _contribution(life: RecordedLife, before: str, passed: Commit, chain: Chain) -> Counted | None:
+    """Entry in commit `passed` for a contribution of this ledger's life, which the view before names; None without."""
     peer = life.opening["peer"]
     member = chain.commits[before].member(peer)
     if member is None or not 0 <= member.incarnation - life.opening["incarnation"] < MAX_LIVES_OF_A_PROCESS:
@@ -249,7 +249,7 @@ def _contribution(life: Life, before: str, passed: Commit, chain: Chain) -> Coun
 
 
 def _missing(chain: Chain) -> Iterator[Finding]:
-    """Violations of I5: no ledger has a commit's predecessor, though one has an older commit."""
+    """Audit of I5: no ledger has a commit's predecessor, though one has an older commit."""
     for commit in chain.roots():
         older = [other.version for other in chain.commits.values() if other.version < commit.version]
         if older:
@@ -258,7 +258,7 @@ def _missing(chain: Chain) -> Iterator[Finding]:
 
 
 def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> None:
-    """Add violations of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
+    """Audit of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
 
     A damaged one beside a whole one is a note: resuming passes it over, and a peer that is killed while it deletes an
     old one leaves such a folder.
@@ -293,7 +293,7 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
 
 
 def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
-    """Violations of I8. Both where the chain forks and where a lineage begins, only a founding may do it."""
+    """Audit of I8. Both where the ledgers' chain forks and where a lineage begins, only a founding may do it."""
     for children in chain.forks():
         plain = [commit for commit in children if commit.fragment >= 0]
         if len(plain) > 1:
@@ -318,7 +318,7 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
 
 
 def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
-    """Forks of the chain, which only `continue` allows, with the tokens that they discarded."""
+    """Audit: forks of the ledgers' chain, which only `continue` allows, with the tokens that they discarded."""
     main = {commit.digest for head in chain.heads()[:1] for commit in chain.path(head)}
     for found in chain.forks():
         children = sorted(found, key=lambda commit: commit.digest not in main)
@@ -336,7 +336,7 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
 
 
 def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
-    """Notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
+    """Audit notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
     for first in chain.roots()[:1]:
         if first.version > 0 or first.fragment >= 0:  # else it founds the run
             yield Finding("", "", first.version, 0, f"the ledgers given begin at version {first.version}")
@@ -350,7 +350,7 @@ def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
 
 
 def _row(book: Book, chain: Chain) -> dict[str, Any]:
-    """Sums over all lives in a peer's ledger."""
+    """Audit sums over all lives in a peer's ledger."""
     totals, last = [life.totals for life in book.lives], book.lives[-1]
     # What a life took over from a checkpoint, it counts as trained. So did the life before, which left it uncommitted.
     taken_over = sum(life.records[0].totals.trained for life in book.lives)

@@ -30,7 +30,7 @@ class Chain:
     """Digest -> commits that name it as `previous`."""
 
     def add(self, commit: Commit, state_digest: str, source: str) -> None:
-        """Take in a commit, known or new, that `source` applied, and the state that it then held."""
+        """Add a ledger's commit to the chain, known or new, that `source` applied, and the state that it then held."""
         digest = commit.digest
         if digest not in self.commits:
             self.commits[digest] = commit
@@ -39,12 +39,12 @@ class Chain:
         self.places.setdefault((commit.lineage, commit.version), {}).setdefault(digest, source)
 
     def roots(self) -> list[Commit]:
-        """Commits whose `previous` is in no ledger, oldest first, and a founding before what follows it."""
+        """Commits of the chain whose `previous` is in no ledger, oldest first, a founding before what follows it."""
         found = [commit for commit in self.commits.values() if commit.previous not in self.commits]
         return sorted(found, key=lambda commit: (commit.version, commit.fragment >= 0, commit.lineage))
 
     def heads(self) -> list[Commit]:
-        """Commits without a successor, the one that goes on first."""
+        """Commits of the ledgers' chain without a successor, the one that goes on first."""
 
         def rank(head: Commit) -> tuple[int, int, str]:  # as `diloco.protocol.view.goes_on` compares lineages
             return head.tokens, len({commit.lineage for commit in self.path(head)}), head.lineage
@@ -53,45 +53,45 @@ class Chain:
         return sorted(found, key=rank, reverse=True)
 
     def path(self, head: Commit) -> Iterator[Commit]:
-        """Commits from `head` back to its root."""
+        """Commits of the ledgers' chain from `head` back to its root."""
         commit: Commit | None = head
         while commit is not None:
             yield commit
             commit = self.commits.get(commit.previous)
 
     def forks(self) -> list[list[Commit]]:
-        """Successors of each commit that has several."""
+        """Successors of each commit of the ledgers' chain that has several."""
         return [children for children in self.children.values() if len(children) > 1]
 
 
 @dataclass
-class Life:
-    """The records of one life of a peer in its ledger."""
+class RecordedLife:
+    """A peer's life as its ledger records it."""
 
     records: list[Record]
 
     @property
     def opening(self) -> Mapping[str, Any]:
-        """Fields of the `open` record of this life."""
+        """Fields of the `open` record of this life in the ledger."""
         return self.records[0].fields
 
     @property
     def totals(self) -> Totals:
-        """Token totals at the end of this life."""
+        """Token totals at the end of this life, by the ledger."""
         return self.records[-1].totals
 
     @property
     def closed(self) -> bool:
-        """Whether the life ended in good order."""
+        """Whether the ledger records that this life ended in good order."""
         return self.records[-1].kind == "close"
 
     def of(self, kind: str) -> list[Record]:
-        """Records of one kind."""
+        """The ledger's records of one kind in this life."""
         return [record for record in self.records if record.kind == kind]
 
     @property
     def head(self) -> str:
-        """Digest of the last commit that the peer applied in this life; empty before any."""
+        """Digest of this life's last commit in the ledger; empty before any."""
         return str([record.fields["digest"] for record in self.records if "digest" in record.fields][-1])
 
 
@@ -101,12 +101,12 @@ class Book:
 
     peer: str
     directory: Path
-    lives: tuple[Life, ...]
+    lives: tuple[RecordedLife, ...]
     torn_bytes: int
 
 
 def peer_folders(directories: Sequence[Path]) -> list[Path]:
-    """Folders with a ledger: those given, and the ones directly inside, as a simulation has them. Raises StateError."""
+    """Folders of peers with a ledger: those given, and the ones directly inside. Raises StateError."""
     found: list[Path] = []
     for directory in directories:
         inside = sorted(path.parent for path in directory.glob(f"*/{LEDGER}"))
@@ -119,7 +119,7 @@ def peer_folders(directories: Sequence[Path]) -> list[Path]:
 
 
 def read_books(directories: Sequence[Path]) -> list[Book]:
-    """Book of each peer in these folders, all of one run. Raises as `open_books` does, and for any damaged ledger."""
+    """Books of the peers with ledgers in these folders, all of one run. Raises as `open_books`, and for damage."""
     books, damaged = open_books(directories)
     for error in damaged.values():
         raise error
@@ -127,7 +127,7 @@ def read_books(directories: Sequence[Path]) -> list[Book]:
 
 
 def open_books(directories: Sequence[Path]) -> tuple[list[Book], dict[Path, StateError]]:
-    """Book of each peer in these folders, and the faults of damaged ledgers, which are left out, by folder.
+    """Books of the peers with ledgers in these folders, and the faults of damaged ledgers, left out, by folder.
 
     A ledger without a life, of a peer that died before it wrote a line, has no book. Raises UsageError for folders of
     different runs or when no life is left, and StateError, the first fault, when no other ledger is left.
@@ -160,10 +160,10 @@ def open_books(directories: Sequence[Path]) -> tuple[list[Book], dict[Path, Stat
 
 def book_of(directory: Path, found: Scan) -> Book:
     """Book of a peer from the records of its ledger, which has a life."""
-    lives: list[Life] = []
+    lives: list[RecordedLife] = []
     for record in found.records:
         if record.kind == "open":
-            lives.append(Life([]))
+            lives.append(RecordedLife([]))
         if lives:  # else a full disk refused the opening itself: there is a gap
             lives[-1].records.append(record)
     last = lives[-1].opening
@@ -172,7 +172,7 @@ def book_of(directory: Path, found: Scan) -> Book:
 
 
 def chain_of(books: Iterable[Book]) -> Chain:
-    """Chain of all commits in these books."""
+    """Chain of all commits in these books, which are the peers' ledgers."""
     chain = Chain()
     for book in books:
         for life in book.lives:

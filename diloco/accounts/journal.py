@@ -42,7 +42,7 @@ _NAME = re.compile(r"v(\d{8,18})\.f(\d{1,6})\.[0-9a-f]{8}\.[0-9a-f]{12,16}\.bin"
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writer of a peer's recorded contributions."""
+    """Writer of a peer's recordings: its own contributions in files, for a replay."""
 
     directory: Path
     peer: str
@@ -52,7 +52,7 @@ class Recorder:
     warn: Callable[[str], None]
 
     def keep(self, contribution: Contribution, fragment: Fragment, base: str) -> None:
-        """Write a contribution measured on the commit with digest `base`, and delete those that are too old.
+        """Write the recording of a contribution measured on the commit with digest `base`; delete recordings too old.
 
         A disk that refuses is a warning: it makes a version that cannot be replayed, not one that cannot be trained.
         """
@@ -87,7 +87,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recorded contribution of a peer. Its encoded parts stay on the disk until they are asked for."""
+    """Recording of a peer's contribution. Its encoded parts stay on the disk until they are asked for."""
 
     path: Path
     fragment: Fragment
@@ -99,7 +99,7 @@ class Recording:
     """Size in bytes and SHA-256 of each part."""
 
     def payloads(self) -> Iterator[bytes]:
-        """Encoded parts of the contribution, in order, verified. Raises StateError."""
+        """Encoded parts of the recorded contribution, in order, verified. Raises StateError."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for number, (size, sha256) in enumerate(self.parts):
@@ -149,7 +149,7 @@ def _damaged(path: Path, why: str) -> StateError:
 
 
 class Journal:
-    """Accounts of one life of a peer: token totals, ledger and recorded contributions. For the training thread."""
+    """Journal of one life of a peer: token totals, ledger and recorded contributions. For the training thread."""
 
     def __init__(
         self,
@@ -176,32 +176,32 @@ class Journal:
 
     @property
     def totals(self) -> Totals:
-        """Token totals of this life so far."""
+        """Token totals in the journal of this life so far."""
         return Totals(self.trained_tokens, self.committed_tokens, self.discarded_tokens, self.line.trained.tokens)
 
     def records(self, contribution: Contribution) -> bool:
-        """Whether a contribution is to be recorded. One that is offered again is there already."""
+        """Whether the journal is to record a contribution. One that is offered again is recorded already."""
         return self.recorder is not None and contribution is not self._recorded
 
     def record(self, contribution: Contribution, whole: Contribution) -> None:
-        """Record a contribution before it is offered. `whole`: with the parts that other ranks hold."""
+        """Record a contribution in a file before it is offered. `whole`: with the parts that other ranks hold."""
         if self.recorder is not None:
             base = self.line.commit.digest if self.line.commit else ""
             self.recorder.keep(whole, self.line.layout.fragments[whole.fragment], base)
             self._recorded = contribution
 
     def opened(self, contract: Contract) -> None:
-        """Book the beginning of the life."""
+        """Book the beginning of the life in the ledger."""
         if self._ledger is not None:
             self._ledger.opened(self.opening, json.loads(contract.to_json()), self._position(), self.totals)
 
     def trained(self, tokens: int, blocks: int) -> None:
-        """Book inner steps."""
+        """Book the tokens and blocks of inner steps in the journal."""
         self.trained_tokens += tokens
         self.line.trained.add(tokens, blocks)
 
     def committed(self, commit: Commit, mine: Counted | None) -> None:
-        """Book a version that the line has applied. `mine`: a contribution of this life that it counts."""
+        """Book in the ledger a version that the line applied. `mine`: a contribution of this life that it counts."""
         self.committed_tokens += mine.tokens if mine else 0
         if self._ledger is not None:
             self._ledger.committed(commit, self.line.state.digest, mine is not None, self.totals)
@@ -215,18 +215,18 @@ class Journal:
             self._ledger.adopted(self._position(), counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
-        """Book progress that the line has thrown away."""
+        """Book in the ledger the tokens of progress that the line has thrown away."""
         self.discarded_tokens += tokens
         if self._ledger is not None and tokens:
             self._ledger.discarded(tokens, self.line.state.version, reason, self.totals)
 
     def closed(self, reason: str) -> None:
-        """Book the end of the life in good order."""
+        """Book in the ledger the end of the life in good order."""
         if self._ledger is not None:
             self._ledger.closed(reason, self.totals)
 
     def close(self) -> None:
-        """Close the ledger. Nothing is written any more."""
+        """Close the journal and its ledger. Nothing is booked any more."""
         if self._ledger is not None:
             self._ledger.close()
             self._ledger = None

@@ -45,7 +45,7 @@ LEDGER = "ledger.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Token totals of one life of a peer."""
+    """Token totals of one life of a peer in its ledger."""
 
     trained: int
     committed: int
@@ -55,13 +55,13 @@ class Totals:
 
     @property
     def balanced(self) -> bool:
-        """Whether every token that was trained is in one place (I2)."""
+        """Whether the ledger books every token that was trained in one place (I2)."""
         return self.uncommitted >= 0 and self.trained == self.committed + self.discarded + self.uncommitted
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Start of a life: one process of a peer, from its start to its end."""
+    """Start of a life in a ledger: one process of a peer, from its start to its end."""
 
     peer: str
     incarnation: int
@@ -110,17 +110,17 @@ class Record:
 
     @property
     def line(self) -> int:
-        """Number of the line in the ledger, from 1."""
+        """Number of the record's line in the ledger, from 1."""
         return self.number + 1
 
     @property
     def totals(self) -> Totals:
-        """Token totals of the life up to this record."""
+        """Token totals of the life up to this record of the ledger."""
         return Totals(**self.fields["tokens"])
 
     @property
     def commit(self) -> Commit:
-        """The commit of a `commit` record. Raises ValueError."""
+        """The commit in a ledger's `commit` record. Raises ValueError."""
         try:
             return Commit.from_bytes(_canonical(self.fields["commit"]))
         except RecursionError as error:
@@ -128,7 +128,7 @@ class Record:
 
     @property
     def commit_digest(self) -> str:
-        """`Commit.digest` of a `commit` record, without parsing the commit (20 µs instead of 800)."""
+        """`Commit.digest` of a ledger's `commit` record, without parsing the commit (20 µs instead of 800)."""
         return hashlib.sha256(_canonical(self.fields["commit"])).hexdigest()
 
 
@@ -141,13 +141,13 @@ def encode(record: Record) -> bytes:
 
 
 def sealed_line(tree: Mapping[str, Any]) -> bytes:
-    """Canonical JSON on a line that begins with its checksum."""
+    """Canonical JSON of a ledger or recording, on a line that begins with its checksum."""
     data = _canonical(tree)
     return xxh3_64_hexdigest(data).encode() + b" " + data + b"\n"
 
 
 def unsealed(line: bytes) -> dict[str, Any] | None:
-    """JSON object in a line that `sealed_line` wrote (without the line's end), or None for anything else."""
+    """JSON object in a ledger's or recording's line by `sealed_line` (without the line's end); None for other bytes."""
     checksum, _, data = line.partition(b" ")
     if checksum != xxh3_64_hexdigest(data).encode():
         return None
@@ -203,8 +203,8 @@ def _canonical(tree: Any) -> bytes:
 
 
 def check_record(record: Record) -> None:
-    """Raises ValueError unless a record has the fields of its kind: a ledger from elsewhere may hold anything under the
-    right checksum. The commit in a record is not parsed: `Record.commit` does that, at forty times the cost."""
+    """Raises ValueError unless a ledger's record has the fields of its kind: one from elsewhere may hold anything under
+    a right checksum. The commit is not parsed: `Record.commit` does that, at forty times the cost."""
     if not isinstance(record.kind, str) or record.kind not in FIELDS:
         raise ValueError("it is of no kind that there is")
     fields, tokens = record.fields, record.fields.get("tokens")
@@ -237,16 +237,16 @@ class LogFile(Protocol):
     """A ledger's file, which grows at its end; in memory for tests and the simulator. Every method raises OSError."""
 
     def read(self) -> bytes:
-        """All bytes of the file."""
+        """All bytes of the ledger's file."""
 
     def append(self, data: bytes) -> None:
-        """Write at the end; after an error any part of it may be there."""
+        """Write at the end of the ledger's file; after an error any part of it may be there."""
 
     def sync(self) -> None:
-        """Return when everything appended would survive a loss of power."""
+        """Return when everything appended to the ledger's file would survive a loss of power."""
 
     def truncate(self, size: int) -> None:
-        """Cut at `size` bytes, durably after the next `sync`."""
+        """Cut the ledger's file at `size` bytes, durably after the next `sync`."""
 
     def close(self) -> None: ...
 
@@ -298,30 +298,30 @@ class Ledger:
             file.sync()
 
     def opened(self, opening: Opening, contract: Mapping[str, Any], position: Position, totals: Totals) -> None:
-        """Record that a life begins, at a checkpoint's version or with the model as it was built."""
+        """Record in the ledger that a life begins, at a checkpoint's version or with the model as it was built."""
         fields = {"format": FORMAT, **asdict(opening), **asdict(position), "contract": dict(contract)}
         self.write("open", fields, totals)
 
     def committed(self, commit: Commit, state_digest: str, own: bool, totals: Totals) -> None:
-        """Record that the peer applied a version. `state_digest`: of the state after it."""
+        """Record in the ledger that the peer applied a version. `state_digest`: of the state after it."""
         fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
     def adopted(self, position: Position, counted: int, discarded: int, totals: Totals) -> None:
-        """Record that the peer copied a state. Tokens of its last contribution are `counted` where a version that was
-        passed over counts them, or else `discarded`, though a later version may count them."""
+        """Record in the ledger that the peer copied a state. Tokens of its last contribution are `counted` where a
+        version that was passed over counts them, or else `discarded`, though a later version may count them."""
         self.write("adopt", {**asdict(position), "counted": counted, "discarded": discarded}, totals)
 
     def discarded(self, tokens: int, version: int, reason: str, totals: Totals) -> None:
-        """Record that the peer threw away progress on the anchor of `version`."""
+        """Record in the ledger that the peer threw away progress on the anchor of `version`."""
         self.write("discard", {"discarded": tokens, "version": version, "reason": reason}, totals)
 
     def closed(self, reason: str, totals: Totals) -> None:
-        """Record that the life ended in good order."""
+        """Record in the ledger that the life ended in good order."""
         self.write("close", {"reason": reason}, totals)
 
     def write(self, kind: str, fields: Mapping[str, Any], totals: Totals) -> None:
-        """Append a record and sync it; where the disk refuses, warn once and count it for the next `gap`."""
+        """Append a record to the ledger and sync it; if the disk refuses, warn once and count it for the next `gap`."""
         tokens = {"tokens": asdict(totals)}
         lines = []
         if self._dropped:
@@ -341,7 +341,7 @@ class Ledger:
         self._number, self._bytes, self._dropped = self._number + len(lines), self._bytes + len(data), 0
 
     def close(self) -> None:
-        """Close the file. Nothing is written any more."""
+        """Close the ledger's file. Nothing is written any more."""
         self._file.close()
 
 
@@ -400,7 +400,7 @@ class LeftOff:
 
     @property
     def others(self) -> tuple[Member, ...]:
-        """The other members of the run, as far as this peer knew."""
+        """The other members of the run, by the last commit in this peer's ledger."""
         return tuple(member for member in self.commit.view if member.peer != self.peer) if self.commit else ()
 
 

@@ -40,7 +40,7 @@ from diloco.storage.checkpoint import Checkpoint, load, saved_state
 
 
 class Verdict(StrEnum):
-    """Result of replaying one version from its contributions."""
+    """Result of a replay of one version from recorded contributions."""
 
     REPRODUCED = "reproduced"
     """The same mean and the same state, bit for bit."""
@@ -61,7 +61,7 @@ class Replayed:
 
 
 class Unreproduced(Exception):
-    """A verdict other than REPRODUCED, and its detail: the arguments."""
+    """Verdict of a replay other than REPRODUCED, and its detail: the arguments."""
 
 
 @dataclass
@@ -72,11 +72,11 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        """Whether no version is a mismatch."""
+        """Whether no version of the replay is a mismatch."""
         return not any(one.verdict is Verdict.MISMATCH for one in self.versions)
 
     def count(self, verdict: Verdict) -> int:
-        """Number of versions with this verdict."""
+        """Number of versions of the replay with this verdict."""
         return sum(one.verdict is verdict for one in self.versions)
 
     def tree(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ Shelf = Mapping[tuple[str, int, int], Sequence[Recording]]
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """The chain of a run, and all that it takes to make its versions again."""
+class Replayer:
+    """Replays the chain of a run: its commits, recorded contributions, and all else that makes versions again."""
 
     chain: Chain
     shelf: Shelf
@@ -107,7 +107,7 @@ class Workshop:
     """As in `diloco.outer.average.fold`."""
 
     def replay(self, progress: Callable[[int, int], None]) -> Replay:
-        """Walk the whole chain. `progress` gets the number of versions done, and of all. Raises StateError."""
+        """Replay the whole chain. `progress` gets the number of versions done, and of all. Raises StateError."""
         result = Replay()
         todo: list[tuple[Commit, OuterState | None]] = [
             (root, self.seeded() if root.fragment < 0 and root.version == 0 else None)  # known where the run begins
@@ -128,7 +128,7 @@ class Workshop:
         return result
 
     def _after(self, commit: Commit, before: OuterState | None) -> OuterState:
-        """The state after a version, which is the ledgers' state. Raises Unreproduced."""
+        """Replay one version: the state after it, which is the ledgers' state. Raises Unreproduced."""
         fragment, parts = self._mean(commit) if commit.fragment >= 0 else (None, [])
         if before is None:
             raise Unreproduced(Verdict.MEAN if fragment else Verdict.MISSING, "no state to step from")
@@ -149,8 +149,8 @@ class Workshop:
         return after
 
     def _mean(self, commit: Commit) -> tuple[Fragment, list[bytes]]:
-        """The encoded mean with the commit's digest. Where a peer recorded two contributions with the same counts, in
-        two lives, the digest decides which one was counted. Raises Unreproduced."""
+        """Replay one mean: encoded, with the commit's digest. Where a peer recorded two contributions with the same
+        counts, in two lives, the digest decides which one was counted. Raises Unreproduced."""
         candidates: list[list[Recording]] = []
         for counted in commit.counted:
             found = self.shelf.get((counted.peer, counted.base_version, commit.fragment), ())
@@ -202,7 +202,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
         with suppress(StateError):  # `diloco audit` reports the damaged ones
             checkpoint = load(path)
             checkpoints.append((checkpoint, checkpoint.commit))
-    return Workshop(
+    return Replayer(
         chain_of(books),
         shelf,
         open_codecs(contract.codec),
@@ -215,7 +215,7 @@ def replay(directories: Sequence[Path], data_root: Path, progress: Callable[[int
 
 
 def shelve(found: Iterable[Recording]) -> Shelf:
-    """Recorded contributions by the key under which a commit counts them."""
+    """Recorded contributions by the key under which a ledger's commit counts them."""
     shelf: dict[tuple[str, int, int], list[Recording]] = {}
     for recording in found:
         key = recording.counted.peer, recording.counted.base_version, recording.fragment.index
@@ -224,7 +224,7 @@ def shelve(found: Iterable[Recording]) -> Shelf:
 
 
 def _seeded_state(contract: Contract, checkpoint: Checkpoint | None, data_root: Path) -> OuterState | None:
-    """The state that a founder begins with; None for a model that only the library's caller can build.
+    """State that a replay begins with, as a founder does; None for a model that only the library's caller can build.
 
     `checkpoint`: any of the run, which saves opening the data for the size of the vocabulary."""
     if contract.model.kind == "external":

@@ -28,7 +28,7 @@ def open_codecs(section: CodecSection) -> tuple[Codec, ...]:
 
 
 def open_codec(section: CodecChoice) -> Codec:
-    """The codec that `[codec]` or one of its groups in a contract asks for."""
+    """The codec that `[codec]` of a contract, or one of its groups, asks for."""
     if section.name in _FLOATS:
         floats = FloatCodec(section.name, _FLOATS[section.name])
         return ZstdCodec(floats, floats.dtype.itemsize) if section.zstd else floats

@@ -31,7 +31,7 @@ TILE_ELEMENTS = 2**17
 
 
 class BlockCodec(Codec):
-    """Codes of `bits` bits, and a header for each `block` values. A subclass says what both mean."""
+    """Codec of blocks: codes of `bits` bits, and a header for each `block` values. A subclass gives both a meaning."""
 
     block: int
     bits: int
@@ -50,19 +50,19 @@ class BlockCodec(Codec):
 
     @property
     def header_numbers(self) -> int:
-        """1: a scale, never negative; more: a codebook."""
+        """Numbers in the header of a codec's block. 1: a scale, never negative; more: a codebook."""
         return 1
 
     @abstractmethod
     def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Headers (rows, header_numbers) of `header_dtype` and codes (rows, columns) uint8 of one block per row.
+        """A codec's headers (rows, header_numbers) of `header_dtype` and codes (rows, columns) uint8; a block is a row.
 
         `values`: fp32 up to `max_value`. `dither`: numbers in [0, 1) of the same shape, if `stochastic`.
         """
 
     @abstractmethod
     def dequantise(self, headers: Tensor, codes: Tensor, out: Tensor) -> None:
-        """Fill `out` (rows, columns) from headers in fp32 and codes. Any code gives a finite value."""
+        """Fill `out` (rows, columns) from the codec's headers, in fp32, and codes. Any code gives a finite value."""
 
     def encode(self, values: Tensor) -> bytes:
         compiled = kernels.encode(self.kernel, values, self.block, self.stochastic, self.max_bytes(values.numel()))
@@ -94,11 +94,11 @@ class BlockCodec(Codec):
         return super().fold(payload, weight, total) if squares is None else squares
 
     def max_bytes(self, elements: int) -> int:
-        """Size of every payload of so many values."""
+        """Size of every payload that this codec makes of so many values."""
         return self._header_bytes(elements) + self._code_bytes(elements)
 
     def _checked_headers(self, payload: bytes, elements: int) -> Tensor:
-        """All headers in fp32, flat. Raises PayloadError."""
+        """Headers of all blocks of a codec's payload in fp32, flat. Raises PayloadError."""
         check_size(payload, self.max_bytes(elements))
         headers = from_bytes(payload[: self._header_bytes(elements)]).view(self.header_dtype).float()
         low, high = torch.aminmax(headers)
@@ -111,17 +111,17 @@ class BlockCodec(Codec):
         return math.ceil(elements / self.block) * self.header_numbers * self.header_dtype.itemsize
 
     def _code_bytes(self, elements: int) -> int:
-        """Each block begins on a byte."""
+        """Bytes of the codes in a codec's payload. Each block begins on a byte."""
         whole, rest = divmod(elements, self.block)
         return whole * _packed_bytes(self.block, self.bits) + _packed_bytes(rest, self.bits)
 
     def _split(self, raw: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-        """Views of a payload: headers and packed codes, both flat."""
+        """Views of a codec's payload: headers of its blocks and packed codes, both flat."""
         cut = self._header_bytes(elements)
         return raw[:cut].view(self.header_dtype), raw[cut:]
 
     def _tiles(self, values: Tensor, headers: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views with one block per row, tile by tile; a short last block is a tile of its own."""
+        """Views with one of the codec's blocks per row, tile by tile; a short last block is a tile of its own."""
         elements = values.numel()
         whole = elements - elements % self.block
         tile = max(TILE_ELEMENTS // self.block, 1) * self.block
@@ -141,7 +141,7 @@ def _packed_bytes(count: int, bits: int) -> int:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes (rows, columns) below 2^bits -> bytes (rows, ceil(columns * bits / 8)).
+    """A codec's codes (rows, columns) below 2^bits -> bytes (rows, ceil(columns * bits / 8)).
 
     A byte holds codes that are a whole row of bytes apart, the first in its lowest bits: so rows are shifted and joined
     as they lie, with nothing to interleave. Missing codes are 0.
@@ -159,7 +159,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(packed_rows: Tensor, bits: int, columns: int) -> Tensor:
-    """The inverse of `packed`. Bits behind the last code are ignored."""
+    """Bytes of a codec's block -> codes, the inverse of `packed`. Bits behind the last code are ignored."""
     per_byte = 8 // bits
     if per_byte == 1:
         return packed_rows
@@ -171,7 +171,7 @@ def unpacked(packed_rows: Tensor, bits: int, columns: int) -> Tensor:
 
 
 def magnitudes(values: Tensor) -> Tensor:
-    """The largest absolute value of each row, (rows, 1); 0 for a row that is sent as zero.
+    """Largest absolute value of each row, (rows, 1), as a codec's scales need it; 0 for a row that is sent as zero.
 
     abs then amax: six times faster in eager torch than `vector_norm(inf)`.
     """
@@ -180,12 +180,12 @@ def magnitudes(values: Tensor) -> Tensor:
 
 
 def rounded_up(scales: Tensor) -> Tensor:
-    """Scales (fp32, >= 0, finite) in bf16, never below: a quotient by it stays in the range of a code."""
+    """Scales of a codec's blocks (fp32, >= 0, finite) in bf16, never below: quotients by it stay in a code's range."""
     return ((scales.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def quotients(values: Tensor, scales: Tensor) -> Tensor:
-    """values / scales, a new tensor; 0 where the scale is 0."""
+    """values / scales of a codec's blocks, a new tensor; 0 where the scale is 0."""
     return values / scales.float().masked_fill(scales == 0, torch.inf)
 
 
@@ -193,7 +193,7 @@ def quotients(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def _dither(values: Tensor, first_block: int) -> Tensor:
-    """Numbers in [0, 1), uniform, that depend on all values of the row, its number and the column only."""
+    """Uniform numbers in [0, 1) for a codec's random rounding, from all values of the row, its number, the column."""
     rows, columns = values.shape
     blocks = torch.arange(first_block, first_block + rows, dtype=torch.int64, device=values.device)
     seeds = _mixed(values.view(torch.int32).sum(dim=1) + blocks * 0x9E3779B9)
@@ -202,7 +202,7 @@ def _dither(values: Tensor, first_block: int) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """A hash from 32 to 32 bits in int64, whose products cannot overflow (two rounds of multiply and shift)."""
+    """Hash from 32 to 32 bits in int64 for a codec's dither: no product overflows (two rounds, multiply and shift)."""
     for _ in range(2):
         numbers = numbers & 0xFFFFFFFF
         numbers = (numbers ^ (numbers >> 16)) * 0x45D9F3B
@@ -211,7 +211,8 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _to_grid(values: Tensor, scales: Tensor, largest_code: int, dither: Tensor | None) -> Tensor:
-    """Whole numbers (as fp32) of scales, from -largest_code to largest_code: the nearest, or up or down by chance."""
+    """A codec's codes as fp32: whole numbers of scales, of magnitude <= `largest_code`, nearest or up or down by
+    chance."""
     steps = quotients(values, scales)
     return steps.round_() if dither is None else steps.add_(dither).floor_().clamp_(-largest_code, largest_code)
 
@@ -227,7 +228,7 @@ value / scale may leave the range of a code, and CPUs may be set to flush to zer
 
 @dataclass(frozen=True)
 class Int8Codec(BlockCodec):
-    """int8 with an fp32 scale per block: scale = absmax / 127, code = round(value / scale) in two's complement.
+    """Codec int8 with an fp32 scale per block: scale = absmax / 127, code = round(value / scale) in two's complement.
 
     8.125 bits a value with blocks of 256; the error is at most half a scale, 0.7 %. Values saturate at 1.7e38.
     """
@@ -255,7 +256,7 @@ ZERO = 8
 
 @dataclass(frozen=True)
 class Int4Codec(BlockCodec):
-    """int4 with a bf16 scale per block: scale = absmax / 7, code = round(value / scale), two codes in a byte.
+    """Codec int4 with a bf16 scale per block: scale = absmax / 7, code = round(value / scale), two codes in a byte.
 
     4.25 bits a value with blocks of 64; 10.8 % error. Codes from -7 to 7 are stored as 1 to 15; a 0, which only others
     send, decodes to -8 scales.
@@ -283,7 +284,7 @@ LEVELS = (0.0, *(FINEST * 2**exponent for exponent in range(7)))
 
 @dataclass(frozen=True)
 class E3M0Codec(BlockCodec):
-    """E3M0, a float of 4 bits: sign, 3 bits of exponent, no mantissa; and a bf16 scale per block, the absmax.
+    """Codec E3M0, a float of 4 bits: sign, 3 bits of exponent, no mantissa; and a bf16 scale per block, the absmax.
 
     The code for pseudo-gradients of Streaming DiLoCo (arXiv 2501.18512, section 2.3), which names no scale: ours is
     that of a block. 4.25 bits a value with blocks of 64. Coarse for large values and fine for small ones: 19 % error,
@@ -329,7 +330,7 @@ DEFAULT_BLOCKS = {8: WHOLE_PART, 4: 1024, 2: 256}
 
 
 def fixed_point(values: Tensor, largest: Tensor) -> Tensor:
-    """Integers (as fp32) up to FIXED_POINT in proportion to the values; `largest`: `magnitudes` of the rows.
+    """A codec's values as integers (in fp32) up to FIXED_POINT, in proportion; `largest`: `magnitudes` of the rows.
 
     Integers add up to the same sum in any order.
     """
@@ -339,9 +340,9 @@ def fixed_point(values: Tensor, largest: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BinnedCodec(BlockCodec):
-    """2^bits bins of equal width over mean +- k standard deviations. A value is sent as its bin's number, and decoded
-    as the mean of the values that were in it, from a codebook in bf16 (INTELLECT-1, arXiv 2412.01152: 256 bins over 6
-    sigma).
+    """Codec with 2^bits bins of equal width over mean +- k standard deviations. A value is sent as its bin's number,
+    and decoded as the mean of the values that were in it, from a codebook in bf16 (INTELLECT-1, arXiv 2412.01152: 256
+    bins over 6 sigma).
 
     Unlike a grid it sends sums over bins unchanged, which matters where bins are few: 2 bits on a grid lose more
     (MuLoCo, arXiv 2505.23725). Fewer bins want a narrower range, and what lies outside goes to the outermost bin: 4
@@ -358,7 +359,7 @@ class BinnedCodec(BlockCodec):
 
     @property
     def kernel(self) -> str:  # type: ignore[override]
-        """Name of the compiled kernel."""
+        """Name of this codec's compiled kernel."""
         return f"binned{self.bits}"
 
     @property

@@ -25,14 +25,14 @@ _TERM = struct.Struct("<QI")
 
 
 def join(terms: Sequence[tuple[int, bytes]]) -> bytes:
-    """The bundle of (0 <= weight < 2**64, payload), of which there are 1 to `MAX_CONTRIBUTIONS`."""
+    """The bundle of encoded contributions: (0 <= weight < 2**64, payload), 1 to `MAX_CONTRIBUTIONS` of them."""
     assert 0 < len(terms) <= MAX_CONTRIBUTIONS
     table = b"".join(_TERM.pack(weight, len(payload)) for weight, payload in terms)
     return b"".join([_COUNT.pack(len(terms)), table, *(payload for _, payload in terms)])
 
 
 def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
-    """The inverse of `join`. Raises PayloadError unless all of it is used, by payloads that are not too long."""
+    """Weights and payloads of a bundle, the inverse of `join`. PayloadError for too long ones and bytes left over."""
     table = _table(bundle)
     if any(end - start > max_payload_bytes for _, start, end in table) or table[-1][2] != len(bundle):
         raise PayloadError(f"bundle of {len(bundle)} bytes whose sizes are wrong")
@@ -40,14 +40,14 @@ def split(bundle: bytes, max_payload_bytes: int) -> list[tuple[int, bytes]]:
 
 
 def without(bundle: bytes, place: int) -> bytes:
-    """Bundle for the peer that already has the payload at `place`: that payload is left out, and the table stays
-    whole."""
+    """Bundle of encoded contributions for the peer that has the payload at `place`: that one is left out, and the table
+    stays whole."""
     _, start, end = _table(bundle)[place]
     return bundle[:start] + bundle[end:]
 
 
 def restored(sent: bytes, place: int, payload: bytes) -> bytes:
-    """The inverse of `without`. Raises PayloadError when a payload of that size was not left out there."""
+    """The whole bundle, inverse of `without`. Raises PayloadError when no payload of that size was left out there."""
     table = _table(sent)
     if place >= len(table) or table[place][2] - table[place][1] != len(payload):
         raise PayloadError("bundle without room for our own contribution")
@@ -82,11 +82,11 @@ def mean_into(bundle: bytes, codec: Codec, out: Tensor) -> None:
 
 
 def check(bundle: bytes, codec: Codec, elements: int) -> None:
-    """Raises PayloadError where `mean_into` would: each contribution is read, and no mean is made."""
+    """Raises PayloadError where `mean_into` of a bundle would: each payload is decoded, and no mean is made."""
     for _, payload in split(bundle, codec.max_bytes(elements)):
         codec.squares(payload, elements)
 
 
 def max_bytes(codec: Codec, elements: int, contributions: int = MAX_CONTRIBUTIONS) -> int:
-    """The most bytes of a bundle of so many contributions to a part of so many values."""
+    """Most bytes of a bundle of so many encoded contributions to a part of so many values."""
     return _COUNT.size + contributions * (_TERM.size + codec.max_bytes(elements))

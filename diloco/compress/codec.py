@@ -21,48 +21,48 @@ from diloco.compress import kernels
 
 
 class PayloadError(ValueError):
-    """Bytes that no codec of this contract wrote, or values that none can write. Weather: the sender is refused."""
+    """Bytes that no codec of this contract wrote, or values that no codec can encode. The sender is refused."""
 
 
 class Codec(ABC):
-    """Encoding of the values of one part as bytes, and back."""
+    """A codec: encodes the values of one part as bytes, and decodes them."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """For people and for telemetry."""
+        """Name of the codec for people and for telemetry."""
 
     @property
     def gathered(self) -> bool:
-        """Whether members get every contribution (sums do not stay small), and not the mean, encoded once more."""
+        """Whether members get a bundle of all payloads (the codec's sums do not stay small), not an encoded mean."""
         return False
 
     @abstractmethod
     def encode(self, values: Tensor) -> bytes:
-        """Bytes for flat, contiguous fp32 values; those beyond the codec's range saturate.
+        """Encode flat, contiguous fp32 values as bytes; those beyond the codec's range saturate.
 
         Raises PayloadError when one is not finite: a peer whose training diverged must not pass that on.
         """
 
     @abstractmethod
     def decode_into(self, payload: bytes, out: Tensor) -> None:
-        """Fill `out`, flat contiguous fp32 on the host, with finite values, the same bits on any CPU.
+        """Decode a payload into `out`, flat contiguous fp32 on the host: finite values, the same bits on any CPU.
 
         Raises PayloadError; `out` may then hold anything.
         """
 
     @abstractmethod
     def max_bytes(self, elements: int) -> int:
-        """The most bytes that `encode` makes of that many values; a longer payload need not be received."""
+        """Most bytes that this codec makes of that many values; a longer payload need not be received."""
 
     def decode(self, payload: bytes, elements: int) -> Tensor:
-        """`decode_into` a new tensor."""
+        """Decode a payload into a new tensor, as `decode_into` does."""
         values = floats(elements)
         self.decode_into(payload, values)
         return values
 
     def fold(self, payload: bytes, weight: float, total: Tensor) -> float:
-        """total += weight * values, the product rounded before the sum. Returns the sum of the values' squares.
+        """Decode and add: total += weight * values, the product rounded first. Returns the sum of the values' squares.
 
         That sum is for screens: it is not the same bits everywhere. What a codec does not send may leave a -0.0 in
         `total`, which would be 0.0 after a sum. Raises PayloadError, with `total` unchanged.
@@ -73,12 +73,12 @@ class Codec(ABC):
         return squares
 
     def squares(self, payload: bytes, elements: int) -> float:
-        """Sum of squares as `fold` returns it, without folding. Raises PayloadError."""
+        """Sum of squares of a payload's decoded values, as `fold` returns it, without folding. Raises PayloadError."""
         values = self.decode(payload, elements)
         return float(torch.dot(values, values))
 
     def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
-        """Fill `out` with the mean of what was gathered: terms are (weight >= 0, payload), at least one.
+        """Decode and average: fill `out` with the mean of gathered payloads. One or more terms (weight >= 0, payload).
 
         Products and sums are rounded one by one, in the order given; what overflows saturates, and without any weight
         the mean is zero. Raises PayloadError; `out` may then hold anything.
@@ -90,13 +90,13 @@ class Codec(ABC):
 
 
 def check_size(payload: bytes, expected_bytes: int) -> None:
-    """Raises PayloadError unless `payload` has exactly that size."""
+    """Raises PayloadError unless a codec's payload has exactly that size."""
     if len(payload) != expected_bytes:
         raise PayloadError(f"payload of {len(payload)} bytes, expected {expected_bytes}")
 
 
 def magnitude(values: Tensor) -> float:
-    """The largest absolute value; inf or nan when one is there. A maximum is the same bits in any order."""
+    """Largest absolute value to encode; inf or nan when one is there. A maximum is the same bits in any order."""
     if not values.numel():
         return 0.0
     largest = kernels.magnitude(values)
@@ -107,7 +107,7 @@ def magnitude(values: Tensor) -> float:
 
 
 def saturated(values: Tensor, limit: float) -> Tensor:
-    """`values`, clamped if need be. Raises PayloadError when one is not finite."""
+    """Values clamped to a codec's range, if need be. Raises PayloadError when one is not finite."""
     largest = magnitude(values)
     if not math.isfinite(largest):
         raise PayloadError("cannot encode values that are not finite")
@@ -115,18 +115,18 @@ def saturated(values: Tensor, limit: float) -> Tensor:
 
 
 def to_bytes(raw: Tensor) -> bytes:
-    """The memory of a contiguous host tensor."""
+    """Bytes of a contiguous host tensor for a codec's payload."""
     return raw.view(torch.uint8).numpy().tobytes()
 
 
 def from_bytes(payload: bytes) -> Tensor:
-    """A new flat uint8 tensor, writable and aligned, which `bytes` are not."""
+    """A codec's payload as a new flat uint8 tensor, writable and aligned, which `bytes` are not."""
     return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
 
 
 @dataclass(frozen=True)
 class FloatCodec(Codec):
-    """One number of type `dtype` per value, rounded to nearest even; fp16 saturates at 65,504."""
+    """Codec that sends one number of type `dtype` per value, rounded to nearest even; fp16 saturates at 65,504."""
 
     label: str
     dtype: torch.dtype

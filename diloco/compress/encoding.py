@@ -21,7 +21,7 @@ Encode = Callable[[int, Iterable[Piece]], Sequence[bytes]]
 
 
 def encode_now(parts: int, pieces: Iterable[Piece]) -> list[bytes]:
-    """Each piece encoded. Raises PayloadError when a value is not finite."""
+    """Payloads of all parts, each piece encoded by its codec. Raises PayloadError when a value is not finite."""
     encoded = [b""] * parts
     for part, codec, values in pieces:
         encoded[part] = codec.encode(values())
@@ -29,14 +29,14 @@ def encode_now(parts: int, pieces: Iterable[Piece]) -> list[bytes]:
 
 
 class Encoder:
-    """A thread that encodes one contribution after the other, so that the training thread need not."""
+    """A thread that runs codecs: it encodes one contribution after the other, so that the training thread need not."""
 
     def __init__(self) -> None:
         self._pool = one_thread("encode")
 
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
-        """As `encode_now`, but at once; what the values are made of must not change before they are encoded.
-        They must be finite."""
+        """Encode as `encode_now` does, but return at once; what the values are made of must not change before. They
+        must be finite."""
         encoded = Encoded(parts)
         for piece in pieces:  # the next one may only come once some of these are encoded
             encoded.add(*piece)
@@ -44,12 +44,12 @@ class Encoder:
         return encoded
 
     def close(self) -> None:
-        """Encode no more."""
+        """Stop the thread that runs the codecs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Encoded(Sequence[bytes]):
-    """Encoded parts, of which some may not be ready: asking for one waits for it, and has it encoded next.
+    """Payloads of a contribution's parts, some not yet encoded: asking for one waits for it, and has it encoded next.
 
     For which parts go out first is only known when the version begins: whoever owns those in front sends those behind.
     """
@@ -65,13 +65,13 @@ class Encoded(Sequence[bytes]):
         """Spent so far on making values, and on encoding them."""
 
     def add(self, part: int, codec: Codec, values: Callable[[], Tensor]) -> None:
-        """One more piece, for which `make_one` is to be called once more. None after anybody asked for a part."""
+        """Add a part for its codec to encode, by one more call of `make_one`. None after anybody asked for a part."""
         with self._lock:
             self._made[part] = Future()
             self._waiting[part] = codec, values
 
     def make_one(self) -> None:
-        """Encode one more piece: of those that were asked for the first, or of all."""
+        """Encode one more part with its codec: the first that was asked for, or else the first of all."""
         with self._lock:
             while self._asked and self._asked[0] not in self._waiting:
                 self._asked.popleft()
@@ -89,7 +89,7 @@ class Encoded(Sequence[bytes]):
             self._made[part].set_exception(error)
 
     def closed(self, task: Future[None]) -> None:
-        """Nobody waits for what will not be made: a task was cancelled."""
+        """A task that encodes was cancelled: those who wait for payloads that no codec will make wait no more."""
         if task.cancelled():
             with self._lock:
                 never, self._waiting = self._waiting, OrderedDict()
@@ -97,7 +97,7 @@ class Encoded(Sequence[bytes]):
                 self._made[part].cancel()
 
     def ready(self, part: int) -> bool:
-        """Whether nobody waits who asks for this part."""
+        """Whether the codec's payload of this part can be read without waiting."""
         return part not in self._made or self._made[part].done()
 
     def __len__(self) -> int:

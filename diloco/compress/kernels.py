@@ -40,8 +40,8 @@ _here: ContextVar[ctypes.CDLL | None] = ContextVar("kernels")
 
 
 class TopkShape(NamedTuple):
-    """Chunks of a part of `elements` values under top-k: values in each, values sent of each, and of the short last
-    one."""
+    """Chunks of a part of `elements` values under the codec top-k: values in each, values sent of each, and of the
+    short last one."""
 
     elements: int
     chunk: int
@@ -50,12 +50,12 @@ class TopkShape(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Values sent of the part."""
+        """Number of values that the codec top-k sends of the part."""
         return self.elements // self.chunk * self.kept + self.kept_of_rest
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the indices: two in three bytes."""
+        """Bytes of the indices in a payload of the codec top-k: two in three bytes."""
         return 3 * math.ceil(self.sent / 2)
 
 
@@ -77,7 +77,7 @@ _SIGNATURES = {
 
 
 def install(library: ctypes.CDLL | None) -> None:
-    """Use this build of kernels.c from now on, in the whole process; None: eager torch."""
+    """Let all codecs of this process call these compiled kernels from now on; None: eager torch."""
     global _library
     if library is not None:
         _declare(library)
@@ -86,7 +86,7 @@ def install(library: ctypes.CDLL | None) -> None:
 
 @contextmanager
 def using(library: ctypes.CDLL | None) -> Iterator[None]:
-    """Use this build of kernels.c in this thread alone, or eager torch (None), whatever is installed."""
+    """Let codecs on this thread alone call these compiled kernels, or eager torch (None), whatever is installed."""
     if library is not None:
         _declare(library)
     token = _here.set(library)
@@ -97,7 +97,7 @@ def using(library: ctypes.CDLL | None) -> Iterator[None]:
 
 
 def installed() -> ctypes.CDLL | None:
-    """Library that this thread uses: the one given to `install` last, unless it is within `using`."""
+    """Compiled kernels that codecs on this thread call: those given to `install` last, unless it is within `using`."""
     return _here.get(_library)
 
 
@@ -108,7 +108,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def _library_for(*flat: Tensor) -> ctypes.CDLL | None:
-    """Library that this thread uses, if C can read these tensors, all of one size."""
+    """Compiled kernels that codecs on this thread call, if C can read these tensors, all of one size."""
     library = installed()
     return library if library is not None and all(_is_plain(one, flat[0].numel()) for one in flat) else None
 
@@ -121,7 +121,7 @@ def _block_function(name: str, block: int, values: Tensor) -> Any:
 
 
 def encode(name: str, values: Tensor, block: int, stochastic: bool, payload_bytes: int) -> bytes | None:
-    """A payload, or None: not here, or some values are not finite or have to saturate."""
+    """Encode by a block codec's compiled kernel. None: not here, or some values are not finite or have to saturate."""
     call = _block_function(f"encode_{name}", block, values)
     if call is None:
         return None
@@ -130,7 +130,7 @@ def encode(name: str, values: Tensor, block: int, stochastic: bool, payload_byte
 
 
 def decode(name: str, payload: bytes, block: int, out: Tensor) -> bool:
-    """Fill `out` from a payload whose size and headers are good. False: not here."""
+    """Decode by a block codec's compiled kernel: `out` from a payload of good size and headers. False: not here."""
     call = _block_function(f"decode_{name}", block, out)
     if call is not None:
         call(payload, out.numel(), block, out.data_ptr())
@@ -138,19 +138,19 @@ def decode(name: str, payload: bytes, block: int, out: Tensor) -> bool:
 
 
 def fold(name: str, payload: bytes, block: int, weight: float, total: Tensor) -> float | None:
-    """`Codec.fold` of a payload whose size and headers are good. None: not here, and `total` is unchanged."""
+    """`Codec.fold` of a payload, its size and headers good, by compiled kernel. None: not here, `total` unchanged."""
     call = _block_function(f"fold_{name}", block, total)
     return None if call is None else call(payload, total.numel(), block, weight, total.data_ptr())
 
 
 def magnitude(values: Tensor) -> float | None:
-    """`diloco.compress.codec.magnitude`. None: not here."""
+    """`diloco.compress.codec.magnitude` by a compiled kernel. None: not here."""
     library = _library_for(values)
     return None if library is None else library.diloco_magnitude(values.data_ptr(), values.numel())
 
 
 def with_residual(gradient: Tensor, residual: Tensor, decay: float, out: Tensor) -> bool | None:
-    """`diloco.outer.pseudograd.with_residual`. None: not here."""
+    """`diloco.outer.pseudograd.with_residual` by a kernel compiled with those of the codecs. None: not here."""
     library = _library_for(gradient, residual, out)
     if library is None:
         return None
@@ -165,7 +165,7 @@ Outer = tuple[Tensor, Tensor]
 def nesterov(
     mean: Tensor, before: Outer, after: Outer, kept: float, share: float, momentum: float, rate: float
 ) -> bool:
-    """`diloco.outer.optimizers.Nesterov`: fill `after` from `before`. False: not here, and `after` is unchanged."""
+    """`diloco.outer.optimizers.Nesterov` by kernel, compiled with the codecs'. False: not here, `after` unchanged."""
     flat = (mean, *before, *after)
     library = _library_for(*flat)
     if library is None:
@@ -176,12 +176,12 @@ def nesterov(
 
 
 def has_topk(cut: TopkShape) -> bool:
-    """Whether what follows is here for such chunks; it must not be called otherwise."""
+    """Whether the codec top-k has compiled kernels here for such chunks; those below must not be called otherwise."""
     return installed() is not None and cut.chunk <= MAX_CHUNK
 
 
 def topk_select(values: Tensor, cut: TopkShape) -> tuple[bytes, Tensor]:
-    """The packed indices of the largest of each chunk, and these, fp32: with all that is not finite, or at least some.
+    """Encode by top-k's compiled kernel: packed indices of each chunk's largest, and these, fp32; nan and inf first.
 
     `values`: flat contiguous fp32 on the host. Raises TypeError for others, as all that follows does for tensors and
     payloads that C must not be given.
@@ -193,24 +193,24 @@ def topk_select(values: Tensor, cut: TopkShape) -> tuple[bytes, Tensor]:
 
 
 def topk_good(payload: bytes, cut: TopkShape) -> bool:
-    """Whether the indices at the beginning of a payload, whose size is good, rise and stay in their chunks."""
+    """Whether the indices at the beginning of a top-k payload, whose size is good, rise and stay in their chunks."""
     return bool(_for_topk(cut, None, [payload]).diloco_topk_good(payload, *cut))
 
 
 def topk_decode(payload: bytes, sent: Tensor, cut: TopkShape, out: Tensor) -> None:
-    """Fill `out` from good indices and what was sent, which is zero elsewhere. All tensors here are flat fp32."""
+    """Decode top-k by the codec's compiled kernel: `out` from good indices and what was sent, else 0. All flat fp32."""
     library = _for_topk(cut, out, [payload], [sent])
     library.diloco_topk_decode(payload, sent.data_ptr(), *cut, out.data_ptr())
 
 
 def topk_fold(payload: bytes, sent: Tensor, cut: TopkShape, weight: float, total: Tensor) -> None:
-    """total += weight * values, where values were sent."""
+    """Decode and add a top-k payload by its compiled kernel: total += weight * values, where values were sent."""
     library = _for_topk(cut, total, [payload], [sent])
     library.diloco_topk_fold(payload, sent.data_ptr(), *cut, weight, total.data_ptr())
 
 
 def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None, cut: TopkShape, out: Tensor) -> None:
-    """Fill `out` with the weighted sum over `total`; None: over the weights of those who sent a value.
+    """Mean of top-k payloads by compiled kernel: `out` is the weighted sum over `total`; None: over a value's senders.
 
     `terms`: weight, payload with good indices, and what was sent, decoded.
     """
@@ -225,7 +225,7 @@ def topk_mean(terms: Sequence[tuple[float, bytes, Tensor]], total: float | None,
 def _for_topk(
     cut: TopkShape, whole: Tensor | None, payloads: Sequence[bytes] = (), sent: Sequence[Tensor] = ()
 ) -> ctypes.CDLL:
-    """Library to call with these arguments; `whole` is the part's size. Raises TypeError where C would go astray."""
+    """Compiled kernels of the codec top-k for these arguments; `whole`: the part's size. TypeError if C would stray."""
     library = installed()
     if library is None or cut.chunk > MAX_CHUNK:
         raise TypeError(f"no kernels for chunks of {cut.chunk} values")
@@ -236,6 +236,6 @@ def _for_topk(
 
 
 def _is_plain(values: Tensor, elements: int) -> bool:
-    """The tensor is one that C can read: fp32, contiguous, on the CPU, of this many elements."""
+    """Whether a codec's compiled kernel can read the tensor: fp32, contiguous, on the CPU, of this many elements."""
     plain = values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
     return plain and values.numel() == elements

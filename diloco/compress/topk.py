@@ -42,13 +42,13 @@ DivideBy = Literal["senders", "all"]
 
 
 def kept_of(chunk: int, density: float) -> int:
-    """Number of values of a chunk that are sent."""
+    """Number of values that the codec top-k sends of a chunk."""
     return max(1, round(density * chunk))
 
 
 @dataclass(frozen=True)
 class TopKCodec(Codec):
-    """`density`: share of the values that are sent, 0 < density <= 1. `kept`: their codec, of fixed size."""
+    """Codec top-k. `density`: share of the values that are sent, 0 < density <= 1. `kept`: their codec, fixed size."""
 
     density: float
     kept: Codec
@@ -57,7 +57,7 @@ class TopKCodec(Codec):
 
     @classmethod
     def opened(cls, section: CodecChoice) -> TopKCodec:
-        """The codec that a contract asks for."""
+        """The top-k codec that a contract asks for."""
         block = max(4 * math.ceil(kept_of(CHUNK, section.density) / 4), MIN_BLOCK)  # 2-bit codes fill their bytes
         kept: dict[str, Codec] = {
             "fp16": FloatCodec("fp16", torch.float16),
@@ -128,11 +128,11 @@ class TopKCodec(Codec):
         self._restore(out)
 
     def _coordinates(self, values: Tensor) -> Tensor:
-        """Values among which the largest are sought: (elements,) fp32."""
+        """Numbers of which the codec sends the largest, made of a part's values: (elements,) fp32."""
         return values
 
     def _restore(self, coordinates: Tensor) -> None:
-        """Turn them into values again, in place, finite if they are."""
+        """Turn the numbers that the codec sent into a part's values again, in place, finite if they are."""
 
     def _cut(self, elements: int) -> kernels.TopkShape:
         rest = elements % self.chunk
@@ -140,7 +140,7 @@ class TopKCodec(Codec):
         return kernels.TopkShape(elements, self.chunk, kept_of(self.chunk, self.density), kept_of_rest)
 
     def _read(self, payload: bytes, elements: int) -> tuple[Tensor | None, Tensor]:
-        """Places in the part, int64, and what is there, fp32. Raises PayloadError.
+        """Places in the part, int64, and values there, fp32, in a top-k payload. Raises PayloadError.
 
         None: kernels found the places good, and will find them again.
         """
@@ -154,7 +154,7 @@ class TopKCodec(Codec):
 
 
 def _places(indices: np.ndarray, cut: kernels.TopkShape) -> Tensor | None:
-    """Indices in the chunks -> places in the part. None: they do not rise, or leave their chunks."""
+    """Indices in the chunks of a top-k payload -> places in the part. None: they do not rise, or leave their chunks."""
     whole, rest = divmod(cut.elements, cut.chunk)
     rows, last = indices[: whole * cut.kept].reshape(whole, cut.kept), indices[whole * cut.kept :]
     for found, width in ((rows, cut.chunk), (last[None, :], rest)):
@@ -165,7 +165,7 @@ def _places(indices: np.ndarray, cut: kernels.TopkShape) -> Tensor | None:
 
 
 def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
-    """Which values are sent, (rows, columns) bool: `kept` of each row, of those just as large the first ones.
+    """Mask of the values that the codec top-k sends, (rows, columns) bool: `kept` of each row, the first of equals.
 
     Sizes are compared as integers, whose order is that of the numbers, with nan above all.
     """
@@ -180,7 +180,7 @@ def _largest_of_rows(rows: Tensor, kept: int) -> Tensor:
 
 
 def _pack(indices: np.ndarray) -> bytes:
-    """Two 12-bit numbers in three bytes, little-endian; an odd one at the end has a zero beside it."""
+    """Indices of a top-k payload as bytes: two 12-bit numbers in three, little-endian; a zero after an odd last one."""
     pairs = np.zeros((math.ceil(len(indices) / 2), 2), dtype=np.uint16)
     pairs.reshape(-1)[: len(indices)] = indices
     low, high = pairs.T
@@ -192,7 +192,7 @@ def _pack(indices: np.ndarray) -> bytes:
 
 
 def _unpack(payload: bytes, count: int) -> np.ndarray:
-    """The inverse of `_pack`, as int64."""
+    """Indices of a top-k payload from its bytes, as int64: the inverse of `_pack`."""
     numbers = np.zeros((len(payload) // 3, 4), dtype=np.uint8)
     numbers[:, :3] = np.frombuffer(payload, dtype=np.uint8).reshape(-1, 3)
     pairs = numbers.view(np.uint32).astype(np.int64)

@@ -26,7 +26,7 @@ _RAW, _FRAME = b"\0", b"\1"
 
 @dataclass(frozen=True)
 class ZstdCodec(Codec):
-    """`inner`, whose payload size is fixed (`inner.max_bytes`), in one zstandard frame where that pays.
+    """Codec that compresses payloads of `inner` (fixed size `inner.max_bytes`) to one zstandard frame where that pays.
 
     `planes`: bytes of one number, 1 for no split. The compressor is made anew for each call, because zstandard's
     objects must not be shared between threads: 20 us of the 4 ms that a 1 Mi-element fp32 part takes.
@@ -63,7 +63,7 @@ class ZstdCodec(Codec):
         self.inner.mean_into([(weight, self._unpacked(payload, out.numel())) for weight, payload in terms], out)
 
     def _unpacked(self, payload: bytes, elements: int) -> bytes:
-        """The inner codec's payload. Raises PayloadError."""
+        """The inner codec's payload, decompressed. Raises PayloadError."""
         raw_bytes = self.inner.max_bytes(elements)
         if len(payload) > self.max_bytes(elements):
             raise PayloadError(f"payload of {len(payload)} bytes, expected at most {self.max_bytes(elements)}")
@@ -85,12 +85,12 @@ class ZstdCodec(Codec):
         return _join(raw, self.planes)
 
     def max_bytes(self, elements: int) -> int:
-        """Size of the inner payload and one byte more: a payload that does not compress is sent as it is."""
+        """Most bytes of a compressed payload: one more than the inner codec's, as some do not compress."""
         return 1 + self.inner.max_bytes(elements)
 
 
 def _join(raw: bytes, planes: int) -> bytes:
-    """Byte planes -> numbers. Plane by plane: three times faster than one transposed copy."""
+    """Byte planes of a decompressed payload -> numbers. Plane by plane: three times faster than one transposed copy."""
     if planes == 1:
         return raw
     split = np.frombuffer(raw, dtype=np.uint8).reshape(planes, -1)

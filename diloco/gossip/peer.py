@@ -47,7 +47,7 @@ from diloco.peer.schedule import PeerStopwatch
 from diloco.peer.terms import check_alike
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
-from diloco.storage.saving import Keeper, book_restored, save_line
+from diloco.storage.saving import CheckpointSchedule, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.endpoint import Endpoint, reachable
 from diloco.transport.sockets import SocketBytes
@@ -104,7 +104,7 @@ class GossipPeer:
         self.directory = directory
         rank.lead(name, events, directory)
         self.do, self.publish = rank.do, rank.publish
-        self.keeper = Keeper(self.publish, events.emit, self._begin_save)
+        self.keeper = CheckpointSchedule(self.publish, events.emit, self._begin_save)
         self._checkpoint = checkpoint
         self.tokens = checkpoint.value("own_tokens", int) if checkpoint is not None else 0
         """Tokens trained by this peer, in all its lives that these weights come from."""

@@ -37,7 +37,7 @@ class Keys:
 
 
 def keys_of(secret: str) -> Keys:
-    """Key and certificate of a secret, the same bytes on every machine.
+    """Private key and certificate made from the run's secret, the same bytes on every machine.
 
     HKDF-SHA256 makes a P-256 key of the secret; the signature is deterministic.
     """
@@ -64,7 +64,7 @@ def keys_of(secret: str) -> Keys:
 
 
 def secret_from_environment() -> str:
-    """The secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is too short to be one."""
+    """The run's secret in `DILOCO_SECRET`, empty where none is set. Raises UsageError when it is too short."""
     secret = os.environ.get(VARIABLE, "").strip()
     if secret and len(secret) < MIN_SECRET_CHARS:
         cause = f"{VARIABLE} has {len(secret)} characters, at least {MIN_SECRET_CHARS} keep guesses out"

@@ -48,7 +48,7 @@ from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
-from diloco.storage.saving import Keeper, book_restored, save_line
+from diloco.storage.saving import CheckpointSchedule, book_restored, save_line
 from diloco.transport.dht import Presence
 from diloco.transport.endpoint import reachable
 from diloco.transport.sockets import SocketBytes
@@ -119,7 +119,7 @@ class Peer:
             resumed=checkpoint is not None,
         )
         self.journal = Journal(opening, self.line, directory, self.site.storage, self._warn)
-        self.keeper = Keeper(self.publish, events.emit, self._begin_save)
+        self.keeper = CheckpointSchedule(self.publish, events.emit, self._begin_save)
         self.void_tokens = 0
         """Tokens of all peers, committed on lineages that we followed and that ended."""
         self.progress = Progress()

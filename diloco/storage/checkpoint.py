@@ -74,7 +74,7 @@ class Checkpoint:
     """Digest of the manifest, and so of all files."""
 
     def value(self, name: str, kind: type[T]) -> T:
-        """Field `name` of `meta`. Raises StateError unless it is there and of this JSON type."""
+        """Field `name` of the checkpoint's `meta`. Raises StateError unless it is there and of this JSON type."""
         found = self.meta.get(name)
         if not isinstance(found, kind):
             raise self.malformed(f"its {name} should be of type {kind.__name__}, but is {found!r}")
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def commit(self) -> Commit | None:
-        """The commit that made the version; None before the run was founded. Raises StateError."""
+        """The commit that made the checkpoint's version; None before the run was founded. Raises StateError."""
         if self.meta.get("commit") is None:
             return None
         try:
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def contract(self) -> Contract:
-        """Contract of the run. Raises StateError where it is malformed, or another release's."""
+        """Contract in the checkpoint. Raises StateError where it is malformed, or another release's."""
         try:
             return contract_from_json(self.value("contract", str), f"checkpoint {self.path}: its contract")
         except (ConfigError, IncompatibleError) as error:
@@ -158,7 +158,7 @@ def _report(folder: Path, groups: Slices, rank: int) -> str:
 
 
 def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, disk.JsonValue]:
-    """Write a file for each group that is not empty. Returns their entries for the manifest."""
+    """Write a checkpoint's file for each group that is not empty. Returns their entries for the manifest."""
     files: dict[str, disk.JsonValue] = {}
     for group, slices in groups.items():
         if slices:
@@ -172,7 +172,7 @@ def _write_groups(folder: Path, groups: Slices, rank: int) -> dict[str, disk.Jso
 
 
 def _files(target: Path, beside: Path, reports: Sequence[str]) -> dict[str, Any]:
-    """Entries for the manifest from the reports of all ranks. Raises ResourceError unless all files are here."""
+    """Entries for a checkpoint's manifest, from all ranks' reports. Raises ResourceError unless all files are here."""
     files: dict[str, Any] = {}
     for rank, report in enumerate(map(json.loads, reports)):
         failed = f"cannot write checkpoint {target}: " + (f"rank {rank}: " if rank else "")
@@ -265,7 +265,7 @@ def saved_state(checkpoint: Checkpoint) -> OuterState:
 def flat_buffers(
     checkpoint: Checkpoint, group: str, layout: Layout, buffers: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """Part of a group's flat buffers that `layout` holds, fp32, named INDEX/BUFFER, or INDEX where `buffers` is None.
+    """Part of a checkpoint group's flat buffers that `layout` holds, fp32, named INDEX/BUFFER; `buffers` None: INDEX.
 
     Raises StateError when one does not fit.
     """
@@ -386,7 +386,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether a manifest's entry of a file has a size and a SHA-256."""
+    """Whether a checkpoint manifest's entry of a file has a size and a SHA-256."""
     match entry:
         case {"bytes": int(size), "sha256": str(sha256), **rest}:
             return type(size) is int and not rest and _SHA256.fullmatch(sha256) is not None

@@ -37,7 +37,7 @@ FREE_SPACE = "free space there, or choose a folder that can be written"
 
 
 def reason(error: Exception) -> str:
-    """An error of a file in one line: the operating system's words, or the error's own."""
+    """Error of a checkpoint's file in one line: the operating system's words, or the error's own."""
     if isinstance(error, OSError) and error.strerror:
         named = Path(error.filename).name if error.filename is not None else ""
         return f"{named}: {error.strerror}" if named else error.strerror
@@ -49,7 +49,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def replacing(target: Path, what: str) -> Iterator[Path]:
-    """A new folder beside `target` to write files into. When the block ends well, it takes the place of `target`.
+    """A new checkpoint or export folder beside `target`, to fill. When the block ends well, it takes `target`'s place.
 
     A reader finds the old folder or the new one, complete, at `target` or, between two renames, beside it. `what`
     names it in errors. Raises ResourceError when the disk refuses; `target` then stays as it was.
@@ -73,13 +73,13 @@ def replacing(target: Path, what: str) -> Iterator[Path]:
 
 
 def path_beside(target: Path, kind: str) -> Path:
-    """Path beside `target` of a folder of this process that shall replace it (`tmp`) or was replaced (`old`)."""
+    """Path beside a checkpoint `target`: this process's folder to replace it (`tmp`) or replaced by it (`old`)."""
     return target.with_name(f".{target.name}.{os.getpid()}.{kind}")
 
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Turn the disk's refusals to write into ResourceError."""
+    """Turn the disk's refusals to write a checkpoint or export into ResourceError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -87,7 +87,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, if it is there and can be deleted."""
+    """Delete a checkpoint's folder, if it is there and can be deleted."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def sweep(directory: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether another process has this id. Our own is a dead writer's: in a container every life has the same."""
+    """Whether another process runs by the id in a checkpoint folder's name. Our own id in it is a dead container's."""
     if pid == os.getpid():
         return False
     try:
@@ -128,7 +128,7 @@ def _is_running(pid: int) -> bool:
 
 
 def write_slices(path: Path, slices: Sequence[Slice]) -> None:
-    """Write slices of tensors, and their places in these, to a new safetensors file. Raises SafetensorError."""
+    """Write slices of tensors, and their places in these, to a checkpoint's new file. Raises SafetensorError."""
     tensors = {one.box.key: one.local for one in slices}
     assert len(tensors) == len(slices), f"{path.name}: two slices are one"
     parts = {one.box.key: [one.box.name, one.box.shape, one.box.offsets] for one in slices if not one.box.whole}
@@ -136,7 +136,7 @@ def write_slices(path: Path, slices: Sequence[Slice]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a new safetensors file. Raises SafetensorError, whatever the disk's reason."""
+    """Write tensors to a new file of a checkpoint or export. Raises SafetensorError, whatever the disk's reason."""
     path.touch()
     mode = path.stat().st_mode
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path, metadata)
@@ -144,7 +144,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, mapped copy-on-write. Raises StateError."""
+    """Tensors of a checkpoint or export file in safetensors' format, mapped copy-on-write. Raises StateError."""
     try:
         return load_file(path)
     except UNREADABLE as error:
@@ -152,7 +152,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """SHA-256 of a checkpoint's file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -170,7 +170,7 @@ class TensorFile:
         self._tensors: Mapping[str, Tensor] | None = None
 
     def verify(self) -> None:
-        """Raises ValueError or OSError unless the file has the size and the hash of its entry."""
+        """Raises ValueError or OSError unless the checkpoint's file has the size and the hash of its entry."""
         if self._verified:
             return
         name = self.path.name
@@ -184,7 +184,7 @@ class TensorFile:
         self._verified = True
 
     def boxes(self) -> Iterator[tuple[str, Box, str]]:
-        """Key, place and dtype of each slice, from the header. Raises ValueError, SafetensorError."""
+        """Key, place and dtype of each slice, from the checkpoint file's header. Raises ValueError, SafetensorError."""
         with safe_open(self.path, "pt") as file:
             parts = json.loads((file.metadata() or {}).get("slices", "{}"))
             if not isinstance(parts, dict) or not all(map(_names_slice, parts.values())):
@@ -199,14 +199,15 @@ class TensorFile:
                 yield key, Box(name, tuple(shape), tuple(offsets), extent), header.get_dtype()
 
     def map(self) -> Mapping[str, Tensor]:
-        """All tensors by key, verified once and mapped copy-on-write. Raises ValueError and UNREADABLE."""
+        """Tensors of a checkpoint file by key, verified once, mapped copy-on-write. Raises ValueError and
+        UNREADABLE."""
         if self._tensors is None:
             self.verify()
             self._tensors = load_file(self.path)
         return self._tensors
 
     def tensor(self, key: str) -> Tensor:
-        """One tensor of the file. Raises StateError."""
+        """One tensor of the checkpoint's file. Raises StateError."""
         try:
             return self.map()[key]
         except (ValueError, *UNREADABLE) as error:
@@ -214,7 +215,7 @@ class TensorFile:
 
 
 def _names_slice(entry: object) -> bool:
-    """Whether an entry of a file's metadata is [name, shape of the whole, offsets]."""
+    """Whether an entry in the metadata of a checkpoint's file is [name, shape of the whole, offsets]."""
     match entry:
         case [str(), [*shape], [*offsets]]:
             return all(type(n) is int and n >= 0 for n in (*shape, *offsets))

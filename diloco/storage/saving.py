@@ -1,7 +1,7 @@
 """Saving and restoring a peer: the contents of its line's checkpoint, written while training goes on.
 
-Every rank of an island has a `Saver` and writes the slices that `writers_of` gives it. Rank 0 has a `Keeper`, which
-begins checkpoints and publishes their events.
+Every rank of an island has a `Saver` and writes the slices that `writers_of` gives it. Rank 0 has a
+`CheckpointSchedule`, which begins checkpoints and publishes their events.
 
     training thread    copies what inner steps will move (`live`), keeps references to what nobody writes to (`kept`)
     writing thread     waits for rank 0's folder; writes, syncs and hashes this rank's files; reports to rank 0, which
@@ -59,7 +59,7 @@ class Written:
 
 
 class Saver:
-    """One rank's part in saving. One checkpoint is written at a time; all ranks begin each together."""
+    """Writer of one rank's files of a checkpoint. One is written at a time; all ranks begin each together."""
 
     def __init__(self, island: Island) -> None:
         """Make the saver of this rank, together with all other ranks."""
@@ -107,7 +107,7 @@ class Saver:
         return found
 
     def _taken(self, kept: Slices, live: Slices) -> Slices:
-        """Slices that this rank writes, none of which changes any more: `live` ones are copied."""
+        """Slices that this rank writes to a checkpoint, none of which changes any more: `live` ones are copied."""
         self.finish()  # on other ranks than 0 the last one's thread may still have to end; its copies are used again
         groups = {name: [*kept.get(name, ()), *live.get(name, ())] for name in {**kept, **live}}
         before, self._offer = self._offer, json.dumps(offered(groups))
@@ -123,7 +123,7 @@ class Saver:
         return taken
 
     def _copy(self, group: str, one: Slice) -> Slice:
-        """Copy of a slice in memory that the next checkpoint uses again: fresh pages cost more than the copy."""
+        """Copy of a slice for a checkpoint, in memory that the next one uses again: fresh pages cost more than that."""
         key = f"{group}/{one.box.key}"
         copy = self._copies.get(key)
         if copy is None or copy.shape != one.local.shape or copy.dtype != one.local.dtype:
@@ -143,7 +143,7 @@ class _Begun:
     written: Future[Written]
 
 
-class Keeper:
+class CheckpointSchedule:
     """Schedule of a peer's checkpoints on rank 0: begins each when the last is complete, and publishes its event."""
 
     def __init__(self, publish: Emit, remark: Emit, begin: Callable[[], Future[Written]]) -> None:
@@ -223,7 +223,7 @@ def save_line(line: Line, contract: Contract) -> Contents:
 
 
 def line_slices(line: Line) -> dict[str, list[Slice]]:
-    """Slices that this rank holds of a line's outer state, its residuals, and its own shares in `eager` steps."""
+    """Slices that a checkpoint holds of a line's outer state, residuals, own shares in `eager` steps, on this rank."""
     own_share = line.merge.own if isinstance(line.merge, Eager) else {}
     buffers = {  # by group; each name begins with its fragment's index
         "outer": [*line.state.buffers()],

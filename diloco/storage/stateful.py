@@ -25,10 +25,10 @@ class Stateful(Protocol):
     """A user's object that a checkpoint can save: an optimizer, a scheduler, a scaler, a loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state of the object."""
+        """Return all state of the object for a checkpoint."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Go on from a state that `state_dict` returned."""
+        """Go on from a checkpoint's state, which `state_dict` returned."""
 
 
 class UserState:
@@ -45,7 +45,7 @@ class UserState:
         self.slices()
 
     def slices(self) -> list[Slice]:
-        """State of all objects as slices for a checkpoint: views, which inner steps change. Raises UsageError."""
+        """State of all user's objects as a checkpoint's slices: views, which inner steps change. Raises UsageError."""
         tensors: list[Tensor] = []
         tree: dict[str, Any] = {}
         slices: list[Slice] = []
@@ -59,7 +59,7 @@ class UserState:
         return [*slices, Slice.whole(f"{self._rank}/json", text)]
 
     def load(self, pieces: Pieces) -> None:
-        """Restore the objects from a checkpoint's group. Raises StateError when it is not of these objects."""
+        """Restore the user's objects from a checkpoint's group. Raises StateError when it is not of these objects."""
         key = f"{self._rank}/json"
         if key not in pieces:
             raise StateError("the checkpoint has no state of this rank", "resume with as many ranks as wrote it")
@@ -79,14 +79,14 @@ class UserState:
                 raise StateError(cause[:500], "resume with the same optimizer and objects") from error
 
     def _names_of(self, name: str, group: Mapping[str, Any]) -> list[str]:
-        """Names of the parameters in an optimizer's group. Raises UsageError."""
+        """Names of the parameters in a user's optimizer's group, for a checkpoint. Raises UsageError."""
         if not all(id(parameter) in self._names for parameter in group["params"]):
             cause = f"state[{name!r}] optimizes a tensor that is no trainable parameter of the model"
             raise UsageError(cause, "give the optimizer of this model's parameters")
         return [self._names[id(parameter)] for parameter in group["params"]]
 
     def _of_optimizer(self, name: str, optimizer: torch.optim.Optimizer, slices: list[Slice]) -> Any:
-        """State of an optimizer as JSON values, by parameter; its tensors go into `slices`. Raises UsageError."""
+        """A user's optimizer for a checkpoint: JSON values by parameter, tensors in `slices`. Raises UsageError."""
         groups, values = [], {}
         for group in optimizer.param_groups:
             members = self._names_of(name, group)
@@ -101,7 +101,7 @@ class UserState:
         return {"groups": groups, "values": values}
 
     def _load_optimizer(self, name: str, optimizer: torch.optim.Optimizer, tree: Any, pieces: Pieces) -> None:
-        """Restore an optimizer of this rank's parameters, whatever mesh it was saved on."""
+        """Restore a user's optimizer from a checkpoint: this rank's parameters, whatever mesh it was saved on."""
         if [group["params"] for group in tree["groups"]] != [self._names_of(name, g) for g in optimizer.param_groups]:
             raise ValueError("other groups of parameters")
         for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
@@ -128,12 +128,12 @@ class UserState:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate that is a tensor as a number, which `load` puts into a tensor again."""
+    """A learning rate that is a tensor as a number for a checkpoint, which `load` puts into a tensor again."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """State of a user's object as JSON values; its tensors go into `tensors`. Raises UsageError."""
+    """State of a user's object as JSON values for a checkpoint; its tensors go into `tensors`. Raises UsageError."""
     if isinstance(value, JSON_TYPES):
         return value
     if isinstance(value, Tensor) and sharded(value):
@@ -155,7 +155,7 @@ def _flat(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def _whole(value: Any, tensor: Callable[[int], Any]) -> Any:
-    """State of a user's object from the JSON values that `_flat` made; `tensor` returns each tensor by its number."""
+    """State of a user's object from a checkpoint's JSON values by `_flat`; `tensor` returns a tensor by its number."""
     if isinstance(value, list):
         return [_whole(one, tensor) for one in value]
     if not isinstance(value, dict):

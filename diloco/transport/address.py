@@ -13,7 +13,7 @@ _FIX = "write host:port, for instance 10.0.0.5:7700, node3.example.org:7700 or [
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host (IPv6 without its brackets) and port (0 to 65535) of an address. Raises UsageError when it is none."""
+    """Host (IPv6 without its brackets) and port (0 to 65535) of a network address. Raises UsageError for other text."""
     host, colon, port = text.rpartition(":")
     if not colon:
         raise UsageError(f"address {text[:300]!r} has no port", _FIX)
@@ -32,7 +32,7 @@ def split_address(text: str) -> tuple[str, int]:
 
 
 def split_ticket(text: str) -> tuple[str, str]:
-    """Address of a ticket, and the beginning of the contract's digest, empty where it has none. Raises UsageError."""
+    """Network address of a join ticket, and the contract digest's beginning, which may be empty. Raises UsageError."""
     address, slash, expected = text.strip().partition("/")
     split_address(address)
     if slash and not _DIGEST.fullmatch(expected):
@@ -42,12 +42,12 @@ def split_ticket(text: str) -> tuple[str, str]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The address that `split_address` splits into this host and port."""
+    """The network address `host:port` that `split_address` splits into this host and port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address` (`host:port`). Names other than `localhost` count as outside.
+    """Whether only this machine reaches a network address (`host:port`). Names other than `localhost` count as outside.
 
     Raises UsageError when it is no address.
     """

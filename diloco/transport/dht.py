@@ -51,7 +51,7 @@ _PROGRAM = "from diloco.transport.dht_node import run_node; run_node()"
 
 
 class Directory:
-    """This peer's node of the run's directory. Methods block up to their timeouts; any thread may call them."""
+    """This peer's node of the run's hivemind directory. Methods block up to their timeouts, from any thread."""
 
     def __init__(self) -> None:
         """Start the directory's process, which imports hivemind (2 CPU-s) and then waits for `open`."""
@@ -64,7 +64,7 @@ class Directory:
         self._launch()
 
     def _launch(self) -> None:
-        """Start the directory's process, with our end of a pipe to it."""
+        """Start the process of the hivemind directory, with our end of a pipe to it."""
         self._pipe, inner = mp.Pipe()
         self._answer_due = True  # the first answer is whether the node started
         self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class Directory:
         inner.close()
 
     def open(self, run: str, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> None:
-        """Start the directory's node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
+        """Start the hivemind node: listen on `host` (an address of this machine) and `port` (0 takes a free one).
 
         Raises ResourceError (host or port cannot be listened on, p2pd does not run). A node that is only slow, on a
         machine under load, has no `addresses` when this returns, and gets them with the first question that it answers.
@@ -106,7 +106,7 @@ class Directory:
             raise ResourceError(cause, "check that hivemind's p2pd runs here")
 
     def join(self, bootstrap: Sequence[str], timeout_s: float = 10.0) -> None:
-        """Join the directory that has nodes at the addresses `bootstrap`: both become one.
+        """Join the hivemind directory that has nodes at the addresses `bootstrap`: both become one.
 
         Raises UsageError (an address makes no sense) and UnreachableError (none answers; known within 0.5 s when
         refused, 5 s when silent, `timeout_s` at the latest): then all is as before.
@@ -122,7 +122,7 @@ class Directory:
             )
 
     def revive(self) -> bool:
-        """Start the node again if its process has ended, as it does when its p2pd dies. Returns whether it had.
+        """Start the hivemind node again if its process has ended, as after its p2pd's death. Returns whether it had.
 
         The new one has other `addresses`, from when it answers the first question, and knows no other node.
         """
@@ -137,31 +137,31 @@ class Directory:
             return True
 
     def announce(self, member: Member, version: int, ttl_s: float = TTL_S, timeout_s: float = 5.0) -> bool:
-        """Store a record of `member` and its version for `ttl_s`. False, and a log line, if not done in `timeout_s`."""
+        """Store `member` and its version in the hivemind directory for `ttl_s`. False, and a log line, if too late."""
         assert ttl_s <= MAX_TTL_S, f"nodes refuse records that last {ttl_s} s"
         record = json.dumps({**asdict(member), "version": version}, separators=(",", ":")).encode()
         return self._store(member.peer, record, ttl_s, timeout_s)
 
     def withdraw(self, peer: str, timeout_s: float = 5.0) -> bool:
-        """Take back the record that this directory announced of `peer`. False, and a log line, as `announce`."""
+        """Take the record of `peer` out of the hivemind directory again. False, and a log line, as `announce`."""
         return self._store(peer, b"", 0.0, timeout_s)
 
     def lookup(self, timeout_s: float = 5.0) -> dict[str, Member]:
-        """All members with a valid record, by name. Empty when there is none or no answer in time."""
+        """All members with a valid record in the hivemind directory, by name. Empty for none, or no answer in time."""
         found = self._ask(("lookup",), timeout_s)
         if found is None:
             logger.warning("the directory did not answer a look-up")
         return found or {}
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the node and its p2pd: gracefully, or by force after `timeout_s`."""
+        """End the hivemind node and its p2pd: gracefully, or by force after `timeout_s`."""
         self._closed = True
         self._process.terminate()  # a thread that waits for its answer now waits no more
         with self._lock:
             self._end(timeout_s)
 
     def _end(self, timeout_s: float) -> None:
-        """End the directory's process and its p2pd, by force after `timeout_s`."""
+        """End the process of the hivemind directory and its p2pd, by force after `timeout_s`."""
         self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
@@ -178,7 +178,7 @@ class Directory:
         return stored
 
     def _ask(self, question: tuple[Any, ...], timeout_s: float) -> Any:
-        """The node's answer; None if there is none in time or the node is gone."""
+        """Answer of the hivemind node to a question; None if there is none in time or the node is gone."""
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             return None
@@ -198,7 +198,7 @@ class Directory:
             self._lock.release()
 
     def _receive(self, deadline: float) -> Any:
-        """The next answer of the node; None if there is none before the deadline or the node is gone."""
+        """Next answer of the hivemind node; None if there is none before the deadline or the node is gone."""
         with suppress(EOFError, OSError):  # the process is gone
             if self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 answer = self._pipe.recv()
@@ -217,8 +217,8 @@ MAX_PAUSE_S = 600.0
 """The longest pause between two attempts to mend the directory. Pauses begin with `LOOK_AGAIN_S` and double."""
 
 
-class Present(Protocol):
-    """The exchange of a peer that is announced in the directory."""
+class AnnouncedPeer(Protocol):
+    """A peer that is announced in the hivemind directory, as its exchange presents it."""
 
     directory: tuple[str, ...]
     """Addresses of our directory node, for its welcomes."""
@@ -231,24 +231,24 @@ class Present(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether the exchange knows too few other members."""
+        """Whether the announced peer knows too few other members: then the hivemind directory is searched for more."""
 
     @property
     def others(self) -> Sequence[Member]:
-        """Members that live, as far as the exchange knows."""
+        """Live members that the announced peer knows: the hivemind directory should hold a record of each."""
 
     def meet(self, members: Sequence[Member]) -> None: ...
 
 
 class Presence:
-    """Announces a peer in the directory, from a daemon thread, since the directory's calls block.
+    """Announces a peer in the hivemind directory, from a daemon thread, since the directory's calls block.
 
     It keeps the directory whole, too. A node whose p2pd dies is started again, as another. And where members that we
     know are not found in our directory, theirs is another: no node answered there when we came, or ours is a new one,
     or the network was cut. Then one of them is asked where its directory is now.
     """
 
-    def __init__(self, directory: Directory, exchange: Present, hello: Callable[[str], Welcome | None]) -> None:
+    def __init__(self, directory: Directory, exchange: AnnouncedPeer, hello: Callable[[str], Welcome | None]) -> None:
         """`hello`: returns the welcome of the member at an address, None where none answers."""
         self._directory = directory
         self._exchange = exchange
@@ -270,7 +270,7 @@ class Presence:
                     raise
 
     def _turn(self) -> float:
-        """Announce this peer, look for others, mend the directory where it is due. Returns seconds until next time."""
+        """Announce this peer in the hivemind directory, find others, mend it if due. Returns seconds until the next."""
         if self._directory.revive():
             self._warn("ended", "the peer directory ended, as it does when its p2pd is killed: starting it again")
             return self._pause()
@@ -294,7 +294,7 @@ class Presence:
         return min(every_s, self._due_s - now_s)
 
     def _join_that_of(self, member: Member) -> None:
-        """Ask a member for its directory, and join that."""
+        """Ask a member for the address of its hivemind directory, and join that."""
         try:
             welcome = self._hello(member.address)
             if welcome is None or not welcome.directory:
@@ -307,23 +307,23 @@ class Presence:
             self._warn("apart", text)
 
     def _pause(self) -> float:
-        """Seconds to wait before the next attempt to mend the directory."""
+        """Seconds to wait before the next attempt to mend the hivemind directory."""
         pause_s = self._pause_s
         self._pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return pause_s
 
     def _warn(self, trouble: str, text: str) -> None:
-        """Log a trouble of the directory once, until all is well again."""
+        """Log a trouble of the hivemind directory once, until all is well again."""
         if trouble not in self._warned:
             self._warned.add(trouble)
             logger.warning("%s", text)
 
     def stop(self) -> None:
-        """Announce nothing more. The last record stays until it expires, as if the peer had died."""
+        """Stop announcing this peer in the hivemind directory. Its record expires, as if the peer had died."""
         self._ended.set()
 
     def end(self) -> None:
-        """Stop, and withdraw this peer's record from the directory."""
+        """Stop announcing this peer, and withdraw its record from the hivemind directory."""
         self.stop()
         self._thread.join(5.0)
         self._directory.withdraw(self._exchange.me.peer)

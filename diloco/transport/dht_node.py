@@ -34,7 +34,7 @@ _HOST_AND_PORT = re.compile(r"[\w.:\[\]-]{1,255}:\d{1,5}")
 
 
 def run_node() -> None:
-    """Main function of the directory's process: serve until terminated or orphaned; leave no p2pd behind."""
+    """Main function of the hivemind directory's process: serve until terminated or orphaned; leave no p2pd behind."""
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # not so p2pd, which ends: only its session keeps Ctrl-C from it
     try:
@@ -46,7 +46,7 @@ def run_node() -> None:
 
 
 async def _serve(pipe: Connection, parent: int) -> None:
-    """Start a DHT node, send its addresses (or, as text, why there is none), then answer questions until cancelled."""
+    """Start a hivemind node, send its addresses (or, as text, why there is none), answer questions until cancelled."""
     task = asyncio.current_task()
     assert task is not None
     _end_with(parent, task)
@@ -72,7 +72,7 @@ async def _serve(pipe: Connection, parent: int) -> None:
         _silence()  # the peer reports why; asyncio would report that a p2pd was left behind
         return
     watching = asyncio.create_task(_end_without(node.p2p._child, task))
-    records = _Records(node, run)
+    records = _DirectoryRecords(node, run)
     with suppress(asyncio.CancelledError):
         pipe.send(tuple(str(address) for address in await node.get_visible_maddrs()))
         while True:
@@ -88,7 +88,7 @@ async def _serve(pipe: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int, task: asyncio.Task[Any]) -> None:
-    """End the directory's process with its peer: at SIGTERM and (Linux) at the parent's death, SIGKILL included."""
+    """End the hivemind node with its peer: at SIGTERM and (Linux) at the parent's death, SIGKILL included."""
     loop = asyncio.get_running_loop()
 
     def end_if_orphaned() -> None:
@@ -104,20 +104,20 @@ def _end_with(parent: int, task: asyncio.Task[Any]) -> None:
 
 
 async def _end_without(p2pd: Any, task: asyncio.Task[Any]) -> None:
-    """End the node when its p2pd ends. Without one it would go on, store records nowhere, and find its own."""
+    """End the hivemind node when its p2pd ends. Without one it would go on, store records nowhere, and find its own."""
     await p2pd.wait()
     _end_silently(task)
 
 
 def _end_silently(task: asyncio.Task[Any]) -> None:
-    """End the node after SIGTERM, or without parent or p2pd. asyncio would log that a p2pd is left behind, where its
-    start was cut short, and that the loop of its pipes is closed."""
+    """End the hivemind node after SIGTERM, or without parent or p2pd. asyncio would log that a p2pd is left behind,
+    where its start was cut short, and that the loop of its pipes is closed."""
     _silence()
     task.cancel()
 
 
 def _silence() -> None:
-    """Drop what hivemind and asyncio write while this process ends."""
+    """Drop what hivemind and asyncio write while the hivemind directory's process ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -125,7 +125,7 @@ def _silence() -> None:
 
 
 def _import_hivemind() -> None:
-    """Import hivemind here only, and not in the parent: it changes torch's sharing strategy and names of log levels."""
+    """Import hivemind in the directory's process only, not in its parent: it changes torch's sharing and log levels."""
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
     os.environ.setdefault("GOLOG_LOG_LEVEL", "fatal")  # p2pd's: it calls its own end, and every lost peer, an error
     import hivemind  # noqa: F401
@@ -139,7 +139,7 @@ def _import_hivemind() -> None:
 
 
 class _WithoutTraceback(logging.Formatter):
-    """A log line ends with the exception itself.
+    """Formatter of the hivemind process's log: a line ends with the exception itself.
 
     When p2pd dies, the ends of its sockets are often seen before its own. hivemind's tasks that read them then fail,
     and asyncio logs each with its traceback, on the terminal of a peer that goes on with a new node.
@@ -150,12 +150,12 @@ class _WithoutTraceback(logging.Formatter):
 
 
 async def _start_node(run: str, listen: str, timeout_s: float) -> Any:
-    """A DHT node that keeps the records of `run` only, and listens at the multiaddr `listen`."""
+    """A hivemind DHT node that keeps the records of `run` only, and listens at the multiaddr `listen`."""
     from hivemind.dht import DHTNode
 
     return await DHTNode.create(
         host_maddrs=[listen],
-        record_validator=_Bounds(run),
+        record_validator=_RecordValidator(run),
         startup_timeout=timeout_s,
         strict=False,  # True refuses peers whose clock differs by 3 s
         # Every look-up asks the others: caches would only add traffic and old answers.
@@ -172,8 +172,8 @@ async def _start_node(run: str, listen: str, timeout_s: float) -> Any:
     )
 
 
-class _Records:
-    """The run's records: one dictionary in the DHT, from peer names to JSON; empty bytes for a peer that left.
+class _DirectoryRecords:
+    """The run's records: one dictionary in hivemind's DHT, from peer names to JSON; empty bytes for a peer that left.
 
     Its public methods are the questions that `Directory` asks.
     """
@@ -184,7 +184,7 @@ class _Records:
         self._expires_at: dict[str, float] = {}
 
     async def join(self, addresses: Sequence[str]) -> str:
-        """Connect to the DHT nodes at these addresses. Empty when one of them answers; else why none does."""
+        """Connect to the hivemind nodes at these addresses. Empty when one of them answers; else why none does."""
         causes = await asyncio.gather(*map(self._meet, addresses))
         if all(causes):
             return "; ".join(causes)
@@ -192,7 +192,7 @@ class _Records:
         return ""
 
     async def _meet(self, address: str) -> str:
-        """Connect to one DHT node. Empty when it answers; else why it does not."""
+        """Connect to one hivemind node. Empty when it answers; else why it does not."""
         from hivemind.p2p import P2PDaemonError, PeerID
         from hivemind.utils.networking import Multiaddr
 
@@ -205,7 +205,7 @@ class _Records:
         return "" if await self._node.protocol.call_ping(peer, validate=True, strict=False) else "no answer to a ping"
 
     async def store(self, peer: str, record: bytes, ttl_s: float) -> bool:
-        """Store the record of a peer in the DHT, in place of its earlier one."""
+        """Store the record of a peer in hivemind's DHT, in place of its earlier one."""
         # Of two records the one that lasts longer wins, so a withdrawal must outlast what it withdraws; unless nobody
         # took that, as it came by a clock that was far ahead and has been set right.
         now_s, last_s = time.time(), self._expires_at.get(peer, 0.0)
@@ -216,7 +216,7 @@ class _Records:
         return True
 
     async def lookup(self) -> dict[str, Member]:
-        """The members that have a record in the DHT, by name, `MAX_MEMBERS` at most."""
+        """Members that have a record in hivemind's DHT, by name, `MAX_MEMBERS` at most."""
         found = await self._node.get(self._key, latest=True)  # latest: asks every node that may have some
         entries = found.value.items() if found else ()
         members = filter(None, (_parse_record(peer, entry.value) for peer, entry in entries))
@@ -224,12 +224,12 @@ class _Records:
 
 
 def _key(run: str) -> str:
-    """The DHT's key of a run's records."""
+    """The key of a run's records in hivemind's DHT."""
     return f"diloco/{run}/peers"
 
 
 def _parse_record(peer: Any, value: Any) -> Member | None:
-    """The member that a record of the DHT describes; None for a peer that left and for what is not a record."""
+    """The member that a record in hivemind's DHT describes; None for a peer that left and for other bytes."""
     if value == b"":
         return None
     try:
@@ -247,7 +247,7 @@ def _parse_record(peer: Any, value: Any) -> Member | None:
     return member
 
 
-class _Bounds:
+class _RecordValidator:
     """hivemind's record validator: the records that this node stores for others, and believes when others return them.
 
     Without it one value that is not msgpack would end every look-up, one plain value under the key would keep all

@@ -24,7 +24,7 @@ from diloco.identity.keys import VARIABLE, keys_of, secret_from_environment
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
 from diloco.transport.address import is_loopback, join_address, split_address, split_ticket
-from diloco.transport.dht import Directory, Presence, Present
+from diloco.transport.dht import AnnouncedPeer, Directory, Presence
 from diloco.transport.grpc_link import GrpcLink
 from diloco.transport.grpc_server import Server, serve
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
@@ -43,7 +43,7 @@ class StartingError(UnreachableError):
 
 
 class Runtime:
-    """The event loop that the exchange runs on, in a daemon thread, with the gRPC link and the server of this process.
+    """The event loop of all connections of this process, in a daemon thread, with its gRPC client and gRPC server.
 
     `DILOCO_SECRET` makes its keys.
 
@@ -66,12 +66,12 @@ class Runtime:
             self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine on the exchange's loop and wait for its result."""
+        """Run a coroutine on the event loop of the gRPC connections and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def hello(self, address: str) -> Welcome:
-        """The welcome of the member at `address`. Raises StartingError, UnreachableError, TicketError, or
-        IncompatibleError (it does not speak our protocol)."""
+        """Welcome that the member at a network `address` sends over gRPC. Raises StartingError, UnreachableError,
+        TicketError, or IncompatibleError (it does not speak our protocol)."""
         try:
             return self.run(self.link.hello(address, self._rpc_s), self._rpc_s + 5.0)
         except LinkRefused as error:
@@ -82,14 +82,14 @@ class Runtime:
             raise unanswered(address, error) from error
 
     def answer_of(self, address: str) -> Welcome | None:
-        """The present welcome of the member at `address`; None where no member of our protocol answers."""
+        """Welcome that the member at a network `address` sends now; None where no member of our protocol answers."""
         try:
             return self.hello(address)
         except (UnreachableError, TicketError, IncompatibleError):
             return None
 
     def serve(self, service: Service, listen: str) -> str:
-        """Have `service` answer other peers at `listen` (host:port, port 0 takes a free one). Returns the address.
+        """Start the gRPC server: `service` answers at `listen` (host:port, port 0: a free one). Returns the address.
 
         Raises ResourceError.
         """
@@ -97,7 +97,7 @@ class Runtime:
         return self._server.address
 
     def close(self) -> None:
-        """Stop serving, end the thread and its loop: what still runs on it is cancelled."""
+        """Stop the gRPC server, close all connections, end the thread and its loop with what still runs on it."""
         if self._server is not None:
             self.run(self._server.stop(0.2), 5.0)
         self.run(self.link.close(), 5.0)
@@ -106,7 +106,7 @@ class Runtime:
 
 
 class Endpoint:
-    """A peer's access to other peers: link, server and directory.
+    """A peer's connections to other peers: gRPC client and server, and the hivemind directory.
 
     Made first: the directory's process imports hivemind while we build the model.
     """
@@ -128,8 +128,8 @@ class Endpoint:
     def fetch_contract(
         self, tickets: str, say: Callable[[str], None] = logger.warning, wanted: Callable[[], bool] = lambda: True
     ) -> Contract:
-        """The contract of the member at `HOST:PORT[/DIGEST]`; of several, with commas, the first that answers and
-        trains the contract of that digest. Keeps that member's welcome.
+        """Fetch the contract over gRPC from the member at `HOST:PORT[/DIGEST]`; of several, with commas, from the first
+        that answers and trains the contract of that digest. Keeps that member's welcome.
 
         `say` gets the reasons why it takes so long; `wanted` returns whether the caller still waits. Raises UsageError.
         Raises UnreachableError when no member answered for `JOIN_PATIENCE_S` (`STARTING_S`); and IncompatibleError, or
@@ -168,8 +168,8 @@ class Endpoint:
             self.runtime.run(asyncio.sleep(0.25), 5.0)
 
     def open_directory(self, run: str, warn: Callable[[str], None]) -> None:
-        """Take part in the peer directory of the run. A joiner that finds no node goes on without: it hears of others
-        from members, and `Presence` tries again."""
+        """Take part in the run's hivemind directory. A joiner that finds no node goes on without: members send it the
+        addresses of others, and `Presence` tries again."""
         network = self.site.network
         if self.welcome is None and (warning := known_here_only(network)):
             warn(warning)
@@ -183,18 +183,18 @@ class Endpoint:
             except (UnreachableError, UsageError) as error:  # none answers; or a member sent what are no addresses
                 warn(f"{error.cause}; going on without it, and trying again later")
 
-    def appear(self, exchange: Present) -> Presence:
-        """Announce this peer in the directory from now on."""
+    def appear(self, exchange: AnnouncedPeer) -> Presence:
+        """Announce this peer in the hivemind directory from now on."""
         return Presence(self.directory, exchange, self.runtime.answer_of)
 
     def close(self) -> None:
-        """End the link, the server and the directory."""
+        """Close all connections: the gRPC client, the gRPC server and the hivemind directory."""
         self.runtime.close()
         self.directory.close()
 
 
 def known_here_only(network: NetworkSection) -> str:
-    """Warning for a founder that listens for others but knows no address of this machine; empty where it does."""
+    """Warning for a founder that listens for others but has no network address they can reach; empty where it has."""
     if network.advertise is not None or is_loopback(network.listen):
         return ""
     address = reachable(network.listen, None)
@@ -204,8 +204,8 @@ def known_here_only(network: NetworkSection) -> str:
 
 
 def listening(site: Site, tickets: str | None) -> Site:
-    """The site of a peer that joins with these tickets. A site listens on loopback by default, where members on other
-    machines do not reach it: then on a free port of all addresses instead. Raises UsageError."""
+    """Site of a peer that joins with these tickets. It listens on loopback by default, where other machines do not
+    reach it: then on a free port of all network addresses instead. Raises UsageError."""
     network = site.network
     if not tickets or network.listen != NetworkSection().listen or network.advertise is not None:
         return site
@@ -217,7 +217,7 @@ def listening(site: Site, tickets: str | None) -> Site:
 
 
 def unanswered(address: str, error: Exception) -> UnreachableError | TicketError:
-    """The error for a person where a call to `address` ended with LinkDown or LinkSlow."""
+    """The error for a person where a gRPC call to `address` ended with LinkDown or LinkSlow."""
     clause = str(error).rpartition(": ")[2]  # the last clause of gRPC's text is all that a person needs
     opened = "(" in clause or "[" in clause  # else what was opened before it closes at its end
     why = (clause if opened else clause.rstrip("])")) or "no connection"
@@ -230,8 +230,8 @@ def unanswered(address: str, error: Exception) -> UnreachableError | TicketError
 
 
 def reachable(served: str, toward: str | None) -> str:
-    """The address at which other peers reach a server: where it listens on all of this machine's, the address of the
-    route to `toward`.
+    """Network address at which other peers reach a server: where it listens on all of this machine's addresses, the one
+    of the route to `toward`.
 
     `toward` is a member's `host:port`; None takes the default route. Nothing is sent.
     """
@@ -253,7 +253,7 @@ PROBE_S = 1.0
 
 
 async def nobody_listens(address: str) -> bool:
-    """Whether the process that listened at `address` is gone for certain: dead and not cut off.
+    """Whether a network address refuses connections because its process is gone for certain: dead and not cut off.
 
     Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
     network may be a firewall's.

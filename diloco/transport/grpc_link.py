@@ -32,7 +32,7 @@ from diloco.transport.grpc_server import REPLY_KEY, keep_freed_memory, parsed, p
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 from diloco.transport.pace import Outbox, RateLimit, Uplink
 from diloco.wire import convert
-from diloco.wire.chunks import MESSAGE_BYTES, Joiner, Pace, cut
+from diloco.wire.chunks import MESSAGE_BYTES, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerStub
 
@@ -60,7 +60,7 @@ M = TypeVar("M")
 
 
 class GrpcLink(Link):
-    """Calls to other peers, over two or more connections per address: opened at the first call, mended when they break.
+    """gRPC client: calls other peers over two or more connections per address, opened at the first call and mended.
 
     Args:
         rpc_s: deadline of `deliver`. A connection whose other end answers nothing is given up after 4 times that.
@@ -75,7 +75,7 @@ class GrpcLink(Link):
         keep_freed_memory()
         self._rpc_s = rpc_s
         self._credentials = channel_credentials(keys)
-        self._lines: dict[str, _Line] = {}
+        self._connections: dict[str, _Connections] = {}
         """By address."""
         self._swept_s = monotonic_s()
         """When unused addresses were last forgotten."""
@@ -96,22 +96,22 @@ class GrpcLink(Link):
     ) -> Reply:
         first = parts_pb2.SendPartsRequest(header=convert.header_to_wire(header))
         self._uplink.begin(header.version)
-        async with self._line(address) as line:
+        async with self._connected(address) as connections:
             with closing(Outbox(parts)) as outbox:
                 streams: list[asyncio.Task[Reply]] = []
                 try:
                     for connection in self._bulk:
-                        call = line.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
-                        pace = line.paces[connection]
-                        pace.message_bytes = min(pace.message_bytes, _FIRST_MESSAGE_BYTES)
-                        sending = _Sending(call, stall_s, self._limit, self._uplink, pace)
+                        call = connections.peer(connection).SendParts()  # type: ignore[call-arg]  # may be left out
+                        size = connections.sizes[connection]
+                        size.message_bytes = min(size.message_bytes, _FIRST_MESSAGE_BYTES)
+                        sending = _Sending(call, stall_s, self._limit, self._uplink, size)
                         streams.append(asyncio.create_task(sending.run(first, outbox)))
                     for stream in asyncio.as_completed(streams):
                         if (reply := await stream) is not Reply.OK:
                             return reply
                     return Reply.OK
                 except LinkSlow:
-                    line.paces.clear()
+                    connections.sizes.clear()
                     raise
                 finally:  # what one stream raises or answers other than OK ends the others
                     for running in streams:
@@ -157,11 +157,11 @@ class GrpcLink(Link):
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
     ) -> AsyncIterator[tuple[int, bytes]]:
         request = parts_pb2.FetchStateRequest(digest=digest, chunks=chunks)
-        joiner = Joiner(max_chunk_bytes)
+        assembler = PartAssembler(max_chunk_bytes)
         wanted = iter(chunks)
         async with self._replies(address, lambda peer: peer.FetchState(request), stall_s) as replies:
             async for reply in replies:
-                for part in parsed(joiner.join, reply.chunks):
+                for part in parsed(assembler.join, reply.chunks):
                     if part.index != next(wanted, None):
                         raise LinkRefused(Reply.MALFORMED, f"chunk {part.index} of the state is not the next one")
                     yield part.index, part.payload
@@ -173,53 +173,53 @@ class GrpcLink(Link):
         return (await self._ask(address, lambda peer: peer.Status(request, timeout=timeout_s))).json
 
     async def close(self) -> None:
-        """Close all connections; calls that are under way are cancelled."""
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            await line.close()
+        """Close all gRPC connections; calls that are under way are cancelled."""
+        opened, self._connections = self._connections, {}
+        for connections in opened.values():
+            await connections.close()
 
     async def _ask(self, address: str, ask: Callable[[PeerAsyncStub], Awaitable[M | None]]) -> M:
-        """The peer's answer to a call of one message."""
-        async with self._line(address) as line:
-            return _there(await ask(line.peer()))
+        """A peer's answer to a gRPC call of one message."""
+        async with self._connected(address) as connections:
+            return _there(await ask(connections.peer()))
 
     @asynccontextmanager
     async def _replies(
         self, address: str, ask: Callable[[PeerAsyncStub], grpc.aio.UnaryStreamCall[Any, M]], stall_s: float
     ) -> AsyncIterator[AsyncIterator[M]]:
-        """The messages that a peer answers to a call for bulk, each of which must come within `stall_s`."""
-        async with self._line(address) as line, aclosing(_within(stall_s, ask(line.peer(_BULK)))) as replies:
+        """Messages that a peer streams in answer to a gRPC call for bulk. Each must come within `stall_s`."""
+        async with self._connected(address) as one, aclosing(_within(stall_s, ask(one.peer(_BULK)))) as replies:
             yield replies
 
     @asynccontextmanager
-    async def _line(self, address: str) -> AsyncIterator[_Line]:
-        """The connections to a peer, kept open for one call. Raises gRPC's errors as the link's."""
-        line = self._lines.setdefault(address, _Line(partial(self._open, address)))
-        line.calls += 1
+    async def _connected(self, address: str) -> AsyncIterator[_Connections]:
+        """The gRPC connections to a peer, kept open for one call. Raises gRPC's errors as the link's."""
+        connections = self._connections.setdefault(address, _Connections(partial(self._open, address)))
+        connections.calls += 1
         try:
             await self._forget_unused()
-            yield line
+            yield connections
         except grpc.aio.AioRpcError as error:
             raise _as_link_error(address, error) from None
         except DecodeError as error:
             raise LinkRefused(Reply.MALFORMED, f"{address} sent what is no message") from error
         finally:
-            line.calls -= 1
-            line.used_s = monotonic_s()
+            connections.calls -= 1
+            connections.used_s = monotonic_s()
 
     async def _forget_unused(self) -> None:
-        """Close the connections to addresses without a call for `UNUSED_S`; looks for them as rarely."""
+        """Close the gRPC connections to addresses without a call for `UNUSED_S`; looks for them as rarely."""
         now_s = monotonic_s()
         if now_s - self._swept_s < UNUSED_S:
             return
         self._swept_s = now_s
-        for address, line in list(self._lines.items()):
-            if not line.calls and now_s - line.used_s >= UNUSED_S:
-                self._lines.pop(address, None)  # `close` may have come in between
-                await line.close()
+        for address, connections in list(self._connections.items()):
+            if not connections.calls and now_s - connections.used_s >= UNUSED_S:
+                self._connections.pop(address, None)  # `close` may have come in between
+                await connections.close()
 
     def _open(self, address: str) -> grpc.aio.Channel:
-        """A connection of its own to a peer, with TLS. Raises LinkDown when `address` is none."""
+        """A new gRPC connection to a peer, with TLS. Raises LinkDown when `address` is none."""
         try:
             target = join_address(*split_address(address))
         except UsageError as error:
@@ -243,13 +243,13 @@ class GrpcLink(Link):
         return grpc.aio.secure_channel(f"dns:///{target}", self._credentials, options=list(options.items()))
 
 
-class _Line:
-    """The connections to one address, each opened at its first call."""
+class _Connections:
+    """The gRPC connections to one address, each opened at its first call."""
 
     def __init__(self, open_: Callable[[], grpc.aio.Channel]) -> None:
         self._open = open_
         self._channels: dict[int, tuple[grpc.aio.Channel, PeerAsyncStub]] = {}
-        self.paces: defaultdict[int, Pace] = defaultdict(Pace)
+        self.sizes: defaultdict[int, MessageSize] = defaultdict(MessageSize)
         """By connection, as its last streams left them: a new stream need not measure again how fast it is."""
         self.calls = 0
         """Calls that are under way."""
@@ -257,7 +257,7 @@ class _Line:
         """When the latest call ended."""
 
     def peer(self, connection: int = _CONTROL) -> PeerAsyncStub:
-        """The peer's methods over one of the connections.
+        """Client stub of a peer's gRPC methods, over one of the connections.
 
         Bulk has connections of its own: at 4 Mb/s, heartbeats behind it in the same buffers took 3 s.
         """
@@ -267,19 +267,19 @@ class _Line:
         return self._channels[connection][1]
 
     async def close(self) -> None:
-        """Close them; calls that are under way are cancelled."""
+        """Close the gRPC connections to this address; calls that are under way are cancelled."""
         for channel, _ in self._channels.values():
             await channel.close(grace=None)
 
 
 def channel_credentials(keys: Keys) -> grpc.ChannelCredentials:
-    """TLS credentials of a client that talks only to servers with the same keys."""
+    """TLS credentials of a gRPC client that connects only to servers with the same keys."""
     return grpc.ssl_channel_credentials(keys.certificate, keys.private_key, keys.certificate)
 
 
 @dataclass
 class _Sending:
-    """One stream of parts on its way.
+    """One gRPC stream that sends parts to a peer.
 
     Progress is a message that gRPC took from us, or word from the receiver that it took some: with buffers between
     the two, either alone may pause for longer than `stall_s` on a slow link. Waiting for parts, or for the turn that
@@ -290,7 +290,7 @@ class _Sending:
     stall_s: float
     limit: RateLimit
     uplink: Uplink
-    pace: Pace
+    size: MessageSize
     moved_at_s: float = field(default_factory=monotonic_s)
     """When there was progress last."""
     pausing: bool = False
@@ -301,7 +301,7 @@ class _Sending:
     """Payload taken from the outbox so far."""
 
     async def run(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> Reply:
-        """Send what this stream gets of the outbox, which others may take from. Returns what the receiver answers."""
+        """Send parts from the shared outbox over this gRPC stream. Returns the receiver's answer."""
         writing = asyncio.create_task(self._write_all(first, outbox))
         answering = asyncio.create_task(self._answer())
         try:
@@ -320,7 +320,7 @@ class _Sending:
             self.call.cancel()
 
     async def _write_all(self, first: parts_pb2.SendPartsRequest, outbox: Outbox) -> None:
-        """Write until the end, or until the other side has ended the call: its answer has the reason."""
+        """Write to the gRPC stream until the end, or until the receiver ends the call: its answer has the reason."""
         async with aclosing(self._messages(first, outbox)) as messages:
             async for message in messages:
                 try:
@@ -333,18 +333,18 @@ class _Sending:
     async def _messages(
         self, first: parts_pb2.SendPartsRequest, outbox: Outbox
     ) -> AsyncGenerator[parts_pb2.SendPartsRequest]:
-        """`first`, and messages of parts from the outbox, each when the limit allows it."""
+        """Messages of a gRPC stream: `first`, then parts from the outbox, each when the rate limit allows it."""
         yield first
         while True:
             if outbox.starved:
                 self.fed_since_s = math.inf
             with self._pause():
-                parts = await outbox.take(self.pace.message_bytes)
+                parts = await outbox.take(self.size.message_bytes)
             self.fed_since_s = min(self.fed_since_s, monotonic_s())
             self.sent_bytes += sum(len(part.payload) for part in parts)
             if not parts:
                 return
-            for message in cut(parts, parts_pb2.SendPartsRequest, self.pace):
+            for message in cut(parts, parts_pb2.SendPartsRequest, self.size):
                 delay_s = self.limit.delay_s(message.ByteSize(), monotonic_s())
                 if delay_s > 0:
                     with self._pause():
@@ -353,14 +353,14 @@ class _Sending:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        """The stream waits for parts or for its turn: the receiver's deadline begins anew when that is over."""
+        """The gRPC stream waits for parts or for its turn: the receiver's deadline begins anew when that is over."""
         self.pausing = True
         yield
         self.pausing = False
         self.moved_at_s = monotonic_s()
 
     async def _answer(self) -> control_pb2.DeliverReply:
-        """The receiver's answer to the stream. Until then its reports of bytes taken set pace and uplink."""
+        """The receiver's answer to the gRPC stream. Until then its reports of bytes taken set `size` and `uplink`."""
         taken_bytes, reported_at_s, full = 0, monotonic_s(), False
         async for reply in self.call:
             if _there(reply).HasField("reply"):
@@ -369,7 +369,7 @@ class _Sending:
                 continue  # a report of no progress, or of bytes that were never sent
             now_s = self.moved_at_s = monotonic_s()
             fed = full and self.fed_since_s <= reported_at_s
-            self.pace.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
+            self.size.measured(reply.taken_bytes - taken_bytes, now_s - reported_at_s, fed)
             if fed:
                 self.uplink.took(reply.taken_bytes - taken_bytes, reported_at_s, now_s)
             taken_bytes, reported_at_s = reply.taken_bytes, now_s
@@ -378,7 +378,7 @@ class _Sending:
 
 
 async def _within(stall_s: float, call: grpc.aio.UnaryStreamCall[Any, M]) -> AsyncGenerator[M, None]:
-    """The messages of a call. Raises LinkSlow when one is not there within `stall_s`."""
+    """Messages of a gRPC call as they arrive. Raises LinkSlow when one is not there within `stall_s`."""
     stream = aiter(call)
     try:
         while True:
@@ -392,33 +392,33 @@ async def _within(stall_s: float, call: grpc.aio.UnaryStreamCall[Any, M]) -> Asy
 
 
 async def _read_mean(replies: AsyncIterator[Any], count: int, limits: Limits) -> list[bytes]:
-    """The `count` encoded parts of one mean. Raises LinkRefused when they are not in order or beyond `limits`."""
+    """The `count` encoded parts of a mean from a gRPC stream. Raises LinkRefused if out of order or beyond `limits`."""
     if count > limits.parts:
         raise LinkRefused(Reply.MALFORMED, f"a mean of {count} parts, at most {limits.parts} may be")
-    joiner = Joiner(limits.part_bytes)
+    assembler = PartAssembler(limits.part_bytes)
     payloads: list[bytes] = []
     while len(payloads) < count:
         reply = await anext(replies, None)
         if reply is None or reply.WhichOneof("content") != "chunks":
             raise LinkRefused(Reply.MALFORMED, f"a mean ends after {len(payloads)} of {count} parts")
-        for part in parsed(joiner.join, reply.chunks):
+        for part in parsed(assembler.join, reply.chunks):
             if part.index != len(payloads):
                 raise LinkRefused(Reply.MALFORMED, f"part {part.index} of a mean where {len(payloads)} should be")
             payloads.append(part.payload)
-        if joiner.taken_bytes > limits.total_bytes:
+        if assembler.taken_bytes > limits.total_bytes:
             raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
     return payloads
 
 
 def _there(answer: M | None) -> M:
-    """The answer to a call. gRPC has None where damaged bytes left a status but no message: raises LinkDown."""
+    """The answer to a gRPC call. gRPC has None where damaged bytes left a status but no message: raises LinkDown."""
     if answer is None:
         raise LinkDown("an answer without a message")
     return answer
 
 
 def _reply(answer: control_pb2.DeliverReply) -> Reply:
-    """The receiver's reply code. Raises LinkRefused when it did not understand the message itself."""
+    """The receiver's reply code in a gRPC answer. Raises LinkRefused when it did not understand the message itself."""
     reply, detail = parsed(convert.reply_from_wire, answer)
     if detail:
         raise LinkRefused(reply, detail)
@@ -426,7 +426,7 @@ def _reply(answer: control_pb2.DeliverReply) -> Reply:
 
 
 def _as_link_error(address: str, error: grpc.aio.AioRpcError) -> LinkDown | LinkSlow | LinkRefused:
-    """A failed call, in the words of the link: advice that a person can act on in place of BoringSSL's terms."""
+    """A failed gRPC call as the link's error: advice that a person can act on in place of BoringSSL's terms."""
     details = error.details() or ""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         details = f"it has another {VARIABLE}"

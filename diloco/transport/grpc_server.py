@@ -25,7 +25,7 @@ from diloco.protocol.streams import Part, StreamHeader
 from diloco.transport.address import join_address, split_address
 from diloco.transport.link import LinkRefused, LinkSlow, Service
 from diloco.wire import convert
-from diloco.wire.chunks import Damaged, Joiner, Pace, cut
+from diloco.wire.chunks import Damaged, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from diloco.wire.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
 
@@ -55,7 +55,7 @@ async def progress(within_s: float) -> AsyncIterator[None]:
 
 
 def parsed(convert_: Callable[[M], T], message: M) -> T:
-    """`message` as `convert_` reads it. Raises LinkRefused: it was damaged on its way, or no peer may send it."""
+    """A gRPC message as `convert_` reads it. Raises LinkRefused: it was damaged on its way, or no peer may send it."""
     try:
         return convert_(message)
     except Damaged as error:
@@ -65,7 +65,7 @@ def parsed(convert_: Callable[[M], T], message: M) -> T:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks of up to 16 MiB instead of giving their pages back to the kernel.
+    """Keep the memory of gRPC messages for the next ones: glibc shall not return freed blocks of up to 16 MiB.
 
     It raises its thresholds (mallopt(3), M_MMAP_THRESHOLD) to the largest block ever freed. Before that, the pages of
     every message are faulted in anew: 1.5 instead of 0.6 CPU-s per GB sent.
@@ -82,12 +82,12 @@ class Server:
         """`host:port` that it listens on, with the real port."""
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and cancel those that are not done after `grace_s`."""
+        """Stop the gRPC server: take no more calls, and cancel those that are not done after `grace_s`."""
         await self._server.stop(grace_s)
 
 
 async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0) -> Server:
-    """Answer other peers that show the same `keys` at `listen` (`host:port`; port 0 takes a free one).
+    """Start a gRPC server at `listen` (`host:port`; port 0 takes a free one) for peers that show the same `keys`.
 
     A stream whose other end neither sends nor takes anything for `idle_s` is ended: longer than any honest pause, as
     that of a peer that waits for contributions before it has a mean to send.
@@ -103,7 +103,7 @@ async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0)
             ("grpc.http2.max_ping_strikes", 0),  # the pings of GrpcLink are no abuse
         ]
     )
-    add_PeerServicer_to_server(_Peer(service, idle_s), server)
+    add_PeerServicer_to_server(_Handlers(service, idle_s), server)
     try:
         bound = server.add_secure_port(join_address(host, port), server_credentials(keys))
     except RuntimeError as error:
@@ -116,13 +116,13 @@ async def serve(service: Service, listen: str, keys: Keys, idle_s: float = 60.0)
 
 
 def server_credentials(keys: Keys) -> grpc.ServerCredentials:
-    """TLS credentials of a server that talks only to clients with the same keys."""
+    """TLS credentials of a gRPC server that accepts connections only from clients with the same keys."""
     pair = keys.private_key, keys.certificate
     return grpc.ssl_server_credentials([pair], root_certificates=keys.certificate, require_client_auth=True)
 
 
-class _Peer(PeerServicer):
-    """Turns the gRPC messages of other peers into calls of the service."""
+class _Handlers(PeerServicer):
+    """Handlers of the gRPC server: turn other peers' messages into calls of the service."""
 
     def __init__(self, service: Service, idle_s: float) -> None:
         self._service = service
@@ -166,7 +166,7 @@ class _Peer(PeerServicer):
                 payload = await self._service.on_state_chunk(request.digest, index)
                 if payload is None:
                     raise LinkRefused(Reply.STALE, f"chunk {index} of that state is not here")
-                for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, Pace(FETCH_MESSAGE_BYTES)):
+                for reply in cut([Part(index, payload)], parts_pb2.FetchStateReply, MessageSize(FETCH_MESSAGE_BYTES)):
                     await self._service.on_state_bytes(sum(len(chunk.payload) for chunk in reply.chunks.chunks))
                     await self._write(context, reply)
 
@@ -180,7 +180,7 @@ class _Peer(PeerServicer):
         return await self._service.on_envelope(parsed(convert.unseal, request))
 
     async def _receive(self, context: Context) -> Reply:
-        """Hand a stream of parts to the service as it arrives; returns the service's reply."""
+        """Hand a gRPC stream of parts to the service as it arrives; returns the service's reply."""
         first = await self._read(context)
         if first is None or first.WhichOneof("content") != "header":
             raise LinkRefused(Reply.MALFORMED, "a stream of parts begins with its header")
@@ -189,23 +189,23 @@ class _Peer(PeerServicer):
             return await self._service.on_parts(header, parts)
 
     async def _parts(self, context: Context, header: StreamHeader) -> AsyncGenerator[Part, None]:
-        """The parts of a stream. Reports to the sender every `REPORT_S` how many bytes were taken: its progress."""
-        joiner = Joiner(self._service.max_part_bytes)
+        """Parts that arrive in a gRPC stream. Reports to the sender every `REPORT_S` how many bytes were taken."""
+        assembler = PartAssembler(self._service.max_part_bytes)
         reported_at_s = 0.0
         while (request := await self._read(context)) is not None:
             if request.WhichOneof("content") != "chunks":
                 raise LinkRefused(Reply.MALFORMED, "a stream of parts has one header")
-            joined = parsed(joiner.join, request.chunks)
+            joined = parsed(assembler.join, request.chunks)
             self._service.on_bytes(header)
             for part in joined:
                 yield part
             if monotonic_s() - reported_at_s >= REPORT_S:
-                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=joiner.taken_bytes))
+                await self._write(context, parts_pb2.SendPartsReply(taken_bytes=assembler.taken_bytes))
                 reported_at_s = monotonic_s()
-        parsed(Joiner.finish, joiner)
+        parsed(PartAssembler.finish, assembler)
 
     async def _read(self, context: Context) -> Any | None:
-        """The next message of a stream; None at its end."""
+        """The next message of a gRPC stream from another peer; None at its end."""
         try:
             async with progress(self._idle_s):
                 request = await context.read()
@@ -218,13 +218,13 @@ class _Peer(PeerServicer):
             await context.write(message)
 
     async def _write_parts(self, context: Context, payloads: Sequence[bytes], message: type[Any]) -> None:
-        """The parts of a mean, numbered in their order."""
-        for reply in cut(starmap(Part, enumerate(payloads)), message, Pace(FETCH_MESSAGE_BYTES)):
+        """Write the parts of a mean to a gRPC stream, numbered in their order."""
+        for reply in cut(starmap(Part, enumerate(payloads)), message, MessageSize(FETCH_MESSAGE_BYTES)):
             await self._write(context, reply)
 
 
 async def _replying(work: Awaitable[Reply]) -> control_pb2.DeliverReply:
-    """The service's reply as a message; where it refuses, with the reason."""
+    """The gRPC answer to a call: the service's reply as a message; where it refuses, with the reason."""
     try:
         return convert.reply_to_wire(await work)
     except LinkRefused as error:
@@ -233,7 +233,7 @@ async def _replying(work: Awaitable[Reply]) -> control_pb2.DeliverReply:
 
 @asynccontextmanager
 async def _refusing(context: Context) -> AsyncIterator[None]:
-    """Sends a refusal of the service back as a gRPC status, with its reply beside it."""
+    """Send a refusal of the service back as a gRPC status, with its reply beside it."""
     try:
         yield
     except LinkRefused as error:

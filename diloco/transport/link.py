@@ -16,15 +16,15 @@ from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welc
 
 
 class LinkDown(Exception):
-    """A connection was refused or reset: no peer is at that address now."""
+    """A connection to a network address was refused or reset: no peer is there now."""
 
 
 class LinkSlow(Exception):
-    """A peer did not answer, or no bytes moved, within the deadline of a call."""
+    """A peer did not answer a call over a link, or no bytes moved, within the deadline."""
 
 
 class LinkRefused(Exception):
-    """A peer answered a call with a refusal."""
+    """A peer answered a call over a link with a refusal."""
 
     def __init__(self, reply: Reply, detail: str = "") -> None:
         super().__init__(f"{reply.name.lower()}{': ' + detail if detail else ''}")
@@ -34,81 +34,81 @@ class LinkRefused(Exception):
 
 
 class Link(Protocol):
-    """Calls that a peer can make to another. Every call has a deadline; raises LinkDown, LinkSlow or LinkRefused."""
+    """A peer's calls to others by network address. All have deadlines and raise LinkDown, LinkSlow or LinkRefused."""
 
     @property
     def send_bps(self) -> int:
-        """Rate at which others take this peer's data in rounds, in bits per second over all streams; 0: unknown."""
+        """Rate at which connections take this peer's data in rounds, bits per second over all streams; 0: unknown."""
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
-        """Deliver one message; returns the receiver's reply code."""
+        """Deliver one message to the peer at a network address; returns the receiver's reply code."""
 
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
     ) -> Reply:
-        """Send the parts of one stream; returns the receiver's reply code. `parts` is closed when no more are taken."""
+        """Send parts to a network address in one stream; returns the receiver's reply code. Closes `parts` at last."""
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
-        """The peer's welcome for a joiner."""
+        """Ask the peer at a network address for the welcome that a joiner needs."""
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
-        """Addresses of the peer's lanes: part p of a round goes to lane p mod their number. Empty: all to `address`."""
+        """Network addresses of a peer's lanes: part p of a round goes to lane p mod their number. Empty: all to one."""
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
-        """Commits after version `since`, with their means, as far as the peer keeps them."""
+        """Fetch commits after version `since`, with their means, from a network address, as far as it has them."""
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
-        """Encoded parts of the mean with this digest. Raises LinkRefused when the peer does not have it."""
+        """Fetch a mean's encoded parts from the peer at a network address. Raises LinkRefused if it has it no more."""
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
-        """The state that the peer offers to copy. `have`: digest of the state that we hold, and need no chunk of."""
+        """Ask the peer at a network address which state it offers. `have`: digest of ours, which needs no chunk."""
 
     def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
     ) -> AsyncIterator[tuple[int, bytes]]:
-        """Chunks of the state with this digest, as (number, bytes), in any order."""
+        """Fetch chunks of a state from the peer at a network address, as (number, bytes), in any order."""
 
     async def status(self, address: str, timeout_s: float) -> str:
-        """The peer's status as JSON."""
+        """Fetch the status of the peer at a network address, as JSON."""
 
     async def close(self) -> None:
-        """End the link, and its calls."""
+        """Close all connections of the link, and end its calls."""
 
 
 class Service(Protocol):
-    """Handlers for the calls of other peers. They run on the link's event loop and must not block it."""
+    """Handlers that a link's server calls for other peers. They run on the link's event loop and must not block it."""
 
     max_part_bytes: int
 
     async def on_envelope(self, envelope: Envelope) -> Reply:
-        """Take one message; returns a reply code."""
+        """Answer a call of `Link.deliver`: take one message; returns a reply code."""
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
-        """Consume `parts` as they arrive; not reading slows the sender down."""
+        """Answer a call of `Link.send_parts`: consume `parts` as they arrive; not reading slows the connection down."""
 
     def on_bytes(self, header: StreamHeader) -> None:
-        """Called when more bytes of that stream have arrived, whether or not they complete a part."""
+        """Called when more bytes of a `Link.send_parts` stream have arrived, whether or not they complete a part."""
 
     def on_hello(self) -> Welcome:
-        """This peer's welcome for a joiner. Raises LinkRefused (TOO_EARLY) before this peer has one."""
+        """Answer a call of `Link.hello` with this peer's welcome. Raises LinkRefused (TOO_EARLY) before it has one."""
 
     def on_lanes(self) -> tuple[str, ...]:
-        """Addresses of this peer's lanes, its own first; empty: there is none beside it."""
+        """Answer a call of `Link.lanes`: network addresses of this peer's lanes, its own first; empty: no other."""
 
     async def on_fetch_commits(self, since: int) -> list[Closed]:
-        """The commits after version `since` that are still here, without gaps; empty if the next is gone."""
+        """Answer a call of `Link.fetch_commits`: commits still here, without gaps; empty if the next is gone."""
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
-        """Encoded parts of the mean with this digest; None when it is not here."""
+        """Answer a call of `Link.fetch_mean`: encoded parts of that mean; None when it is not here."""
 
     async def on_state_offer(self, have: str) -> StateOffer:
-        """The state that this peer offers to copy. `have`: digest of the caller's; if equal it needs no chunk."""
+        """Answer a call of `Link.fetch_state_offer`. `have`: digest of the caller's state; if equal, it needs none."""
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
-        """One chunk of the snapshot with that digest; None when it is gone."""
+        """Answer a call of `Link.fetch_state` with one chunk of that snapshot; None when it is gone."""
 
     async def on_state_bytes(self, size_bytes: int) -> None:
-        """Wait until so many bytes of a state may be sent: trainers go first."""
+        """Pacing of a `Link.fetch_state` answer: wait until so many bytes may be sent; trainers go first."""
 
     def on_status(self) -> str:
-        """This peer's status as JSON."""
+        """Answer a call of `Link.status`: this peer's status as JSON."""

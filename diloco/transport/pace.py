@@ -29,7 +29,7 @@ MEASURED_VERSIONS, MIN_VERSIONS = 4, 3
 
 
 class RateLimit:
-    """Limit of a sending rate that several senders share: the first that asks is served first.
+    """Pacing of several senders that share one sending rate: the first that asks is served first.
 
     It is a token bucket after the generic cell rate algorithm.
 
@@ -42,7 +42,7 @@ class RateLimit:
         self._free_at_s = float("-inf")
 
     def delay_s(self, size_bytes: int, now_s: float) -> float:
-        """Seconds to wait before sending so many bytes, which count as sent from now on. `now_s`: monotonic."""
+        """Pacing: seconds to wait before sending so many bytes, which count as sent from now on. `now_s`: monotonic."""
         if not self._bps:
             return 0.0
         turn_s = max(self._free_at_s, now_s - BURST_S)
@@ -51,7 +51,7 @@ class RateLimit:
 
 
 class Uplink:
-    """The rate at which others take what this peer sends, over all streams together, measured in passing.
+    """Measured rate of this peer's network uplink: bytes that others take over all streams together.
 
     What was taken is divided by the time in which any stream had something to send: streams share the uplink. Such a
     rate is that of the uplink only while nothing else holds the streams up. Receivers with full downlinks, or cores
@@ -73,11 +73,11 @@ class Uplink:
         """By version, bits per second."""
 
     def begin(self, version: int) -> None:
-        """Bytes sent from now on count for this version."""
+        """Measure the network uplink for this version from now on."""
         self._version = version
 
     def took(self, size_bytes: int, since_s: float, now_s: float) -> None:
-        """A receiver took so many bytes since then, with more to send to it all the time. Times are monotonic."""
+        """Measure the uplink: the network took so many bytes since then, with more to send all the time. Monotonic."""
         self._bits += 8 * size_bytes
         self._busy_s += max(now_s - max(since_s, self._busy_until_s), 0.0)
         self._busy_until_s = max(now_s, self._busy_until_s)
@@ -90,7 +90,7 @@ class Uplink:
 
     @property
     def bps(self) -> int:
-        """The measured rate in bits per second; before enough was measured the limit, or 0 where there is none."""
+        """Measured rate of the network uplink in bits per second; at first the limit, or 0 where there is none."""
         measured_bps = median(self._fastest.values()) if len(self._fastest) >= MIN_VERSIONS else math.inf
         bps = min(measured_bps, self._limit_bps)
         return int(bps) if math.isfinite(bps) else 0
@@ -101,7 +101,7 @@ AHEAD_BYTES = 1 << 20
 
 
 class Outbox:
-    """Parts on their way out: collected from their maker, a little ahead of the streams that send them.
+    """Parts to send over the network: collected from their maker, a little ahead of the streams that send them.
 
     A task of its own takes from `parts`, so that small ones that are ready at once can share a message, and those that
     are not yet ready hold up no others. Several streams may take from one outbox.
@@ -118,11 +118,11 @@ class Outbox:
 
     @property
     def starved(self) -> bool:
-        """Whether `take` would wait for the maker of the parts."""
+        """Whether the network streams have no part to send: `take` would wait for the maker of the parts."""
         return not (self._ready or self._task.done() or self._closed)
 
     async def take(self, max_bytes: int) -> list[Part]:
-        """Parts that are ready, at least one and otherwise at most about `max_bytes`; waits for the first.
+        """Parts for a network stream to send: one or more, otherwise at most about `max_bytes`; waits for the first.
 
         Empty at the end or once closed. Raises what `parts` raised.
         """
@@ -143,7 +143,7 @@ class Outbox:
         return taken
 
     def close(self) -> None:
-        """Drop what is left, and close `parts`: no stream takes more."""
+        """Drop the parts that were not sent, and close `parts`: no network stream takes more."""
         self._closed = True
         self._task.cancel()
         self._news.set()

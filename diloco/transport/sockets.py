@@ -63,7 +63,7 @@ class SocketCounter:
         """None: no sample was taken yet."""
 
     def sample(self) -> SocketBytes | None:
-        """Bytes on the sockets so far; None where the system does not count them (not Linux, or without sock_diag).
+        """Bytes on the TCP sockets so far; None where the system does not count them (not Linux, or without sock_diag).
 
         Takes 0.5 ms with 50 sockets, half of it in the kernel; 1.2 ms when one is new, as /proc is read then.
         """
@@ -80,7 +80,7 @@ class SocketCounter:
 
     @contextmanager
     def watch(self, interval_s: float = 0.2) -> Iterator[None]:
-        """Sample the sockets every `interval_s` in a daemon thread, and once more at the end."""
+        """Sample the TCP sockets every `interval_s` in a daemon thread, and once more at the end."""
         stop = threading.Event()
 
         def run() -> None:
@@ -97,7 +97,7 @@ class SocketCounter:
             self.sample()
 
     def _update(self, sockets: list[_Socket]) -> None:
-        """Count what our sockets moved since the latest sample."""
+        """Count the bytes that our TCP sockets moved since the latest sample."""
         seen_now = {entry.cookie for entry in sockets}
         self._foreign &= seen_now
         for cookie in self._missed - seen_now:  # it is closed, and counted: a run of weeks opens very many
@@ -150,7 +150,7 @@ def _tcp_sockets() -> list[_Socket]:
 
 
 def _dump(link: socket.socket, family: int) -> Iterator[_Socket]:
-    """The sockets of one address family."""
+    """All TCP sockets of one address family, as the kernel reports them."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _STATES)
     link.send(_MESSAGE.pack(_MESSAGE.size + len(request), _DIAG_BY_FAMILY, _REQUEST_DUMP, 0, 0) + request)
     while True:
@@ -167,7 +167,7 @@ def _dump(link: socket.socket, family: int) -> Iterator[_Socket]:
 
 
 def _records(header: struct.Struct, data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Kinds and bodies of netlink's messages, or attributes. The headers of both begin with length and kind."""
+    """Kinds and bodies of netlink's messages about sockets, or attributes. Both headers begin with length and kind."""
     start = 0
     while start < len(data):
         length, kind, *_ = header.unpack_from(data, start)
@@ -176,7 +176,7 @@ def _records(header: struct.Struct, data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _bytes_in(info: bytes) -> SocketBytes:
-    """The bytes of one socket from its tcp_info, which is shorter the older the kernel is."""
+    """Bytes that one TCP socket moved, from its tcp_info, which is shorter the older the kernel is."""
     if len(info) < _ACKED_RECEIVED.size:
         raise OSError("the kernel does not count bytes per socket")
     acked, received = _ACKED_RECEIVED.unpack_from(info)
@@ -190,7 +190,7 @@ def _bytes_in(info: bytes) -> SocketBytes:
 
 
 def _process_tree(pid: int) -> Iterator[int]:
-    """`pid` and its descendants, as far as /proc shows them."""
+    """`pid` and its descendants, whose sockets are counted, as far as /proc shows them."""
     yield pid
     for path in glob(f"/proc/{pid}/task/*/children"):
         with suppress(OSError), open(path) as file:

@@ -40,7 +40,7 @@ MAX_OMITTED = 4096
 
 
 class Damaged(ValueError):
-    """Bytes of a message are not those that were sent: the network's fault and not the sender's."""
+    """Bytes of a protobuf message are not those that were sent: the network's fault and not the sender's."""
 
 
 M = TypeVar("M", pb.SendPartsRequest, pb.FetchCommitsReply, pb.FetchMeanReply, pb.FetchStateReply)
@@ -48,32 +48,32 @@ M = TypeVar("M", pb.SendPartsRequest, pb.FetchCommitsReply, pb.FetchMeanReply, p
 
 
 def checksum(payload: bytes, part: int, part_bytes: int, offset: int, omitted: Sequence[int] = ()) -> int:
-    """XXH3-64 of a chunk and its fields. Where it fits, fields that make no sense are the sender's fault."""
+    """XXH3-64 checksum of a chunk and its fields. Where it fits, fields that make no sense are the sender's fault."""
     about = struct.pack(f"<QQQ{len(omitted)}Q", part, part_bytes, offset, *omitted)
     return xxh3_64_intdigest(payload, seed=xxh3_64_intdigest(about))
 
 
 @dataclass
-class Pace:
-    """Size of the next message, from the rate at which earlier ones were taken."""
+class MessageSize:
+    """Size of the next protobuf message, from the rate at which earlier ones were taken."""
 
     message_bytes: int = MESSAGE_BYTES
 
     def measured(self, taken_bytes: int, seconds: float, fed: bool = True) -> None:
-        """The receiver of a stream took so many bytes in that time; more, had it been `fed` all along."""
+        """Fit the next message of chunks: so many bytes were taken in that time; more, had it been `fed` all along."""
         fitting = min(max(int(taken_bytes / max(seconds, 1e-6) * MESSAGE_S), MESSAGE_BYTES), MAX_MESSAGE_BYTES)
         self.message_bytes = fitting if fed else max(fitting, self.message_bytes)
 
 
-def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:
-    """Messages that carry `parts`, in order, each as large as `pace` says when it is begun."""
+def cut(parts: Iterable[Part], message: type[M], size: MessageSize) -> Iterator[M]:
+    """Cut `parts` into chunks: protobuf messages in order, each of the `size` that holds when it begins."""
     current, used = message(), 0
     for part in parts:
         offset = 0
         while offset < len(part.payload) or offset == 0:  # an empty payload is one chunk, too
-            payload = part.payload[offset : offset + min(pace.message_bytes, CHUNK_BYTES)]
+            payload = part.payload[offset : offset + min(size.message_bytes, CHUNK_BYTES)]
             count = len(current.chunks.chunks)
-            if count == MESSAGE_CHUNKS or (count and used + len(payload) > pace.message_bytes):
+            if count == MESSAGE_CHUNKS or (count and used + len(payload) > size.message_bytes):
                 yield current
                 current, used = message(), 0
             # Added in place: a chunk made first and then put in a list is copied twice more (1.2 CPU-s per GB).
@@ -91,8 +91,8 @@ def cut(parts: Iterable[Part], message: type[M], pace: Pace) -> Iterator[M]:
         yield current
 
 
-class Joiner:
-    """Makes parts of the chunks of one stream again. Holds one unfinished part at most."""
+class PartAssembler:
+    """Makes parts of the chunks of one stream again, checksums compared. Holds one unfinished part at most."""
 
     def __init__(self, max_part_bytes: int) -> None:
         self.taken_bytes = 0
@@ -106,18 +106,18 @@ class Joiner:
         self._omitted: tuple[int, ...] = ()
 
     def join(self, message: pb.Chunks) -> list[Part]:
-        """The parts that these chunks complete. Raises ValueError on bytes that are damaged or out of order."""
+        """Parts that these chunks of a message complete. Raises ValueError on damaged bytes and a wrong order."""
         if len(message.chunks) > MESSAGE_CHUNKS:
             raise ValueError(f"more than {MESSAGE_CHUNKS} chunks in one message")
         return [part for chunk in message.chunks if (part := self._take(chunk)) is not None]
 
     def finish(self) -> None:
-        """Called at the end of a stream. Raises ValueError when it ended within a part."""
+        """Called at the end of a stream of chunks. Raises ValueError when it ended within a part."""
         if self._pieces:
             raise ValueError(f"part {self._index} ends after {self._have} of {self._part_bytes} bytes")
 
     def _take(self, chunk: pb.Chunk) -> Part | None:
-        """The part that this chunk completes; None where more is missing. Raises ValueError as `join`."""
+        """Part that this chunk completes, if its checksum is right; None where more is missing. Raises as `join`."""
         payload = chunk.payload
         if checksum(payload, chunk.part, chunk.part_bytes, chunk.offset, chunk.omitted) != chunk.checksum:
             raise Damaged(f"part {chunk.part}: wrong checksum at byte {chunk.offset}")

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 
 
 def check_version(wire_version: int) -> None:
-    """Raise ValueError for a message of another wire version."""
+    """Raises ValueError for a protobuf message of another wire version."""
     if wire_version != WIRE_VERSION:
         raise ValueError(f"wire version {wire_version} meets {WIRE_VERSION}: both sides need the same diloco release")
 
@@ -86,7 +86,7 @@ def _known(table: Mapping[int, V], number: int, name: str) -> V:
 
 
 def _numbers(kind: type[V], wire: EnumDescriptor) -> dict[V, Any]:
-    """The wire's number of each member of an enum. On the wire 0 means a missing field, so members begin with 1."""
+    """Protobuf number of each member of an enum. On the wire 0 means a missing field, so members begin with 1."""
     return {member: wire.values_by_name[f"{wire.name.upper()}_{member.name}"].number for member in kind}  # type: ignore[attr-defined]
 
 
@@ -94,12 +94,12 @@ def _numbers(kind: type[V], wire: EnumDescriptor) -> dict[V, Any]:
 
 
 def commit_to_wire(commit: Commit) -> bytes:
-    """Digest (32 bytes) and canonical bytes of a commit."""
+    """A commit for a protobuf message: digest (32 bytes) and canonical bytes."""
     return bytes.fromhex(commit.digest) + commit.to_bytes()
 
 
 def commit_from_wire(data: bytes) -> Commit:
-    """The commit in those bytes. Raises ValueError where they do not match the digest."""
+    """The commit in a protobuf message. Raises ValueError where its bytes do not match the digest."""
     sha256, text = _short(data, "commit", MAX_COMMIT_BYTES)[:32], data[32:]
     if hashlib.sha256(text).digest() != sha256:
         raise ValueError("a commit that does not match its digest")
@@ -113,7 +113,7 @@ _SCOPE: dict[str, Any] = {**globals(), "write_Commit": commit_to_wire, "read_Com
 
 
 def _compile(kind: type[V], message: type[M]) -> tuple[Callable[[V], M], Callable[[M], V]]:
-    """Make the function that turns a `kind` into a `message`, and the one that reads and checks a `message`.
+    """Make the function that turns a `kind` into a protobuf `message`, and the one that reads and checks a `message`.
 
     Their source is put together here, once, at import. To ask a class for its fields at every call would take several
     times as long, and in a large view a peer converts hundreds of messages a second.
@@ -142,7 +142,7 @@ def read_{name}(message):
 
 
 def _writing(annotation: Any, value: str) -> str:
-    """The expression that turns the value of a field into what its message holds."""
+    """Expression that turns the value of a field into what its protobuf message holds."""
     kind, bounds = _kind_and_bounds(annotation)
     if _is_optional(kind):
         return f"None if {value} is None else {_writing(get_args(kind)[0], value)}"
@@ -159,7 +159,7 @@ def _writing(annotation: Any, value: str) -> str:
 
 
 def _reading(annotation: Any, wire: Any) -> str:
-    """The expression that reads a field of a message, of which `wire` is the descriptor, and checks it."""
+    """Expression that reads a field of a protobuf message, of which `wire` is the descriptor, and checks it."""
     kind = _kind_and_bounds(annotation)[0]
     value = f"message.{wire.name}"
     if _is_optional(kind):
@@ -168,7 +168,7 @@ def _reading(annotation: Any, wire: Any) -> str:
 
 
 def _checking(annotation: Any, value: str, wire: Any) -> str:
-    """The expression that turns what a message holds into the value of a field, or refuses it."""
+    """Expression that turns what a protobuf message holds into the value of a field, or refuses it."""
     kind, bounds = _kind_and_bounds(annotation)
     name = repr(wire.name)
     if get_origin(kind) is tuple:
@@ -194,7 +194,7 @@ def _checking(annotation: Any, value: str, wire: Any) -> str:
 
 
 def _kind_and_bounds(annotation: Any) -> tuple[Any, dict[type, Any]]:
-    """The type that is annotated, and its bounds by their type."""
+    """Type annotated for a field of a protobuf message, and its bounds by their type."""
     if get_origin(annotation) is not Annotated:
         return annotation, {}
     kind, *bounds = get_args(annotation)
@@ -206,7 +206,7 @@ def _is_optional(kind: Any) -> bool:
 
 
 def _compiled(kind: Any) -> str:
-    """The name of a dataclass within another, once it has its two functions."""
+    """Name of a dataclass within another, once its two functions to and from protobuf are there."""
     name: str = kind.__name__
     if f"read_{name}" not in _SCOPE:
         _compile(kind, getattr(control, name))
@@ -220,7 +220,7 @@ _BODY_READERS = {field: read for field, _, read in _BODIES.values()}
 
 
 def _write_body(body: m.Body) -> dict[str, Message]:
-    """The one field of the envelope that holds the body."""
+    """The one field of the protobuf envelope that holds the body."""
     field, write, _ = _BODIES[type(body)]
     return {field: write(body)}
 
@@ -238,13 +238,13 @@ envelope_to_wire, envelope_from_wire = _compile(m.Envelope, control.Envelope)
 
 
 def seal(envelope: m.Envelope) -> control.Sealed:
-    """An envelope as a message with a checksum, as it travels."""
+    """An envelope as a protobuf message with a checksum, as it travels."""
     data = envelope_to_wire(envelope).SerializeToString()
     return control.Sealed(envelope=data, checksum=xxh3_64_intdigest(data))
 
 
 def unseal(message: control.Sealed) -> m.Envelope:
-    """The envelope in a message. Raises Damaged when a bit was flipped on the way, ValueError when it is none."""
+    """The envelope in a protobuf message. Raises Damaged for a flipped bit, ValueError when it is none."""
     if xxh3_64_intdigest(message.envelope) != message.checksum:
         raise Damaged("an envelope with a wrong checksum")
     try:
@@ -269,11 +269,11 @@ def reply_to_wire(reply: m.Reply, detail: str = "") -> control.DeliverReply:
 
 
 def reply_from_wire(message: control.DeliverReply) -> tuple[m.Reply, str]:
-    """The reply code of a message, and why its bytes were refused; empty when they were understood."""
+    """Reply code of a protobuf message, and why its bytes were refused; empty when they were understood."""
     return _known(_REPLIES, message.reply, "reply"), _short(message.detail, "detail", m.MAX_REASON)
 
 
 def lanes_from_wire(message: peer.LanesReply) -> tuple[str, ...]:
-    """Addresses of lanes in a message. The link checks an address when it dials it."""
+    """Addresses of lanes in a protobuf message. The link checks an address when it dials it."""
     addresses = _several(message.addresses, "lanes", 0, MAX_LIST)
     return tuple(_short(address, "the address of a lane", MAX_TEXT) for address in addresses)

@@ -30,7 +30,7 @@ TILES_AT_ONCE = 16
 
 
 class DctCodec(TopKCodec):
-    """As `TopKCodec`; a chunk is a square tile."""
+    """Codec of cosine coefficients: as `TopKCodec`; a chunk is a square tile."""
 
     name = "dct"
 
@@ -39,7 +39,7 @@ class DctCodec(TopKCodec):
 
     @property
     def width(self) -> int:
-        """Rows and columns of a tile."""
+        """Rows and columns of a tile that the cosine codec transforms."""
         return math.isqrt(self.chunk)
 
     def _coordinates(self, values: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class DctCodec(TopKCodec):
                 _turn_back(some)
 
     def _tiles(self, flat: Tensor) -> Iterator[Tensor]:
-        """Views (tiles, rows, width): all whole tiles, and the lower one behind them."""
+        """Views (tiles, rows, width) for the cosine codec: all whole tiles, and the lower one behind them."""
         whole = flat.numel() - flat.numel() % self.chunk
         end = flat.numel() - flat.numel() % self.width
         if whole:
@@ -66,7 +66,7 @@ class DctCodec(TopKCodec):
 
 
 def _turn_back(tiles: Tensor) -> None:
-    """The inverse transform (DCT-III) of coefficients (tiles, rows, columns), in place; separately rounded fp32."""
+    """The cosine codec's inverse DCT of (tiles, rows, columns), in place: DCT-III in separately rounded fp32."""
     _, rows, columns = tiles.shape
     by_row, by_column = _basis(rows), _basis(columns)
     product = torch.empty_like(tiles)
@@ -80,7 +80,7 @@ def _turn_back(tiles: Tensor) -> None:
 
 @lru_cache
 def _basis(size: int) -> Tensor:
-    """The orthonormal DCT-II: row k holds s_k cos(pi k (2 j + 1) / (2 size)), fp32, the same bits on any machine."""
+    """The cosine codec's orthonormal DCT-II: row k is s_k cos(pi k (2 j + 1) / (2 size)), fp32, same on any machine."""
     rows = []
     for k in range(size):
         scale = math.sqrt((1 if k == 0 else 2) / size)
@@ -89,7 +89,7 @@ def _basis(size: int) -> Tensor:
 
 
 def _cosine_of_quarters(numerator: int, size: int) -> float:
-    """cos(pi/2 * numerator / size), by its series: `math.cos` is another function in another C library."""
+    """cos(pi/2 * numerator / size) for the cosine codec, by its series: `math.cos` differs between C libraries."""
     turn = numerator % (4 * size)
     turn = min(turn, 4 * size - turn)  # cos(-x)
     sign = -1.0 if turn > size else 1.0

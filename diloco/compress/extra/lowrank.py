@@ -32,14 +32,14 @@ MAX_RANK = 2**12
 
 @dataclass(frozen=True)
 class LowRankCodec(Codec):
-    """`rank` <= 4096 terms, or as many as the matrix has; values saturate at 2^60."""
+    """Low-rank codec: `rank` <= 4096 terms, or as many as the matrix has; values saturate at 2^60."""
 
     rank: int
     columns: int
 
     @classmethod
     def opened(cls, section: CodecChoice) -> LowRankCodec:
-        """The codec that a contract asks for."""
+        """The low-rank codec that a contract asks for."""
         return cls(section.rank, section.columns)
 
     name = "lowrank"
@@ -84,7 +84,7 @@ class LowRankCodec(Codec):
         return rank * (torch.float32.itemsize + (rows + columns) * torch.float16.itemsize)
 
     def _shape(self, elements: int) -> tuple[int, int, int]:
-        """Rows, columns and terms of a part: no wider than a square. The last row may be filled up with zeros."""
+        """Rows, columns and terms that the codec makes of a part: no wider than a square, zeros at the end."""
         columns = min(self.columns, math.isqrt(elements - 1) + 1)
         rows = math.ceil(elements / columns)
         return rows, columns, min(self.rank, rows, columns, MAX_RANK)

@@ -17,7 +17,7 @@ from diloco.config.codec import CodecChoice
 
 @dataclass(frozen=True)
 class SignCodec(BlockCodec):
-    """Code 1 for values >= 0. No value is zero after that, unless its whole block was."""
+    """Codec of one bit: code 1 for values >= 0. No value is zero after that, unless its whole block was."""
 
     block: int = 256
     bits = 1
@@ -25,7 +25,7 @@ class SignCodec(BlockCodec):
 
     @classmethod
     def opened(cls, section: CodecChoice) -> SignCodec:
-        """The codec that a contract asks for."""
+        """The sign codec that a contract asks for."""
         return cls(section.block or cls.block)
 
     def quantise(self, values: Tensor, dither: Tensor | None) -> tuple[Tensor, Tensor]:

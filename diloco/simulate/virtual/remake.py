@@ -15,7 +15,7 @@ import torch
 
 from diloco.accounts.books import Chain
 from diloco.accounts.journal import Recording
-from diloco.accounts.replay import Replay, Workshop, shelve
+from diloco.accounts.replay import Replay, Replayer, shelve
 from diloco.base.types import Counted
 from diloco.compress import Codec
 from diloco.simulate.virtual.setup import SimulationSetup
@@ -36,8 +36,8 @@ def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]
     fragments = setup.layout.fragments
     shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
     made_with = setup.codecs, setup.optimizer, setup.weighing
-    workshop = Workshop(chain, shelf, *made_with, lambda: setup.start, {}, setup.radial)
-    return workshop.replay(lambda done, total: None)
+    replayer = Replayer(chain, shelf, *made_with, lambda: setup.start, {}, setup.radial)
+    return replayer.replay(lambda done, total: None)
 
 
 def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
