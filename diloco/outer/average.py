@@ -141,16 +141,6 @@ def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_
     return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)
 
 
-def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
-    """The most bytes of the mean of any part; `codecs` by group of parameters."""
-    sizes = (
-        max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
-        for fragment in layout.fragments
-        for group, elements in fragment.groups
-    )
-    return max(sizes, default=0)
-
-
 def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
     """The mean of a fragment's parts that are held here, flat fp32. `parts`: encoded, by number; `codecs`: by group.
 
