@@ -16,7 +16,7 @@ from diloco.base.life import Life
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.config.contract import Contract
 from diloco.config.site import Site
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.event_log import Events
 from diloco.observe.events import to_json
@@ -110,7 +110,7 @@ class LocalPeer:
         self.model = torch.nn.Linear(1, ELEMENTS, bias=False, dtype=world.dtype, device="cpu")
         torch.nn.init.zeros_(self.model.weight)
         self.world = world
-        welcome = world.ask(PeerService(through.peer.exchange).on_hello) if through else None
+        welcome = world.ask(ExchangeService(through.peer.exchange).on_hello) if through else None
         address = f"{name}:1"
         endpoint = LocalEndpoint(world, address, welcome)
         directory = world.directory / name if world.directory else None

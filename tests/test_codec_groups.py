@@ -26,7 +26,8 @@ from diloco.compress import PayloadError, open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, load_contract
-from diloco.outer.average import max_part_bytes, unpack
+from diloco.exchange.terms import max_part_bytes
+from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.pseudograd import pseudo_gradient
 from diloco.peer.terms import rules_of

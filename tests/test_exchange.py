@@ -15,7 +15,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Closed, Member, Skip
 from diloco.compress import bundle
 from diloco.exchange.archive import IDLE_S
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
 from diloco.protocol import coordinating
 from diloco.protocol.messages import FetchMean, Offered, Reply
@@ -117,14 +117,15 @@ def test_what_is_being_overwritten_is_not_offered(world: LocalWorld) -> None:
     exchange, line = world.peers[0].peer.exchange, world.peers[0].peer.line
     assert exchange.state_unused().result(10.0)
     with pytest.raises(LinkRefused):
-        world.run(PeerService(exchange).on_state_offer(""))
-    waiting = asyncio.run_coroutine_threadsafe(PeerService(exchange).on_state_offer(""), world.loop)
+        world.run(ExchangeService(exchange).on_state_offer(""))
+    waiting = asyncio.run_coroutine_threadsafe(ExchangeService(exchange).on_state_offer(""), world.loop)
     exchange.hold(line.state, line.commit)
     assert waiting.result(DEADLINE_S).digest == line.state.digest
     assert not exchange.state_unused().result(10.0)  # somebody is about to copy it
     other = world.peers[1].peer
     assert (
-        world.run(PeerService(other.exchange).on_state_offer(other.line.state.digest)).digest == other.line.state.digest
+        world.run(ExchangeService(other.exchange).on_state_offer(other.line.state.digest)).digest
+        == other.line.state.digest
     )
     assert other.exchange.state_unused().result(10.0)  # it was asked by one who has that state
 

@@ -35,10 +35,10 @@ from diloco.config.contract import Contract, OuterSection
 from diloco.config.site import Site
 from diloco.exchange import engine
 from diloco.exchange import lane as lanes_of_ranks
-from diloco.exchange.background import Background
+from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.engine import Exchange
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import FirstRank, Lanes, RemoteLane
+from diloco.exchange.lanes import Lanes, RemoteExchange, RemoteLane
 from diloco.exchange.work import LaneEvents
 from diloco.inner.rank_model import RankModel
 from diloco.island import Island
@@ -283,7 +283,7 @@ class Blocked(Sequence[bytes]):
 
 
 @contextmanager
-def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.AbstractEventLoop]]:
+def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, RemoteExchange, asyncio.AbstractEventLoop]]:
     """The lane of rank 1, on a loop of its own, as rank 0 sees it; somebody else has called first."""
     key = secrets.token_bytes(32)
     listener = RankListener("127.0.0.1", key)
@@ -301,7 +301,7 @@ def two_ranks() -> Iterator[tuple[RemoteLane, Heard, Lane, FirstRank, asyncio.Ab
                     pass
         here, there = Runtime(1.0, 0.0, 1), Runtime(1.0, 0.0, 1)
         lane = Lane(lane_terms(contract(), Site(), LAYOUT), there.link, there.loop)
-        first = FirstRank(call_rank_0(("127.0.0.1", listener.port), key, 1), lane, there.loop)
+        first = RemoteExchange(call_rank_0(("127.0.0.1", listener.port), key, 1), lane, there.loop)
         connections = welcome.result(DEADLINE_S)
         silent.close()
     heard = Heard()
@@ -410,7 +410,7 @@ def test_parts_of_a_contribution_are_not_waited_for_once_the_exchange_failed() -
         parts = Blocked()
         lane.take(Contribution(0, 1, 1, 1, 1, parts))
         exchange = object.__new__(Exchange)  # as far as asking other ranks needs one
-        Background.__init__(exchange, loop)
+        ExchangeTasks.__init__(exchange, loop)
         exchange.lanes = lanes_with(lane, remote)
         asked = exchange.whole(Contribution(0, 1, 1, 1, 1, [b"", b""]))
         exchange.failed(ResourceError("the exchange failed"))
@@ -495,7 +495,7 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
 
         monkeypatch.setattr(engine, "download", download)
         exchange = object.__new__(Exchange)  # as far as a copy needs one
-        Background.__init__(exchange, loop)
+        ExchangeTasks.__init__(exchange, loop)
         exchange.lanes, exchange._copying = lanes_with(lane, remote), asyncio.Lock()
         exchange.terms = exchange.machine = cast(Any, Mock())
         exchange.link = exchange._resync_from = cast(Any, None)

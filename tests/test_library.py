@@ -22,7 +22,7 @@ from diloco.base.errors import ConfigError, IncompatibleError, ResourceError, Ti
 from diloco.base.life import done
 from diloco.config.contract import Contract
 from diloco.config.site import PeerSection, Site
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.event_log import read_lines
 from diloco.observe.events import VersionClosed
@@ -257,7 +257,7 @@ class Own:
     def __init__(self, world: LocalWorld) -> None:
         self.world = world
         self.model = torch.nn.Linear(1, ELEMENTS, bias=False)
-        endpoint: Any = LocalEndpoint(world, "own:1", world.ask(PeerService(world.peers[0].peer.exchange).on_hello))
+        endpoint: Any = LocalEndpoint(world, "own:1", world.ask(ExchangeService(world.peers[0].peer.exchange).on_hello))
         site = world.site.model_copy(update={"peer": PeerSection(name="p9")})
         island = Island(0, 1, torch.device("cpu"))
         loop = OwnLoop(self.model, island, {})

@@ -22,7 +22,7 @@ from diloco.config.contract import OuterSection
 from diloco.config.site import NetworkSection, Site
 from diloco.exchange import statesync
 from diloco.exchange.archive import IDLE_S, MAX_SNAPSHOTS, Backlog, Snapshots, make_offer
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.exchange.statesync import MAX_FRUITLESS_PASSES, PAUSE_S, STRIPE_BYTES, download, why_useless
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizers import open_outer
@@ -616,7 +616,7 @@ def test_who_diverged_takes_an_older_state_where_no_other_is_to_be_had(world: Lo
     for _ in range(MAX_SNAPSHOTS):
         world.rounds(world.peers, 1)
         for peer in world.peers:
-            world.run(PeerService(peer.peer.exchange).on_state_offer(""))
+            world.run(ExchangeService(peer.peer.exchange).on_state_offer(""))
     world.rounds(world.peers, 1)
     damage(victim)
     copies = victim.copies

@@ -15,7 +15,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.types import Member
 from diloco.data.reader import BlockReader
 from diloco.exchange.archive import IDLE_S
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.events import to_json
 from diloco.peer.life import Ending
@@ -37,7 +37,7 @@ class LocalTrainer(LocalPeer):
         self.name, self.world, self.told = name, world, []
         self.address = f"{name}:1"
         endpoint = LocalEndpoint(
-            world, self.address, world.ask(PeerService(through.peer.exchange).on_hello) if through else None
+            world, self.address, world.ask(ExchangeService(through.peer.exchange).on_hello) if through else None
         )
         island = Island(0, 1, torch.device("cpu"))
         listeners = [lambda stamped: self.told.append(to_json(stamped))]

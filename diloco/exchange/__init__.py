@@ -1,1 +1,1 @@
-"""The exchange: how peers find each other, agree on versions, and move bytes. `machine.py` is the protocol."""
+"""The exchange: carries out the protocol with real bytes, on lanes. `engine.py` drives the protocol's state machine."""

@@ -20,7 +20,7 @@ IDLE_S = 60.0
 
 
 def make_offer(state: OuterState, commit: Commit | None) -> StateOffer:
-    """Offer of a state to a joiner. Hashes only what no version hashed before."""
+    """The exchange's offer of a copy of the state to a joiner. Hashes only what no version hashed before."""
     steps = tuple(fragment.steps for fragment in state.fragments)
     hashes = tuple(chunk.digest for chunk in state.manifest())
     return StateOffer(state.version, commit, state.digest, steps, hashes)
@@ -35,7 +35,7 @@ class _Snapshot:
 
 
 class Backlog:
-    """The latest commits with their means, for those who are behind.
+    """The exchange's backlog: the latest commits with their means, for those who are behind.
 
     A copy over a slow link takes more versions than are kept otherwise, and would be too old whenever it is here. So
     all since the oldest snapshot stay, too, while their means fit in the memory of one state: 8 versions of int8, 16 of
@@ -53,7 +53,7 @@ class Backlog:
         self._bytes = 0
 
     def add(self, closed: Closed, read_version: int | None) -> None:
-        """`read_version`: of the oldest snapshot that is being read; None: there is none."""
+        """Add a version to the backlog. `read_version`: of the oldest snapshot that is being copied; None: none is."""
         self._closed.append(closed)
         self._bytes += _payload_bytes(closed)
         while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
@@ -63,23 +63,23 @@ class Backlog:
         return read_version is not None and closed.commit.version > read_version and self._bytes <= self._max_bytes
 
     def after(self, version: int) -> list[Closed]:
-        """Closed versions after `version` that are kept. The list may begin later than with the next."""
+        """Closed versions after `version` in the backlog. The list may begin later than with the next."""
         return [closed for closed in self._closed if closed.commit.version > version]
 
     def since(self, version: int) -> list[Closed]:
-        """All later versions; none, unless the next one is kept."""
+        """All versions of the backlog after `version`; none, unless the next one is kept."""
         return self.after(version) if self.leads_on_from(version) else []
 
     def leads_on_from(self, version: int) -> bool:
-        """Whether the next version is kept, and so all after it."""
+        """Whether the backlog keeps the version after `version`, and so all after it."""
         return any(closed.commit.version == version + 1 for closed in self._closed)
 
     def means(self) -> set[str]:
-        """Digests of the means of all that are kept."""
+        """Digests of the means that the backlog keeps."""
         return {closed.commit.mean_digest for closed in self._closed}
 
     def clear(self) -> None:
-        """Forget all versions."""
+        """Forget all versions of the backlog."""
         self._closed.clear()
         self._bytes = 0
 
@@ -89,18 +89,18 @@ def _payload_bytes(closed: Closed) -> int:
 
 
 class Snapshots:
-    """States that others are copying. One that is being read stays, for as long as commits lead on from it."""
+    """States that others are copying. One that is being read stays, for as long as the backlog leads on from it."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
         self._kept: dict[str, _Snapshot] = {}
 
     def oldest_version(self) -> int | None:
-        """Oldest version whose state is kept. None: there is none."""
+        """Oldest version whose state is kept for copies. None: there is none."""
         return min((snapshot.offer.version for snapshot in self._kept.values()), default=None)
 
     def offer(self, state: OuterState, offer: StateOffer, now_s: float) -> StateOffer:
-        """Offer `state`; or, when as many as are kept are being read, the latest of those: commits lead on from it."""
+        """Offer `state` for copying; or, when as many as are kept are being copied, the latest of those."""
         self.forget(state.version, now_s)
         full = len(self._kept) >= MAX_SNAPSHOTS and offer.digest not in self._kept
         if not full:
@@ -111,12 +111,11 @@ class Snapshots:
         return latest.offer
 
     def digests(self) -> set[str]:
-        """Digests of the states that are kept."""
+        """Digests of the states that are kept for copies."""
         return set(self._kept)
 
     def entry(self, digest: str, index: int, now_s: float) -> StateChunk | None:
-        """Entry of one chunk in the manifest of the state with that digest, which is being read; None when it is not
-        kept any more."""
+        """Manifest entry of one chunk of the kept state with that digest, which a peer copies; None: not kept."""
         snapshot = self._kept.get(digest)
         if snapshot is None or not 0 <= index < len(snapshot.manifest):
             return None
@@ -124,12 +123,12 @@ class Snapshots:
         return snapshot.manifest[index]
 
     def chunk(self, digest: str, index: int, now_s: float) -> bytes | None:
-        """One chunk of a state that is all here."""
+        """One chunk of a kept state for another peer's copy, where one lane holds all of it."""
         entry = self.entry(digest, index, now_s)
         return self._kept[digest].state.chunk(entry) if entry is not None else None
 
     def forget(self, version: int, now_s: float) -> None:
-        """Drop what nobody reads, and that from which no commits lead on to `version`, where we stand."""
+        """Drop states that nobody copies, or from which the backlog does not lead on to `version`, where we stand."""
 
         def wanted(snapshot: _Snapshot) -> bool:
             at = snapshot.offer.version
@@ -139,7 +138,7 @@ class Snapshots:
 
 
 class Archive:
-    """What the lanes of one peer keep, by digest. On rank 0, on the loop's thread.
+    """States, kept means and backlog in the lanes of one peer, by digest. On rank 0, on the loop's thread.
 
     Tensors and payloads are in the lanes of the ranks, which know a state by a number.
 
@@ -163,7 +162,7 @@ class Archive:
         """The lanes' numbers of the states that are kept, by digest."""
 
     def hold(self, state: OuterState, commit: Commit | None, number: int) -> None:
-        """The training side stands at `state` now, which the lanes call `number`."""
+        """Note that the training side stands at `state` now, which the lanes call `number`."""
         self.state, self.commit, self.reused = state, commit, False
         self._numbers[state.digest] = number
         self.snapshots.forget(state.version, monotonic_s())
@@ -176,7 +175,7 @@ class Archive:
         self._lanes.each(Lane.retain, tuple(self._numbers.values()))
 
     def reuse(self) -> bool:
-        """Give the state up to be overwritten, unless somebody copies it. Until `hold` it is offered to nobody."""
+        """Let the kept state be overwritten, unless a peer copies it. Until `hold` it is offered for no copy."""
         if self.state is not None:
             self.snapshots.forget(self.state.version, monotonic_s())
             self.reused = self.state.digest not in self.snapshots.digests()
@@ -192,32 +191,32 @@ class Archive:
         return self._numbers[digest] if self.state is not None and self.state.digest == digest else 0
 
     def offer(self, state: OuterState, offer: StateOffer) -> StateOffer:
-        """Offer `state` to a peer that copies it, or an older one (`Snapshots.offer`), and keep that."""
+        """Offer `state` to a peer that copies it, or an older one (`Snapshots.offer`), and have the lanes keep that."""
         given = self.snapshots.offer(state, offer, monotonic_s())
         self.retain()
         return given
 
     async def chunk(self, digest: str, index: int) -> bytes | None:
-        """One chunk of a state that is being copied; None when it is gone."""
+        """One chunk of a state that another peer is copying, from the lane that holds it; None when it is gone."""
         entry = self.snapshots.entry(digest, index, monotonic_s())
         if entry is None or digest not in self._numbers:
             return None
         return await self._lanes.chunk(self._numbers[digest], entry)
 
     def take_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        """Keep a mean that another peer gave, whole."""
+        """Have the lanes keep a mean that another peer gave, whole."""
         self._lanes.keep_mean(digest, parts)
         self.keep_mean(digest)
 
     def keep_mean(self, digest: str) -> None:
-        """The mean with this digest is here, whole: the lanes keep it, and forget those that nobody needs."""
+        """Have the lanes keep this mean, which is here whole, and forget those that nobody needs."""
         if digest in self.means:
             self.means.remove(digest)
         self.means.append(digest)
         self._lanes.each(Lane.keep_means, {*self.means, *self.backlog.means()})
 
     async def commits(self, since: int) -> list[Closed]:
-        """Commits after version `since` with their means, without gaps, as far as they are kept."""
+        """Commits of the backlog after version `since` with their means from the lanes, without gaps."""
         found = []
         for closed in self.backlog.since(since):
             parts = await self._lanes.mean(closed.commit.mean_digest) if closed.parts else ()

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Background:
-    """Tasks on the event loop of another thread. A failure there fails every future that was given out."""
+class ExchangeTasks:
+    """Tasks of the exchange or a lane on its loop's thread. A failure there fails every future that was given out."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -24,13 +24,13 @@ class Background:
         self._failure: BaseException | None = None
 
     def _ask(self, question: Callable[[], T]) -> Future[T]:
-        """The answer of the loop's thread."""
+        """The answer of the exchange's or lane's loop thread to a question."""
         future = self._promised()
         self._call(lambda: _work(future, question))
         return future
 
     def _start_task(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """What a task on the loop comes to. Cancelling it cancels the task. What it raises fails nothing else."""
+        """Result of a task on the exchange's loop. Cancelling it cancels the task; its failure fails nothing else."""
         future = self._promised()
 
         def begin() -> None:
@@ -48,7 +48,7 @@ class Background:
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _promised(self) -> Future[Any]:
-        """A future that fails with this. Whoever waits for it need not ask whether somebody still works on it."""
+        """A future that fails when this exchange or lane does, so that its waiter need not ask whether work goes on."""
         future: Future[Any] = Future()
         self._promises.add(future)
         future.add_done_callback(self._promises.discard)
@@ -66,7 +66,7 @@ class Background:
         self._loop.call_soon_threadsafe(guarded)
 
     def raise_failure(self) -> None:
-        """Raises what has failed, if something has."""
+        """Raises the error that ended this exchange or lane, if one did."""
         if self._failure is not None:
             raise self._failure
 
@@ -84,14 +84,14 @@ class Background:
             self.failed(error)
 
     def failed(self, error: BaseException) -> None:
-        """The training side is to end for it."""
+        """End this exchange or lane with `error`, which the training side is to raise."""
         logger.error("the exchange failed", exc_info=error)
         self._failure = self._failure or error
         for future in list(self._promises):
             _fail(future, self._failure)
 
     def _end_tasks(self) -> None:
-        """Another thread than the loop's waits until they have ended."""
+        """End the tasks of this exchange or lane. Another thread than the loop's waits until they have ended."""
         ended = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         try:
             asyncio.get_running_loop()
@@ -105,7 +105,7 @@ class Background:
 
 
 def settle(future: Future[T] | None, value: T) -> None:
-    """Give a future its result, unless it was cancelled, or has failed, meanwhile. None: nobody waits."""
+    """Give a future of the exchange its result, unless it was cancelled or has failed meanwhile. None: nobody waits."""
     if future is not None:
         with suppress(InvalidStateError):
             future.set_result(value)

@@ -24,7 +24,7 @@ from diloco.base.life import done
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.archive import Archive
-from diloco.exchange.background import Background, settle
+from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteLane
 from diloco.exchange.missed import Fetcher
@@ -45,8 +45,8 @@ _FAILPOINTS = {m.Accept: "accept", m.Propose: "propose", m.Committed: "commit"}
 """Messages before and after which a drill can place a death."""
 
 
-class Exchange(Background):
-    """The protocol of one peer at work: on rank 0. `PeerService` answers the calls of other peers."""
+class Exchange(ExchangeTasks):
+    """The exchange of one peer: its protocol with real bytes, on rank 0. `ExchangeService` answers other peers."""
 
     def __init__(
         self,
@@ -103,36 +103,36 @@ class Exchange(Background):
 
     @property
     def name(self) -> str:
-        """This peer's."""
+        """Name of this exchange's peer."""
         return self.machine.me.peer
 
     @property
     def me(self) -> Member:
-        """This life of this peer."""
+        """Member (this life of its peer) for which the exchange speaks."""
         return self.machine.me
 
     @property
     def version(self) -> int:
-        """Of the commit that it knows."""
+        """Version of the latest commit that the exchange has."""
         return self.machine.version
 
     @property
     def alone(self) -> bool:
-        """Whether it is outside the view, or most of the view cannot be reached."""
+        """Whether this exchange's peer is outside the view, or most of the view cannot be reached."""
         return not self.in_view or self.machine.alone
 
     @property
     def others(self) -> Sequence[Member]:
-        """Live members of the view without this peer."""
+        """Live members of the view with which this exchange goes on: all but its own peer."""
         return [member for member in self.machine.alive() if member != self.machine.me]
 
     @property
     def in_view(self) -> bool:
-        """Whether this peer is a member of the run now."""
+        """Whether this exchange's peer is a member of the run now."""
         return self.machine.in_view
 
     def offer(self, contribution: Contribution, leaving: bool) -> Future[Skip | None]:
-        """Contribute to the version being made; meanwhile training may go on.
+        """Contribute to the version that the exchange makes; meanwhile training may go on.
 
         Returns why the round is skipped, or None once versions closed, which `closed` returns then. They may or may not
         count this contribution.
@@ -142,15 +142,15 @@ class Exchange(Background):
         return outcome
 
     def withdraw(self) -> None:
-        """Wait for no version any more: the offer comes to a skip, unless a version is about to close."""
+        """Have the exchange wait for no version: the offer comes to a skip, unless a version is about to close."""
         self._call(self._feed, m.Withdrawn())
 
     def whole(self, contribution: Contribution) -> Future[Contribution]:
-        """The contribution with the parts that other ranks of this island encode."""
+        """The contribution with the encoded parts from the lanes of all ranks of this island."""
         return self._start_task(self.lanes.whole(contribution)) if self.lanes.others else done(contribution)
 
     def closed(self) -> Sequence[Closed]:
-        """Versions that closed since the last call, in order. Raises what has made the exchange fail."""
+        """Versions that the exchange closed since the last call, in order. Raises the error that ended the exchange."""
         self.raise_failure()
         with self._closed_changed:
             taken = tuple(self._closed)
@@ -158,7 +158,7 @@ class Exchange(Background):
             return taken
 
     def closes(self) -> Future[None]:
-        """Done when `closed` has something to return."""
+        """A future, done when the exchange's `closed` has something to return."""
         with self._closed_changed:
             if self._closed:
                 return done(None)
@@ -167,7 +167,7 @@ class Exchange(Background):
             return self._closes
 
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
-        """The training side stands at `state` now. `copied`: it came from others and not by a commit."""
+        """Hand the exchange the `state` at which training is now. `copied`: it came from others and not by a commit."""
         event = m.StateHeld(state.version, state.digest, commit if copied else None)
         self.lane.hold(state)
         number = self.lane.held
@@ -185,18 +185,18 @@ class Exchange(Background):
         self._call(hold)
 
     def state_unused(self) -> Future[bool]:
-        """Whether no peer copies the state that this one stands at. Then it is offered to none any more, and may be
+        """Whether no peer copies the state that the exchange holds. Then it is offered to none any more, and may be
         overwritten: a joiner waits for the next `hold`."""
         return self._ask(self.archive.reuse)
 
     def report(self, progress: Progress) -> None:
-        """Set the progress that heartbeats carry."""
+        """Set the progress that the exchange's heartbeats carry."""
         self.machine.progress = progress
 
     def copy_state(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
     ) -> Future[tuple[OuterState, StateOffer]]:
-        """The state that the members at these addresses hold; `local` itself, which is `commit`'s, if it is that.
+        """A copy of the state that the members at these addresses hold; `local`, which is `commit`'s, if it is that.
 
         Cancelled, it is given up. Raises StateError where nobody gives it.
         """
@@ -229,11 +229,11 @@ class Exchange(Background):
             return state, offer
 
     def alive(self) -> Future[list[Member]]:
-        """Members of the view that are not suspected."""
+        """Members of the view that the exchange does not suspect."""
         return self._ask(self.machine.alive)
 
     def sources(self) -> Future[list[str]]:
-        """Addresses of those who can give us the state: of the view, or before we have one, of whom we heard."""
+        """Addresses from which the exchange can copy the state: of the view, or else of peers that it heard."""
 
         def known() -> list[str]:
             trainers = [member.address for member in self.others if not member.witness]
@@ -244,24 +244,24 @@ class Exchange(Background):
         return self._ask(known)
 
     def awaited(self) -> Future[bool]:
-        """Whether most others have done their inner steps and wait for those that have not."""
+        """Whether the exchange sees most others done with their inner steps, waiting for those that are not."""
         return self._ask(self.machine.awaited)
 
     def speeds(self) -> Future[tuple[float, float]]:
-        """The pace of the fastest other live trainer, tokens per second, 0 while unknown; and the seconds that the
-        last exchange took, 0 before the first."""
+        """The fastest pace that the exchange hears of from another live trainer, tokens per second, 0 while unknown;
+        and the seconds that the last exchange took, 0 before the first."""
         return self._ask(lambda: (self.machine.fastest(), self.machine.sync_s))
 
     def said_goodbye(self) -> Future[set[str]]:
-        """Peers that left in good order."""
+        """Peers whose goodbye reached this exchange."""
         return self._ask(lambda: {entry.member.peer for entry in self.machine.roster if entry.left})
 
     def settled(self) -> Future[bool]:
-        """Whether the others have the latest version too, so that it does not die with us."""
+        """Whether the others' exchanges have the latest version too, so that it does not die with us."""
         return self._ask(self.machine.settled)
 
     def leave(self) -> Future[None]:
-        """Say goodbye and hand the vote on. Done when all have answered or were given up."""
+        """Send goodbye from the exchange and hand the vote on. Done when all have answered or were given up."""
 
         async def leave() -> None:
             effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
@@ -270,7 +270,7 @@ class Exchange(Background):
         return self._start_task(leave())
 
     def stop(self) -> None:
-        """End the tasks. The link and the server are the caller's."""
+        """End the tasks of the exchange and its lanes. The link and the server are the caller's."""
         for lane in self.lanes.others:
             lane.end()
         self.lane.stop()
@@ -278,12 +278,12 @@ class Exchange(Background):
         self.hasher.shutdown(wait=False, cancel_futures=True)
 
     def meet(self, members: Sequence[Member]) -> None:
-        """Peers to talk to, from a welcome or from the directory."""
+        """Give the exchange peers to talk to, from a welcome or from the directory."""
         self._call(lambda: self.machine.roster.meet(members, monotonic_s()))
 
     def start(self, address: str, directory: tuple[str, ...], lanes: tuple[str, ...] = ()) -> None:
-        """Begin to tick. `address`: where the server listens; `directory`: addresses of our directory node; `lanes`:
-        where other ranks of ours listen (`assign`)."""
+        """Begin the exchange's ticks. `address`: where the server listens; `directory`: addresses of our directory
+        node; `lanes`: where other ranks of ours listen (`assign`)."""
         self.directory, self.lane_addresses = directory, lanes
 
         async def tick() -> None:
@@ -298,7 +298,7 @@ class Exchange(Background):
         self._call(start)
 
     def assign(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
-        """Other ranks divide the outer state with us: their connections, by rank. Before `start`."""
+        """Add the lanes of other ranks, which divide the outer state with us: connections, by rank. Before `start`."""
         self.lanes.others += [RemoteLane(ranks[rank], self._loop, self, rank) for rank in sorted(ranks)]
 
     # ------------------------------------------------------------ the loop's thread from here on
@@ -318,7 +318,7 @@ class Exchange(Background):
         self._perform(self.machine.handle(event, monotonic_s()))
 
     def receive(self, envelope: m.Envelope) -> m.Reply:
-        """A message of another peer."""
+        """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
         reply, effects = self.machine.receive(envelope, monotonic_s())
         self._perform(effects)
         return reply
@@ -377,7 +377,7 @@ class Exchange(Background):
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
-        """A connection broke. Damaged bytes break one too: only who does not answer on the next is gone."""
+        """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
         proven = await nobody_listens(member.address)
         if proven or not await self._answers(member.address):
             self._feed(m.Unreachable(member, proven))
@@ -414,7 +414,7 @@ class Exchange(Background):
     # ------------------------------------------------------------ events of the lanes (LaneEvents)
 
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
-        """An event of a lane. A part of a mean counts only while its sender owns it."""
+        """Take an event of a lane into the exchange. A part of a mean counts only while its sender owns it."""
         if isinstance(event, m.PartFolded | m.MeanArrived):
             key, owners = (event.version, event.attempt), self.lane.owners()
             owner = event.sender if isinstance(event, m.MeanArrived) else self.name
@@ -424,11 +424,11 @@ class Exchange(Background):
         self._feed(event)
 
     def on_lost(self, member: Member) -> None:
-        """A stream to this member broke."""
+        """A lane's stream to this member broke."""
         self._spawn(self._lost(member))
 
     async def admit(self, header: StreamHeader) -> m.Reply:
-        """Whether a lane may read this stream; waits until its reduction has begun here."""
+        """Reply to a stream that reaches a lane: OK to read it. Waits until its reduction has begun here."""
         reply = self.machine.admits(header.run, header.contract, header.lineage, header.sender, monotonic_s())
         if reply is not m.Reply.OK:
             return reply
@@ -446,7 +446,7 @@ class Exchange(Background):
         return m.Reply.STALE if reached > moment else m.Reply.TOO_EARLY
 
     def _before(self, moment: tuple[int, int, int]) -> bool:
-        """Whether this peer has not come to this repair of this attempt yet."""
+        """Whether the lane has not come to this repair of this attempt yet."""
         work = self.lane.work
         return work is None or (*work.key, work.generation) < moment
 
@@ -482,7 +482,7 @@ class Exchange(Background):
         self._spawn(self._notify_moved())
 
     def _leave_lineage(self, source: Member, discarded_tokens: int) -> None:
-        """Another lineage goes on. Versions of ours that closed and were not applied yet count no more."""
+        """Another lineage goes on: drop the exchange's backlog and lane work, and closed versions not applied yet."""
         self.void_tokens += discarded_tokens
         self.archive.backlog.clear()
         self.lanes.each(Lane.drop)

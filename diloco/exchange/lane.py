@@ -21,10 +21,10 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
 from diloco.compress.encoding import Encoded
-from diloco.exchange.background import Background
+from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.outlets import Outlets, Precedence
 from diloco.exchange.terms import LaneTerms
-from diloco.exchange.work import BadContribution, LaneEvents, SteppedVersion, Work
+from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
 from diloco.outer.state import ELEMENT_BYTES, OuterState, StateChunk
 from diloco.protocol import messages as m
@@ -45,14 +45,14 @@ Key = tuple[int, int]
 """The version being made, and the attempt at it."""
 
 
-class Lane(Background):
+class Lane(ExchangeTasks):
     """The lane of one rank. Methods are for the loop's thread, but for those that say otherwise."""
 
     def __init__(self, terms: LaneTerms, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
         self.terms, self.link = terms, link
         self.head: LaneEvents | None = None
-        self.work: Work | None = None
+        self.work: LanePayloads | None = None
         # Folds have a thread of their own: others wait for what we average, nobody for what we step.
         self._folder = one_thread("average")
         self._stepper = one_thread("step")
@@ -81,18 +81,18 @@ class Lane(Background):
     # ------------------------------------------------------------ for the training side (any thread)
 
     def hold(self, state: OuterState) -> None:
-        """The training side stands at `state` now."""
+        """Hand this lane the `state` at which training is now."""
         if state is not self._latest:
             self._latest = state
             self.held += 1
             self._call(self._states.__setitem__, self.held, state)
 
     def offer(self, contribution: Contribution) -> None:
-        """To be sent when a reduction that counts us begins."""
+        """Hand this lane a contribution, to be sent when a reduction that counts us begins."""
         self._call(self.take, contribution)
 
     def closed(self, commit: Commit) -> Closed:
-        """A version that closed, with what is here of its mean, or with the step by it. Waits for it.
+        """A version that this lane closed, with its parts of the mean, or with the step by it. Waits for it.
 
         For ranks that do not lead. Raises TimeoutError.
         """
@@ -104,7 +104,7 @@ class Lane(Background):
         return closed if closed is not None and fits else Closed(commit, self._means[digest])
 
     def copied(self) -> OuterState:
-        """The state that was copied from other peers. Waits for it. Raises TimeoutError."""
+        """The state that was copied from other peers into this lane. Waits for it. Raises TimeoutError."""
         self._wait_for(lambda: self._copied is not None, "the copied state")
         state, self._copied = self._copied, None
         assert state is not None
@@ -120,7 +120,7 @@ class Lane(Background):
         self.raise_failure()
 
     def stop(self) -> None:
-        """End the tasks. The link is the caller's."""
+        """End the tasks of this lane. The link is the caller's."""
         self._end_tasks()
         for pool in (self._folder, self._stepper):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -128,27 +128,27 @@ class Lane(Background):
     # ------------------------------------------------------------ reducing
 
     def failed(self, error: BaseException) -> None:
-        """End the exchange, and whoever waits for this lane, with `error`."""
+        """End this lane, its exchange, and whoever waits for the lane, with `error`."""
         super().failed(error)
         self._head.failed(error)
         with self._news:
             self._news.notify_all()
 
     def take(self, contribution: Contribution | None) -> None:
-        """Set the contribution that a reduction that counts this peer sends; None: nothing any more."""
+        """Set the contribution that this lane sends when a reduction counts this peer; None: nothing any more."""
         self._contribution = contribution
 
     async def contributed(self) -> Sequence[bytes]:
-        """Encoded parts of the contribution that are held here. Waits until they are encoded."""
+        """Encoded parts of the contribution that this lane holds. Waits until they are encoded."""
         contribution = self._contribution
         return await asyncio.to_thread(list, contribution.parts) if contribution is not None else ()
 
     def begin(self, begin: m.Begin, fragment: int, header: StreamHeader, number: int) -> None:
-        """Make room for an attempt. `number`: of the state that it is made on, if that is held; else 0."""
+        """Make room in this lane for an attempt's parts. `number`: of the state it is made on, if held; else 0."""
         self.drop()
         terms, me = self.terms, header.sender.peer
         piece = terms.layout.fragments[fragment]
-        work = self.work = Work(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
+        work = self.work = LanePayloads(begin, me, piece, terms.codecs, terms.max_norm_ratio, terms.radial)
         self._header = header
         self._routes = {member: self._routes[member] for member in begin.receivers if member in self._routes}
         self._precedence = Precedence(terms.stall_s / 4)  # streams of an attempt before this hold up nobody
@@ -159,13 +159,13 @@ class Lane(Background):
         self._open_outlets(work, work.owned())
 
     def repair(self, repair: m.Repair) -> None:
-        """Owners changed."""
+        """Owners of parts changed: open streams for the parts of this lane that are ours since."""
         work = self.work
         if work is not None and work.key == (repair.version, repair.attempt):
             self._open_outlets(work, work.repair(repair.generation, repair.spans))
 
     def drop(self) -> None:
-        """The attempt is over. Streams whose parts were all averaged go on to their end: others may need them."""
+        """Drop the attempt in this lane. Streams with all parts averaged go on to their end: others may need them."""
         for outlets in self._outlets:
             if outlets.waiting:
                 for stream in outlets.streams:
@@ -174,15 +174,15 @@ class Lane(Background):
         self.work = None
 
     def send_contribution(self, effect: m.SendContribution) -> None:
-        """Stream our encoded parts of a span to its owner."""
+        """Stream this lane's encoded parts of a span to their owner."""
         self._spawn(self._send_contribution(effect))
 
     def fold(self, key: Key, part: int, omitted: Sequence[str]) -> None:
-        """Average a part that we own."""
+        """Average a part that we own and this lane holds."""
         self._spawn(self._fold(key, part, omitted))
 
     def send_mean(self, key: Key, part: int, omitted: Sequence[str]) -> None:
-        """Send an averaged part to everybody."""
+        """Send a part that this lane averaged to every receiver."""
         work = self.work
         if work is None or work.key != key:
             return
@@ -195,27 +195,27 @@ class Lane(Background):
                 outlets.put(sent)
 
     def seal(self, key: Key, digest: str) -> None:
-        """The mean is complete, on all lanes together, and this is its digest."""
+        """Keep this lane's parts of a mean that is complete on all lanes together, under its digest."""
         parts = self.work.whole() if self.work is not None and self.work.key == key else None
         if parts is not None:
             self.keep_mean(digest, parts)
 
     def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        """Keep the mean with that digest; of `parts` only those that are held here need be there."""
+        """Keep a mean in this lane under its digest; of `parts` only those that the lane holds need be there."""
         with self._news:
             self._means[digest] = parts
             self._news.notify_all()
 
     def keep_means(self, digests: Collection[str]) -> None:
-        """Forget all other means."""
+        """Forget all means that this lane keeps but those with these digests."""
         self._means = {digest: parts for digest, parts in self._means.items() if digest in digests}
 
     def mean(self, digest: str) -> Sequence[bytes] | None:
-        """Parts of that mean that are held here; None: it is not the one here."""
+        """This lane's encoded parts of the kept mean with that digest; None: it is not kept."""
         return self._means.get(digest)
 
     def close(self, commit: Commit, number: int) -> Closed:
-        """A version closed. Its step is made on our own thread, if it was made on the state `number`, which is held."""
+        """Close a version in this lane. The lane's thread makes its step if that is from state `number`, held here."""
         parts = self._means.get(commit.mean_digest, ())  # of a founding there is none, and a witness holds none
         stepping = None
         if parts and commit.fragment >= 0:
@@ -229,7 +229,7 @@ class Lane(Background):
         return SteppedVersion(commit, parts, stepping, self._stepper, averaging, stepped)
 
     def close_for_follower(self, commit: Commit, number: int) -> None:
-        """The same, for `closed` to find."""
+        """Close a version in the lane of a rank that does not lead, for `Lane.closed` to find."""
         closed = self.close(commit, number)
         with self._news:
             # Others than the latest were passed over by a copied state: their steps would only take memory.
@@ -238,8 +238,7 @@ class Lane(Background):
             self._news.notify_all()
 
     def _step_from(self, number: int, fragment: int, share: float) -> Stepping | None:
-        """The outer step from the state `number`: the one that was begun if it is this very step. None: that state is
-        not held."""
+        """The outer step from the lane's state `number`: the one begun if it is this very step. None: not held."""
         state, terms, begun = self._states.get(number), self.terms, self._stepping
         if state is None:
             return None
@@ -250,39 +249,39 @@ class Lane(Background):
 
     @property
     def key(self) -> Key | None:
-        """Version and attempt that are under way; None: none."""
+        """Version and attempt that this lane has under way; None: none."""
         return self.work.key if self.work is not None else None
 
     def owners(self) -> Mapping[int, str]:
-        """Owner of each part in it, over all parts."""
+        """Owner of each part in the lane's attempt, also of parts that other lanes hold."""
         return self.work.owners if self.work is not None else {}
 
     # ------------------------------------------------------------ the state, for other peers
 
     def retain(self, numbers: Collection[int]) -> None:
-        """Forget older states than the latest of these, but for these."""
+        """Forget the states of this lane that are older than the latest of these numbers, but for these."""
         latest = max(numbers, default=0)
         self._states = {n: state for n, state in self._states.items() if n in numbers or n > latest}
 
     def chunk(self, number: int, entry: StateChunk) -> bytes | None:
-        """A part of a state that is held here; None if that is gone."""
+        """The part of a state that this lane holds, for another peer's copy; None if that state is gone."""
         state = self._states.get(number)
         return state.chunk(entry) if state is not None else None
 
     def begin_copy(self) -> None:
-        """A state is about to be copied from other peers; it begins with what stands here."""
+        """Begin to copy a state from other peers into this lane; the copy begins with the lane's latest state."""
         assert self._latest is not None
         self._copied = None
         self._copy = {name: bytearray(buffer.numpy().data) for name, buffer in self._latest.buffers()}
 
     def fill(self, buffer: str, part: int, data: bytes) -> None:
-        """A part of it."""
+        """Put one part into the copy of a state that this lane receives."""
         start, stop = self.terms.layout.fragments[int(buffer.partition("/")[0])].part_bounds(part)
         self._copy[buffer][start * ELEMENT_BYTES : stop * ELEMENT_BYTES] = data
         self._filled += 1
 
     def end_copy(self, version: int, steps: Sequence[int]) -> None:
-        """Complete a copied state: all its parts were passed."""
+        """Complete the copy of a state in this lane: all its parts were passed."""
         copy, self._copy = self._copy, {}
         state = OuterState.assemble(version, steps, copy, self.terms.layout, self.terms.optimizer)
         with self._news:
@@ -290,7 +289,7 @@ class Lane(Background):
             self._news.notify_all()
 
     def drop_copy(self) -> None:
-        """Nothing comes of it."""
+        """Give up the copy of a state in this lane."""
         self._copy = {}
 
     # ------------------------------------------------------------ sending
@@ -315,8 +314,8 @@ class Lane(Background):
         await self._stream(effect.to, self._headed(Kind.CONTRIBUTION, effect.generation), wanted, flow)
         failpoints.hit("after-contribution")
 
-    def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
-        """A stream to every receiver for these parts of ours, which are yet to be averaged."""
+    def _open_outlets(self, work: LanePayloads, parts: Sequence[int]) -> None:
+        """Open a stream to every receiver for these parts of the lane that are ours, which are yet to be averaged."""
         if not parts:
             return
         outlets = Outlets(parts)
@@ -400,7 +399,7 @@ class Lane(Background):
         return self.head
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> m.Reply:
-        """A stream of another peer."""
+        """Take a stream of parts from another peer into this lane."""
         reply = await self._head.admit(header)
         if reply is not m.Reply.OK:
             return reply
@@ -424,11 +423,11 @@ class Lane(Background):
         return m.Reply.OK
 
     def _refuse(self, key: Key, sender: str, reason: str, offence: bool = True) -> m.Reply:
-        """Bytes that are no good: the attempt does not wait for better ones."""
+        """Report parts to the exchange that are no good: the attempt does not wait for better ones."""
         self._head.on_event(m.ContributionRefused(*key, sender, reason, offence))
         return m.Reply.MALFORMED
 
-    async def _take(self, work: Work, header: StreamHeader, part: Part) -> m.Reply:
+    async def _take(self, work: LanePayloads, header: StreamHeader, part: Part) -> m.Reply:
         sender, key = header.sender.peer, work.key
         if not work.expects(header.kind, sender, part.index):
             if work.generation:
@@ -467,9 +466,9 @@ class Lane(Background):
             self._head.on_event(m.PartFolded(*key, part), content)
             await self._check(work, part, mean)
 
-    async def _check(self, work: Work, part: int, mean: bytes) -> bytes:
-        """The `content_hash` of a part of a mean, which also goes into the outer step, if the state is here. Raises
-        PayloadError when nobody could apply the part: then nobody must commit it."""
+    async def _check(self, work: LanePayloads, part: int, mean: bytes) -> bytes:
+        """The `content_hash` of a part of a mean in this lane, which also goes into the outer step, if the state is
+        held. Raises PayloadError when nobody could apply the part: then nobody must commit it."""
         stepping = self._stepping if self.work is work else None  # another version's by now
         check = work.check_mean if stepping is None else stepping.take
 
@@ -481,7 +480,7 @@ class Lane(Background):
 
 
 async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
-    """A part, once it is encoded; another thread waits for it."""
+    """A part of the lane's contribution, once it is encoded; another thread waits for it."""
     if isinstance(parts, Encoded) and parts.ready(index):
         return parts[index]
     return await asyncio.to_thread(parts.__getitem__, index)

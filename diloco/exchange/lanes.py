@@ -36,8 +36,8 @@ NUMBER = "number"
 SEE = "its output says why"
 
 
-class Channel:
-    """Objects to and from another rank. Reading and writing have a thread each; what arrives is handled on the loop."""
+class LaneChannel:
+    """Calls between rank 0 and the lane of another rank. A thread each reads and writes; the loop handles arrivals."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Channel:
         threading.Thread(target=self._read, name="lane", daemon=True).start()
 
     def post(self, method: str, *arguments: Any) -> None:
-        """Have `method` called there, after all that was posted before."""
+        """Have `method` called on the lane's other end, after all that was posted before."""
         self._outgoing.put((None, method, arguments))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """The same, and wait for what it returns. Raises ResourceError when the other rank is gone."""
+        """Have `method` called on the lane's other end; return its result. Raises ResourceError when that is gone."""
         if self._end is not None:
             raise self._end
         self._asked += 1
@@ -74,7 +74,7 @@ class Channel:
         return await future
 
     def close(self) -> None:
-        """After all that was posted."""
+        """Close the connection of a remote lane after all that was posted."""
         self._outgoing.put(None)
 
     def _write(self) -> None:
@@ -112,7 +112,7 @@ class Channel:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _unsaid(self, number: int | None, error: Exception) -> None:
-        """Something cannot be said over a connection; nor is there an answer to it, if it was a question."""
+        """A remote lane's message cannot be pickled: fail its question, if it was one, and the exchange."""
         question = self._questions.pop(number, None) if number is not None else None
         if question is not None and not question.done():
             question.set_exception(error)
@@ -161,7 +161,7 @@ class RemoteLane:
         self.wire_bytes = (0, 0)
         """Sent and received there."""
         self._closing = False
-        self.channel = Channel(connection, loop, self._handle, head.failed, self._gone)
+        self.channel = LaneChannel(connection, loop, self._handle, head.failed, self._gone)
 
     def _handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if method == "rates":
@@ -179,15 +179,15 @@ class RemoteLane:
             self._head.failed(error)
 
     def post(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
-        """Have that rank's lane do this, after all that was posted before."""
+        """Have the lane of that rank do this, after all that was posted before."""
         self.channel.post(method.__name__, *arguments)
 
     async def ask(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> Any:
-        """Returns what that rank's lane does, once it is done. Raises ResourceError when the rank is gone."""
+        """Returns the result of the lane of that rank, once it is done. Raises ResourceError when the rank is gone."""
         return await self.channel.ask(method.__name__, *arguments)
 
     def end(self) -> None:
-        """Nothing more."""
+        """Close the connection to the lane of that rank: nothing more is posted."""
         self._closing = True
         self.channel.close()
 
@@ -204,13 +204,13 @@ class Lanes:
         return 1 + len(self.others)
 
     def each(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
-        """Have every lane do this."""
+        """Have every lane of this peer do this."""
         method(self.own, *arguments, **_)
         for lane in self.others:
             lane.post(method, *arguments, **_)
 
     def at(self, part: int, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
-        """Have the lane do this that holds the part."""
+        """Have the lane that holds the part do this."""
         number = part % len(self)
         if number:
             self.others[number - 1].post(method, *arguments, **_)
@@ -218,7 +218,7 @@ class Lanes:
             method(self.own, *arguments, **_)
 
     def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
-        """A mean that another peer gave, whole: each lane keeps the parts that it holds."""
+        """Keep a mean that another peer gave whole: each lane keeps the parts that it holds."""
         lanes = len(self)
         held = [[part if p % lanes == number else b"" for p, part in enumerate(parts)] for number in range(lanes)]
         self.own.keep_mean(digest, held[0])
@@ -226,18 +226,18 @@ class Lanes:
             lane.post(Lane.keep_mean, digest, some)
 
     async def mean(self, digest: str) -> Sequence[bytes] | None:
-        """All encoded parts of a mean; None when it is not kept."""
+        """All encoded parts of a kept mean, gathered from the lanes; None when it is not kept."""
         by_lane = [self.own.mean(digest), *[await lane.ask(Lane.mean, digest) for lane in self.others]]
         return _interleaved([parts for parts in by_lane if parts is not None]) if None not in by_lane else None
 
     async def whole(self, contribution: Contribution) -> Contribution:
-        """A contribution with the parts that the other ranks encode."""
+        """A contribution with the encoded parts of all lanes of this peer."""
         own = await asyncio.to_thread(list, contribution.parts)
         parts = _interleaved([own, *[await lane.ask(Lane.contributed) for lane in self.others]])
         return replace(contribution, parts=parts)
 
     async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
-        """A part of the state with that number; None when it is gone."""
+        """A part of the lanes' state with that number, for another peer's copy; None when it is gone."""
         lane = entry.part % len(self)
         if lane:
             found: bytes | None = await self.others[lane - 1].ask(Lane.chunk, number, entry)
@@ -246,7 +246,7 @@ class Lanes:
 
     @property
     def wire_bytes(self) -> tuple[int, int]:
-        """Sent and received by the other ranks, as far as they reported."""
+        """Bytes sent and received by the lanes of the other ranks, as far as they reported."""
         reported = [lane.wire_bytes for lane in self.others]
         return sum(sent for sent, _ in reported), sum(received for _, received in reported)
 
@@ -258,18 +258,18 @@ class Lanes:
 
 
 def _interleaved(by_lane: Sequence[Sequence[bytes]]) -> Sequence[bytes]:
-    """Each part from the lane that holds it."""
+    """All parts in order, each from the lane that holds it."""
     return [by_lane[part % len(by_lane)][part] for part in range(len(by_lane[0]))]
 
 
-class FirstRank:
-    """The head of a lane on another rank: its events go to the exchange of rank 0."""
+class RemoteExchange:
+    """Rank 0's exchange as a lane on another rank sees it: the lane's events go there over a connection."""
 
     def __init__(self, connection: Connection[Any, Any], lane: Lane, loop: asyncio.AbstractEventLoop) -> None:
         """`connection`: to rank 0 (`call_rank_0`)."""
         self._lane = lane
         # When rank 0 is gone, so are torch's connections to it: they say so where this rank waits.
-        self._channel = Channel(connection, loop, self._handle, lane.failed, lambda _: None)
+        self._channel = LaneChannel(connection, loop, self._handle, lane.failed, lambda _: None)
         lane.head = self
 
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
@@ -285,7 +285,7 @@ class FirstRank:
         self._channel.post("failed", f"{type(error).__name__}: {error}")
 
     def rates(self, send_bps: int, sent: int, received: int) -> None:
-        """Reports this rank's upload rate, and the bytes it has sent and received."""
+        """Reports to the exchange of rank 0 this lane's upload rate, and the bytes it has sent and received."""
         self._channel.post("rates", send_bps, sent, received)
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ class FirstRank:
 
 
 class LaneService(Service):
-    """Service of a rank other than 0: it takes parts from other peers, and nothing else."""
+    """Service of a lane on a rank other than 0: it takes parts from other peers, and nothing else."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -306,7 +306,7 @@ class LaneService(Service):
         return await self._lane.on_parts(header, parts)
 
     def on_bytes(self, header: StreamHeader) -> None:
-        """A round counts parts."""
+        """Refuses raw bytes at a lane: a round counts parts."""
 
     async def on_envelope(self, envelope: m.Envelope) -> m.Reply:
         raise _not_here()

@@ -24,7 +24,7 @@ after each, no answer would come to its end. With one alone, a member that sends
 
 
 class Fetcher:
-    """Asks members for what this peer missed, checks it, and feeds it to the machine. On the loop's thread."""
+    """Fetches missed commits and means from members' backlogs, checks them, feeds the machine. On the loop's thread."""
 
     def __init__(
         self, terms: Terms, link: Link, machine: Machine, archive: Archive, feed: Callable[[m.Event], None]
@@ -40,7 +40,7 @@ class Fetcher:
         """Bounds of an answer from another peer's backlog: no larger than this peer's own may be."""
 
     async def mean(self, commit: Commit, sources: Sequence[Member]) -> None:
-        """Fetch the mean of a commit from the first member that gives it."""
+        """Fetch a commit's mean from the first member whose exchange keeps it."""
         digest, stall_s = commit.mean_digest, self._terms.timing.stall_s
         for source in sources:
             try:
@@ -54,8 +54,8 @@ class Fetcher:
                 return
 
     async def commits(self, source: Member) -> bool:
-        """Fetch the commits after the latest that is known, with their means. False: the member keeps no next one, so
-        only a copy of the state helps."""
+        """Fetch missed commits with their means from a member's backlog. False: it keeps no next one, so that only a
+        copy of the state helps."""
         since, stall_s = self._since(), self._terms.timing.stall_s
         try:
             with self._asking("commits", source):
@@ -74,12 +74,12 @@ class Fetcher:
         return bool(missed) or since != self._since()  # or a version closed here meanwhile
 
     def _since(self) -> int:
-        """The version after which commits are missing."""
+        """The version after which the exchange misses commits."""
         return self._machine.version if self._machine.commit is not None else self._machine.version - 1
 
     @contextmanager
     def _asking(self, what: str, source: Member) -> Iterator[None]:
-        """Raises _Asked where this member is asked for it already, or `MAX_ASKED_AT_ONCE` others are."""
+        """Raises _Asked if the member is asked for this missed item already, or `MAX_ASKED_AT_ONCE` others are."""
         if (what, source) in self._asked or sum(one == what for one, _ in self._asked) >= MAX_ASKED_AT_ONCE:
             raise _Asked
         self._asked.add((what, source))
@@ -90,4 +90,4 @@ class Fetcher:
 
 
 class _Asked(Exception):
-    """The answer is on its way already."""
+    """The missed mean or commits are being fetched already."""

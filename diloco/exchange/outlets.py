@@ -13,7 +13,7 @@ from diloco.protocol.streams import Part
 
 
 class Precedence:
-    """Contributions go out before means, which get through one by one meanwhile.
+    """Order of a lane's parts: contributions go out before means, which get through one by one meanwhile.
 
     A mean that shares the uplink with contributions holds up the means of others: four peers at 100 Mbit/s had nothing
     to send for a quarter of a sync. But nobody must think that nothing moves, and who takes little, for his own link is
@@ -36,7 +36,7 @@ class Precedence:
 
     @contextmanager
     def first(self, parts: int) -> Iterator[Callable[[], None]]:
-        """A contribution of so many parts goes out. To be called for each of them."""
+        """Let a contribution's parts go out of the lane before means. Yields a function to call for each part sent."""
         self._under_way += 1
         self._parts += parts
         self._since_s = min(self._since_s, monotonic_s())
@@ -49,7 +49,7 @@ class Precedence:
                 self._free.set()
 
     async def turn(self) -> None:
-        """Wait until a mean may go out."""
+        """Wait until a part of a mean may go out of the lane."""
         left_s = min(self._pause_s, self._until_s - monotonic_s())
         if self._free.is_set() or left_s <= 0:
             return
@@ -65,9 +65,9 @@ class Precedence:
 
 
 class Outlets:
-    """My averaged parts on their way to every receiver, since `Begin` or since a repair.
+    """A lane's averaged parts on their way to every receiver, since `Begin` or since a repair.
 
-    What was averaged stays here, so that a stream that broke can begin again.
+    An averaged part stays here, so that a stream that broke can begin again.
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class Outlets:
         self._news = asyncio.Event()
 
     def put(self, part: Part) -> None:
-        """One more is ready."""
+        """Add a part that is averaged, to go out of the lane on every stream."""
         self.waiting.remove(part.index)
         self._ready.append(part)
         news, self._news = self._news, asyncio.Event()
@@ -88,7 +88,7 @@ class Outlets:
     async def flow(
         self, fitted: Callable[[Part], Part], precedence: Precedence, sent: set[int], wanted: Collection[int]
     ) -> AsyncGenerator[Part]:
-        """Those of `wanted`, as they get ready, `fitted` to their receiver, behind what goes first.
+        """Parts of `wanted` for one stream of the lane, as they get ready, `fitted` to their receiver, in turn.
 
         `sent`: which of them had their turn, on a line that broke: their receiver may have them already, and must not
         wait through all their pauses for what is new.

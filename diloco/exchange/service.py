@@ -1,4 +1,4 @@
-"""The answers of one peer to the calls of others: messages, parts, the state, missed means and commits, status."""
+"""The exchange's answers to calls of other peers: messages, parts, the state, missed means and commits, status."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from diloco.transport.link import LinkRefused, Service
 from diloco.transport.pace import RateLimit
 
 
-class PeerService(Service):
-    """The `Service` of a peer under agreement. On the exchange's loop."""
+class ExchangeService(Service):
+    """The `Service` of a peer's exchange: its answers to other peers. On the exchange's loop."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
@@ -38,7 +38,7 @@ class PeerService(Service):
         return await self._exchange.lane.on_parts(header, parts)
 
     def on_bytes(self, header: StreamHeader) -> None:
-        """A round counts parts: one that is late is repaired around."""
+        """Refuses raw bytes at the exchange: a round counts parts, and one that is late is repaired around."""
 
     def on_hello(self) -> Welcome:
         machine, terms = self._exchange.machine, self._terms
@@ -79,7 +79,7 @@ class PeerService(Service):
         raise LinkRefused(Reply.TOO_EARLY, "no state here yet")
 
     async def _state_to_offer(self) -> OuterState | None:
-        """The state, once it is not being overwritten; None when that takes too long, or there is none."""
+        """The exchange's state to copy, once it is not being overwritten; None if that is late or there is none."""
         archive, moved = self._archive, self._exchange.moved
         with suppress(TimeoutError):
             async with moved:
@@ -102,7 +102,7 @@ class PeerService(Service):
 def status_json(
     machine: Machine, state: OuterState | None, total_tokens: int, directory: tuple[str, ...], send_bps: int, now: float
 ) -> str:
-    """One object; `peers` has one entry for every member of the view, every joiner at the door, and who answers.
+    """Status of a peer's exchange. `peers` has every member of the view, every joiner at the door, and who answers.
 
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """

@@ -58,19 +58,19 @@ async def download(
     commit: Commit | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
-    """The state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError when none
-    can be copied whole.
+    """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
+    when none can be copied whole.
 
-    `commit`: the one of `local`, before whose version nobody who stands there may go back: what it sent since is told
-    from what it sent before by the version alone.
+    `commit`: the one of `local`, before whose version nobody who stands there may go back: its contributions since are
+    distinguished from earlier ones by the version alone.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
-    machines, have them all. `progress` is told (bytes here, bytes in all). Ends by itself when nothing arrives; a copy
-    that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
+    machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
+    a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
     local_digest = await asyncio.to_thread(lambda: local.digest)
     useless = partial(why_useless, lineage=lineage, commit=commit)
-    copy: _Copy | None = None
+    copy: _StateCopy | None = None
     fruitless = 0
     while True:
         best = await _best_offer(link, sources, layout, optimizer, stall_s, useless, local_digest)
@@ -84,7 +84,7 @@ async def download(
         if offer.digest == local_digest:
             return OuterState(offer.version, local.fragments), offer
         if copy is None:
-            copy = await asyncio.to_thread(_Copy, link, local, layout, stall_s, progress, elsewhere)
+            copy = await asyncio.to_thread(_StateCopy, link, local, layout, stall_s, progress, elsewhere)
         fetched_bytes = copy.fetched_bytes
         if await copy.fetch(offer.digest, manifest, holders):
             return OuterState.assemble(offer.version, offer.steps, copy.buffers, layout, optimizer), offer
@@ -105,8 +105,7 @@ async def _best_offer(
     useless: Callable[[StateOffer], str],
     have: str,
 ) -> tuple[StateOffer, list[StateChunk], list[str]] | None:
-    """The state that most members offer (of several, the latest), its manifest, and its holders. None: none could be
-    asked.
+    """The state that most members offer for copies (of several, the latest), its manifest and holders; None: no answer.
 
     Raises StateError when nobody's state fits.
     """
@@ -137,7 +136,7 @@ async def _best_offer(
 
 
 def why_useless(offer: StateOffer, lineage: str, commit: Commit | None) -> str:
-    """Why a peer that stands at `commit` and is bound for `lineage` (if named) cannot use it; empty: it can."""
+    """Reason why a peer at `commit`, bound for `lineage` (if named), cannot copy an offered state; empty: it can."""
     if offer.commit is None:
         return ""
     if lineage and offer.commit.lineage != lineage:
@@ -153,7 +152,7 @@ def _nothing_fits(count: int) -> StateError:
 
 
 def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> list[StateChunk]:
-    """The manifest that our own layout calls for, with the hashes offered. Raises StateError when they don't fit."""
+    """Chunks of an offered state to copy: our layout, hashes of the offer. Raises StateError if they don't fit."""
     called_for = places(layout, optimizer)
     if len(called_for) != len(offer.chunk_hashes) or len(offer.steps) != len(layout.fragments):
         raise StateError("the state offered does not fit the model", "is it from a run of this contract?")
@@ -163,8 +162,8 @@ def _manifest(offer: StateOffer, layout: Layout, optimizer: OuterOptimizer) -> l
     return manifest
 
 
-class _Copy:
-    """The buffers of a state as they fill, whatever snapshot their chunks came from."""
+class _StateCopy:
+    """The copy of a state as its buffers fill, whatever snapshot their chunks came from."""
 
     def __init__(
         self,
@@ -192,7 +191,7 @@ class _Copy:
         self.fetched_bytes = 0
 
     async def fetch(self, digest: str, manifest: Sequence[StateChunk], holders: Sequence[str]) -> bool:
-        """Take all that is not here yet from those who hold it. False: some is missing still."""
+        """Copy all chunks of the state that are not here yet from their holders. False: some is missing still."""
         self._digest, self._manifest = digest, manifest
         missing = [index for index, chunk in enumerate(manifest) if self._hashes[index] != chunk.digest]
         self._wanted = missing[::-1]
@@ -201,7 +200,7 @@ class _Copy:
         return self.here_bytes == self.total_bytes
 
     async def _pull(self, address: str, holders: int) -> None:
-        """Take chunks from one of so many members for as long as it delivers."""
+        """Copy chunks of the state from one of so many members for as long as it delivers."""
         while self._wanted:
             batch = self._stripe(holders)
             missing = set(batch)
@@ -218,7 +217,7 @@ class _Copy:
                 return
 
     def _stripe(self, holders: int) -> list[int]:
-        """Chunks to ask one of so many members for next."""
+        """Chunks of the state to copy next from one of so many members."""
         batch, size = [self._wanted.pop()], 0
         share = len(self._wanted) // (2 * holders)
         while len(batch) < share and (size := size + self._size(self._manifest[batch[-1]])) < STRIPE_BYTES:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.compress import Codec
-from diloco.outer.average import max_part_bytes
+from diloco.outer.average import max_mean_bytes
 from diloco.outer.fragments import Layout
 from diloco.outer.line import Weighing
 from diloco.outer.state import OuterOptimizer
@@ -33,7 +33,7 @@ class LaneTerms:
 
     @property
     def max_part_bytes(self) -> int:
-        """Largest part that others send, in bytes."""
+        """Largest part that a lane takes from other peers, in bytes."""
         return max_part_bytes(self.layout, self.codecs)
 
 
@@ -53,3 +53,13 @@ class Terms:
     """Fingerprint of the training data; empty when each peer has its own."""
     serve_bps: float = 0.0
     """Limit for serving the state to joiners, bits per second; 0: none."""
+
+
+def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
+    """Most bytes that a part of a mean has on its way between lanes; `codecs` by group of parameters."""
+    sizes = (
+        max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
+        for fragment in layout.fragments
+        for group, elements in fragment.groups
+    )
+    return max(sizes, default=0)

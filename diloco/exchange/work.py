@@ -26,7 +26,7 @@ from diloco.protocol.streams import Kind, StreamHeader
 
 @dataclass(frozen=True, slots=True)
 class SteppedVersion(Closed):
-    """A version that the lane averages and steps on a thread of its own, from the state that its commit names.
+    """A version that a lane averages and steps on a thread of its own, from the state that its commit names.
 
     It is a `diloco.outer.optimizers.Stepped`.
     """
@@ -39,15 +39,15 @@ class SteppedVersion(Closed):
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Spent by step of the line."""
+        """Seconds that the lane spent on a version's outer step, by stage."""
         return self.stepping.seconds
 
     def averaged(self) -> Future[None]:
-        """Raises PayloadError when the mean is no mean."""
+        """Done when the lane has averaged its parts of the mean. Raises PayloadError when the mean is no mean."""
         return self.averaging
 
     def outer(self, in_place: bool) -> Future[FragmentState]:
-        """The fragment's state after the outer step, which was made as the mean arrived, or is made now."""
+        """The lane's fragment after a version's outer step, which was made as the mean arrived, or is made now."""
         return self.stepped or self.stepper.submit(self.stepping.outer, self.parts, in_place)
 
 
@@ -55,28 +55,28 @@ class LaneEvents(Protocol):
     """Receiver of a lane's events: the exchange, in this process or on another rank."""
 
     def on_event(self, event: m.Event, content: bytes = b"") -> None:
-        """Takes an event. `content`: for a part of a mean, its `content_hash`."""
+        """Takes an event of a lane. `content`: for a part of a mean, its `content_hash`."""
 
     def on_lost(self, member: Member) -> None:
-        """A stream to this member broke."""
+        """A lane's stream to this member broke."""
 
     def admit(self, header: StreamHeader) -> Awaitable[m.Reply]:
-        """Whether a stream may be read; waits until the reduction that it belongs to has begun here."""
+        """Reply to a stream that reaches a lane; waits until the reduction that it belongs to has begun here."""
 
     def failed(self, error: BaseException) -> None:
-        """The lane is of no use any more."""
+        """The lane failed and is of no use any more."""
 
 
 class BadContribution(Exception):
-    """A contributor's bytes decode to nothing sensible."""
+    """A contributor's bytes in a lane decode to nothing sensible."""
 
     def __init__(self, sender: str, reason: str) -> None:
         super().__init__(reason)
         self.sender = sender
 
 
-class Work:
-    """Made when an attempt begins, dropped when its version closes or another attempt begins."""
+class LanePayloads:
+    """A lane's bytes of one attempt: made when it begins, dropped when its version closes or another attempt begins."""
 
     def __init__(
         self,
@@ -108,26 +108,26 @@ class Work:
         return self.begin.version, self.begin.attempt
 
     def codec(self, part: int) -> Codec:
-        """Codec of this part."""
+        """Codec of this part in the lane."""
         return self.codecs[self.fragment.group_of(part)]
 
     def max_bytes(self, kind: Kind, part: int) -> int:
-        """Most bytes that a payload of this part may have: a contribution, or the mean."""
+        """Most bytes that a payload of this part on its way to the lane may have: a contribution, or the mean."""
         if kind is Kind.CONTRIBUTION:
             return self.codec(part).max_bytes(self._elements(part))
         return max_mean_bytes(self.codec(part), self._elements(part), len(self._contributors))
 
     def owned(self) -> list[int]:
-        """Parts that are mine to average, and held here."""
+        """Parts that this lane holds and that are mine to average."""
         return [part for part in self.fragment.cuts if self.owners[part] == self.me]
 
     def take_own(self, contribution: Contribution) -> None:
-        """My own contribution to the parts that I own does not travel."""
+        """Take my own contribution to the parts that I own into the lane: it does not travel."""
         if self.me in self._contributors:
             self._own = contribution.parts
 
     def repair(self, generation: int, spans: Sequence[Span]) -> list[int]:
-        """Owners changed. The parts that moved are empty again; returns those of `owned` that are mine since."""
+        """Owners changed: empty the lane's parts that moved; returns those of `owned` that are mine since."""
         self.generation = generation
         moved = self._assign(spans)
         for part in moved:
@@ -135,7 +135,7 @@ class Work:
         return [part for part in moved if self.owners[part] == self.me and part in self.fragment.cuts]
 
     def expects(self, kind: Kind, sender: str, part: int) -> bool:
-        """Whether a part of that kind from that peer belongs to this reduction, and here."""
+        """Whether a part of that kind from that peer belongs to this attempt, and to this lane."""
         if part not in self.fragment.cuts:
             return False
         if kind is Kind.MEAN:
@@ -143,17 +143,17 @@ class Work:
         return self.owners.get(part) == self.me and sender in self._contributors
 
     def put_contribution(self, sender: str, part: int, payload: bytes) -> None:
-        """Keep what was checked by `expects`. A part that is averaged already takes no more."""
+        """Keep in the lane a contribution checked by `expects`. A part that is averaged already takes no more."""
         if self.mean[part] is None:
             self._payloads[part][sender] = payload
 
     def sent_to(self, receiver: str, part: int, mean: bytes, omitted: Sequence[str]) -> bytes:
-        """Payload of a mean's part for one receiver: a bundle goes without the receiver's own contribution."""
+        """The lane's payload of a mean's part for one receiver: a bundle lacks the receiver's own contribution."""
         place = self._place(receiver, part, omitted)
         return mean if place is None else bundle.without(mean, place)
 
     def received(self, part: int, payload: bytes, omitted: Sequence[str]) -> bytes:
-        """The mean of which `payload` is what `sent_to` left for us. Raises PayloadError."""
+        """The mean's part that reached the lane as `payload`, which `sent_to` made for us. Raises PayloadError."""
         place = self._place(self.me, part, omitted)
         if place is None:
             return payload
@@ -162,21 +162,21 @@ class Work:
         return bundle.restored(payload, place, self._own[part])
 
     def _place(self, peer: str, part: int, omitted: Sequence[str]) -> int | None:
-        """Place of a peer's contribution in a part's bundle. None: it is in none."""
+        """Place of a peer's contribution in the lane's bundle for a part. None: it is in none."""
         counted = [name for name in self._contributors if name not in omitted]
         return counted.index(peer) if self.codec(part).gathered and peer in counted else None
 
     def check_mean(self, part: int, payload: bytes) -> None:
-        """Raises PayloadError when the owner's bytes do not decode: nobody must commit what nobody can apply."""
+        """Raises PayloadError when a part of the mean on its way to the lane does not decode: nobody could apply it."""
         check_mean(payload, self.codec(part), self._elements(part))
 
     def put_mean(self, part: int, payload: bytes) -> None:
-        """Keep what was checked by `expects` and `check_mean`."""
+        """Keep in the lane a part of the mean checked by `expects` and `check_mean`."""
         self.mean[part] = payload
 
     def fold(self, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
-        """The encoded mean of one part that I own, in the order of the contributors, and its `content_hash`. Changes
-        nothing: any thread may.
+        """The encoded mean of one part of the lane that I own, in the order of the contributors, and its
+        `content_hash`. Changes nothing: any thread may.
 
         The divisor is the weight of those whom this part counts, which only the owner knows. Raises BadContribution.
         """
@@ -191,7 +191,7 @@ class Work:
         return mean, content_hash(mean)
 
     def keep(self, part: int, mean: bytes) -> bool:
-        """My mean of one part; frees what it was made of. False if the part has another owner by now."""
+        """Keep in the lane my mean of one part; frees its contributions. False if the part has another owner by now."""
         if self.owners[part] != self.me:
             return False
         self.mean[part] = mean
@@ -199,24 +199,23 @@ class Work:
         return True
 
     def damaged(self, sender: str) -> int:
-        """A stream of this peer was damaged on the way. Returns how many were, so far."""
+        """Count a stream of this peer to the lane that was damaged on the way. Returns how many were, so far."""
         self._damaged[sender] += 1
         return self._damaged[sender]
 
     def named(self, places: Sequence[int]) -> tuple[str, ...]:
-        """Contributors by their places. Raises PayloadError when there is none at one of them."""
+        """Contributors to the lane's attempt by their places. Raises PayloadError when there is none at one of them."""
         if any(place >= len(self._contributors) for place in places):
             raise PayloadError("a part of the mean omits somebody who is not there")
         return tuple(self._contributors[place] for place in places)
 
     def whole(self) -> list[bytes] | None:
-        """The mean's parts that are held here, other parts being empty. None if a repair took some away, which come
-        again."""
+        """The mean's parts that this lane holds, others being empty. None if a repair took some away, to come again."""
         absent = any(self.mean[part] is None for part in self.fragment.cuts)
         return None if absent else [part or b"" for part in self.mean]
 
     def _assign(self, spans: Sequence[Span]) -> list[int]:
-        """Note who owns what; returns the parts whose owner is another than before."""
+        """Note the owner of each part in the lane's attempt; returns the parts whose owner is another than before."""
         owner = {part: span.owner for span in spans for part in range(span.start, span.stop)}
         moved = [part for part, peer in owner.items() if self.owners.get(part) != peer]
         self.owners = owner

@@ -32,12 +32,12 @@ from diloco.compress import PayloadError
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.archive import Backlog, Snapshots, make_offer
-from diloco.exchange.background import Background
+from diloco.exchange.background import ExchangeTasks
 from diloco.exchange.statesync import download
+from diloco.exchange.terms import max_part_bytes
 from diloco.gossip.acquaintances import Acquaintances
 from diloco.gossip.swaps import Agreed, Arriving, Failed, Here, Outgoing, Swap, Swaps, SwapStage
 from diloco.observe.events import Event, Remark, StateCopying, ViewChanged
-from diloco.outer.average import max_part_bytes
 from diloco.outer.line import Line
 from diloco.outer.state import OuterState
 from diloco.peer.terms import serve_bps_of
@@ -79,7 +79,7 @@ class GossipTerms:
 News = Agreed | Here | Failed
 
 
-class Swapping(Background):
+class Swapping(ExchangeTasks):
     """The exchange of one peer under gossip: its swaps, and its answers to other peers."""
 
     def __init__(

@@ -141,16 +141,6 @@ def max_mean_bytes(codec: Codec, elements: int, contributions: int = bundle.MAX_
     return bundle.max_bytes(codec, elements, contributions) if codec.gathered else codec.max_bytes(elements)
 
 
-def max_part_bytes(layout: Layout, codecs: Sequence[Codec]) -> int:
-    """Largest size in bytes of the encoded mean of any part of a layout; `codecs` by group of parameters."""
-    sizes = (
-        max_mean_bytes(codecs[group], min(elements, fragment.part_elements))
-        for fragment in layout.fragments
-        for group, elements in fragment.groups
-    )
-    return max(sizes, default=0)
-
-
 def unpack(parts: Sequence[bytes], fragment: Fragment, codecs: Sequence[Codec]) -> Tensor:
     """A fragment's mean, flat fp32, from the parts that are held here: encoded, by number. `codecs`: by group.
 

@@ -25,7 +25,7 @@ from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.island.connections import RankListener
 from diloco.observe.event_log import Events
 from diloco.observe.events import (
@@ -176,7 +176,7 @@ class Peer:
         network, welcome = self.site.network, self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
-        served = self.endpoint.runtime.serve(PeerService(self.exchange), network.listen)
+        served = self.endpoint.runtime.serve(ExchangeService(self.exchange), network.listen)
         toward = welcome.members[0].address if welcome else None
         self.address = network.advertise or reachable(served, toward)
         self.endpoint.open_directory(self.contract.run.name, self._warn)

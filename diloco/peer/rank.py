@@ -17,7 +17,7 @@ from diloco.compress.encoding import Encoder
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.lane import Lane
-from diloco.exchange.lanes import FirstRank, LaneService
+from diloco.exchange.lanes import LaneService, RemoteExchange
 from diloco.exchange.work import SteppedVersion
 from diloco.inner.meter import Throughput
 from diloco.island import Island
@@ -93,7 +93,7 @@ class PeerRank:
         self.val_loss: float | None = None
         """Of the last `Evaluate`."""
         self._lane: Lane | None = None
-        self._first: FirstRank | None = None
+        self._first: RemoteExchange | None = None
         self._runtime: Runtime | None = None
 
     # ------------------------------------------------------------ rank 0 decides
@@ -221,7 +221,7 @@ class PeerRank:
         runtime = self._runtime = Runtime(site.timeouts.rpc_s, site.network.send_bps / self.lanes, site.network.streams)
         terms = lane_terms(self.contract, site, self.line.layout, self.island.size)
         lane = self._lane = Lane(terms, runtime.link, runtime.loop)
-        self._first = FirstRank(call_rank_0(rank_0, key, self.island.rank), lane, runtime.loop)
+        self._first = RemoteExchange(call_rank_0(rank_0, key, self.island.rank), lane, runtime.loop)
         host, port = split_address(site.network.listen)
         own = port + LANE_PORTS + self.island.rank if port else 0
         served = runtime.serve(LaneService(lane), join_address(host, own))

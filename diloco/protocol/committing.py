@@ -12,7 +12,7 @@ one begun early."""
 
 
 class Committing(MachineState):
-    """A voter's side of the protocol: `Propose` to `Accept`, `Committed` to the next version."""
+    """The voter's layer of the protocol's state machine: `Propose` to `Accept`, `Committed` to the next version."""
 
     def _on_propose(self, sender: Member, body: m.Propose) -> None:
         if not self._current(sender, body.version) or body.attempt < self.attempt or sender != self._seat(body.attempt):
@@ -31,7 +31,7 @@ class Committing(MachineState):
             self._fetch(body)
 
     def _mean_is_coming(self) -> bool:
-        """Whether a reduction here may still complete its mean: then nothing needs to be fetched."""
+        """Whether the reduction under way may still complete its mean, so that the voter need not ask for a fetch."""
         reduction = self._reduction
         if reduction is None or reduction.mean_digest:
             return False
@@ -40,7 +40,7 @@ class Committing(MachineState):
         return not owed and self._now - reduction.progress_at_s <= self.timing.stall_s
 
     def _fetch(self, proposal: m.Propose) -> None:
-        """Fetch the proposed mean from its coordinator or other trainers, once per stall time: it may be large."""
+        """Emit `FetchMean` towards coordinator and trainers, once per stall time: the proposed mean may be large."""
         if self._now >= self._fetching_until:
             self._fetching_until = self._now + self.timing.stall_s
             seat = self._seat(proposal.attempt)
@@ -62,17 +62,17 @@ class Committing(MachineState):
             self._decide(commit, sender)
 
     def _leads_here(self, body: m.Body) -> bool:
-        """Whether a commit takes this peer along into a lineage apart: it and the founder lack a majority alike."""
+        """Whether a commit takes this voter along into a lineage apart: it and the founder lack a majority alike."""
         commit = body.commit if isinstance(body, m.Committed) else None
         may_fork = self._alone_since is not None and self.rules.continue_after_s is not None
         return commit is not None and may_fork and self._forks_here(commit) and self.me in commit.view
 
     def _forks_here(self, commit: Commit) -> bool:
-        """Whether a commit founds a lineage on the version that this peer is at."""
+        """Whether a commit founds a lineage on the version that the state machine is at."""
         return self.commit is not None and commit.fragment == -1 and commit.previous == self.commit.digest
 
     def _decide(self, commit: Commit, source: Member) -> None:
-        """A version closed. Close it here too, if its mean is here or on its way; else fetch it."""
+        """A commit has its majority of votes: close its version if its mean is held or on its way, else request it."""
         founds = self.commit is None and commit.fragment == -1 and commit.version == self._state.version
         follows = self.commit is not None and commit.previous == self.commit.digest
         if founds or self.me.witness or self._forks_here(commit) or (follows and commit.mean_digest in self._held):
@@ -99,7 +99,7 @@ class Committing(MachineState):
         self._out.append(m.Close(commit))
 
     def _adopt(self, commit: Commit) -> None:
-        """Move on to the version of a commit, and to its view and lineage."""
+        """Move the state machine on to a commit's version, and to its view, voters and lineage."""
         if self.commit is not None and commit.lineage != self.lineage:
             self.forks = (*self.forks, m.Fork(self.lineage, commit.tokens))
             self.roster.part_with([member.peer for member in self.view if member not in commit.view])

@@ -16,7 +16,7 @@ MEAN_LOST = "a version was accepted whose mean nobody here has: bring back, or e
 
 
 class Coordinating(Committing):
-    """The coordinator's side of the protocol; every trainer coordinates in its turn."""
+    """The coordinator's layer of the protocol's state machine; every trainer coordinates in its turn."""
 
     def _on_ready(self, sender: Member, body: m.Ready) -> None:
         if not self._current(sender, body.version) or not self._is_member(sender):
@@ -39,7 +39,7 @@ class Coordinating(Committing):
         self._coordinate()
 
     def _coordinate(self) -> None:
-        """Take an attempt further, if this peer coordinates it: on to `Begin`, to a proposal, or to the commit."""
+        """As coordinator, take the attempt further: on to `Begin`, to a proposal, or to the commit."""
         tally = self._tally
         if tally is None or (tally.begin is not None and tally.proposal is None):
             return  # nothing to lead, or the mean is not here yet
@@ -58,7 +58,7 @@ class Coordinating(Committing):
             self._begin_if_matched(tally)
 
     def _begin_if_matched(self, tally: Tally) -> None:
-        """Begin the reduction when the group of contributors is complete."""
+        """As coordinator, send `Begin` for the reduction when the group of contributors is complete."""
         decision = self._decision(tally)
         self._note(decision.reason, decision.routine)
         if decision.group is None:
@@ -76,13 +76,13 @@ class Coordinating(Committing):
 
     @property
     def _policy(self) -> Policy:
-        """Policy of the version being made."""
+        """The policy by which the coordinator closes the version being made."""
         total = self.rules.total_tokens
         ending = total is not None and self.commit is not None and self.commit.tokens >= total
         return self.rules.policy.at(self.making, ending)
 
     def _decision(self, tally: Tally) -> GroupDecision:
-        """The contributors of the attempt, or None to wait; with the reason."""
+        """The coordinator's decision: contributors of the attempt, or None to wait; with the reason."""
         no_majority = self._no_majority()
         if no_majority:
             return GroupDecision(None, no_majority)
@@ -113,7 +113,7 @@ class Coordinating(Committing):
             self._repair(tally, body.missing, reason)
 
     def _repair(self, tally: Tally, lost: Sequence[str], reason: str) -> None:
-        """Go on without these contributors; parts of theirs that are not here get other owners."""
+        """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners."""
         reduction = self._reduction
         if reduction is None:
             self._abort(tally, lost, reason)
@@ -136,7 +136,7 @@ class Coordinating(Committing):
     # ------------------------------------------------------------ the vote
 
     def _propose(self, tally: Tally, commit: Commit) -> None:
-        """Ask for votes: of trainers first, for a witness accepts what it does not hold, and the mean must live on."""
+        """As coordinator, ask for votes: of trainers first, for witnesses hold no mean, and the mean must live on."""
         tally.proposal = commit
         tally.proposed_at_s = self._now
         tally.audience = tally.audience or tuple(self._trainers_alive())
@@ -147,7 +147,7 @@ class Coordinating(Committing):
         self._commit_if_accepted(tally)
 
     def _ask_witnesses(self, tally: Tally, proposal: m.Propose) -> None:
-        """Ask witnesses for their votes when every live trainer accepted the commit, or does not answer."""
+        """As coordinator, ask witnesses to vote when every live trainer accepted the commit, or does not answer."""
         others = [member for member in self._trainers_alive() if member != self.me]
         patient = self._now - tally.proposed_at_s < self.timing.stall_s
         if tally.witnesses_asked or (patient and any(member.peer not in tally.accepts for member in others)):
@@ -166,7 +166,7 @@ class Coordinating(Committing):
             self._commit_if_accepted(tally)
 
     def _commit_if_accepted(self, tally: Tally) -> None:
-        """With a majority the commit holds; live members that are about to accept get a moment to do so first.
+        """With a majority of votes the commit holds; live members about to accept get a moment to do so first.
 
         The coordinator's own vote comes when it decides: a mean that nobody else holds alike must not bind the next.
         """
@@ -188,7 +188,7 @@ class Coordinating(Committing):
             self._announce(proposal.commit, tally.audience)
 
     def _patient_until_s(self, tally: Tally) -> float:
-        """End of the wait for members that live and did not accept, when a majority did: they may have been stopped.
+        """End of the coordinator's wait for votes of live members after a majority's: they may have been stopped.
 
         Under `async` no longer than all that offered have inner steps to do.
         """
@@ -199,7 +199,7 @@ class Coordinating(Committing):
         return min((stall_s, *tally.waits_from().values()))
 
     def _reconsider(self, tally: Tally, commit: Commit) -> None:
-        """Give up a proposal in the end that nobody can accept, since its mean died with the peers that held it.
+        """As coordinator, give up a proposal that nobody can accept, since its mean died with the peers that held it.
 
         In the next attempt the living report what they accepted. If a majority of them accepted nothing, nothing was
         decided. If one did, only an operator can know that the peers that held the mean are gone for good.
@@ -221,7 +221,7 @@ class Coordinating(Committing):
             self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
 
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
-        """Send a commit that holds to all it concerns, and move on to it."""
+        """As coordinator, send a commit that has its majority to all members, and move on to it."""
         others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
         self._send_all(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)
@@ -229,13 +229,13 @@ class Coordinating(Committing):
     # ------------------------------------------------------------ the next commit
 
     def _newcomers(self) -> list[Member]:
-        """Joiners that are here, or so near that they catch up by commits: rounds may be shorter than heartbeats."""
+        """Joiners on the roster for the next view: at this version, or so near that commits bring them there."""
         near = max(self.rules.backlog_versions - 1, 0)
         known = {member.peer for member in self.alive()}
         return [member for member in self.roster.at_the_door(near, self._now) if member.peer not in known]
 
     def _next_view(self, leaving: Collection[str]) -> list[Member]:
-        """Members of the view that stay, in their order, and then those that join."""
+        """The view that the next commit names: members that stay, in their order, and then those that join."""
         alive = [member for member in self.alive() if not self.roster.barred(member.peer)] or self.alive()
         stay = [member for member in alive if member.peer not in leaving]
         join = [member for member in self._newcomers() if member.peer not in leaving]
@@ -245,7 +245,7 @@ class Coordinating(Committing):
         return [*(member for member in self.view if member in stay or member == kept), *join]
 
     def _keep_one_silent_voter(self, view: Sequence[Member], leaving: Collection[str]) -> Member | None:
-        """One of the members that are lost, where its vote costs nothing: two of three decide as two of two would.
+        """One lost member to keep in the next view, at no cost in votes: two of three decide as two of two would.
 
         It may only be out of reach. When it is back it has its place and its vote; if another died meanwhile, those
         two decide.
@@ -258,7 +258,7 @@ class Coordinating(Committing):
         return max(lost, key=lambda member: lost[member], default=None)
 
     def _next_commit(self, tally: Tally, reduction: Reduction) -> Commit:
-        """The commit to propose for a complete mean: contributions, next view, leases."""
+        """The commit that the coordinator proposes for a complete mean: contributions, next view, leases."""
         assert self.commit is not None
         counted, omitted = reduction.counted()
         used = {entry.peer: entry.blocks for entry in counted}

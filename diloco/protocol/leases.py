@@ -13,7 +13,7 @@ from diloco.base.types import Blocks, Leases
 
 
 def found(view: Sequence[str], need: int) -> Leases:
-    """The leases of a run that begins: `need` blocks for each peer of `view`."""
+    """The first leases of a run: `need` data blocks for each peer of the founding view."""
     return advance(Leases(cursor=0, held={}), {}, view, need)
 
 
@@ -24,7 +24,7 @@ def advance(
     need: int,
     leaving: AbstractSet[str] = frozenset(),
 ) -> Leases:
-    """The leases after a version that counts the first `used[peer]` blocks of what each peer held.
+    """The leases after a commit that counts the first `used[peer]` blocks of each peer's lease.
 
     Blocks that a peer outside `view` did not use go to `returned` if the peer is one of `leaving`. Else they are lost,
     for nobody knows which of them it trained on. Then every peer in `view`, in that order, is topped up to `need`
@@ -50,7 +50,7 @@ def advance(
 
 
 def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[str, bool]:
-    """Peers that held blocks and hold none any more; True where other peers may train on the blocks that it left.
+    """Peers whose lease of data blocks ended with a commit; True where others may lease the blocks that it left.
 
     True for leavers, False for the dead (`advance`). Peers that had used all of their blocks are not among the keys.
     """
@@ -61,12 +61,12 @@ def handed_back(before: Leases, used: Mapping[str, int], after: Leases) -> dict[
 
 
 def count(held: Iterable[Blocks]) -> int:
-    """Number of data blocks in these runs."""
+    """Number of data blocks in the runs of a lease."""
     return sum(map(len, held))
 
 
 def front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
-    """The first `blocks` data blocks of `held`, or all of it when it has fewer."""
+    """The first `blocks` data blocks of the lease `held`, or all of it when it has fewer."""
     taken = []
     for run in held:
         taken.append(Blocks(run.start, min(run.stop, run.start + blocks)))
@@ -75,7 +75,7 @@ def front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
 
 
 def without_front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
-    """`held` without its first `blocks` data blocks. Raises ValueError when it has fewer."""
+    """The lease `held` without its first `blocks` data blocks. Raises ValueError when it has fewer."""
     left = []
     for run in held:
         dropped = min(blocks, len(run))
@@ -87,7 +87,7 @@ def without_front(held: Iterable[Blocks], blocks: int) -> tuple[Blocks, ...]:
 
 
 def joined(held: Iterable[Blocks]) -> tuple[Blocks, ...]:
-    """The same data blocks in the same order, in as few runs as possible."""
+    """A lease's data blocks in the same order, in as few runs as possible."""
     runs: list[Blocks] = []
     for run in held:
         if runs and runs[-1].stop == run.start:

@@ -12,7 +12,7 @@ lists the contributors that it omits. When the coordinator itself is gone, or so
 begins. Every wait is bounded by `Timing`. Nothing here blocks training: a peer that cannot commit gives up the round
 and keeps its progress. `docs/how/protocol.md` has the picture and the argument why this is safe.
 
-The machine is one class in layers: `MachineState`, `Committing`, `Coordinating`, `Reducing`, and here `Parting`
+The machine is one class in layers: `MachineState`, `Committing`, `Coordinating`, `Reducing`, and here `Lineages`
 (foundings and lineages) and `Machine` (inputs, time, joining and leaving).
 """
 
@@ -31,16 +31,15 @@ from diloco.protocol.reducing import Reducing
 from diloco.protocol.view import Electorate, goes_on, parted_at
 
 
-class Parting(Reducing):
-    """Foundings and lineages: a run that was cut in parts under `without_majority = "continue"` is several chains of
-    commits until they meet.
+class Lineages(Reducing):
+    """Lineages of a run that was cut in parts under `without_majority = "continue"`: chains of commits until they meet.
 
     A lineage is named by its founding. Where two meet, the one with more committed tokens goes on. Peers of the other
     copy its state, keep their uncommitted progress, and report the committed tokens that are void.
     """
 
     def _founding(self, view: Sequence[Member], before: Commit | None, lineage: str) -> Commit:
-        """The first commit of a lineage: it moves no anchor."""
+        """The first commit of a lineage, its view and leases: it moves no anchor."""
         names = [member.peer for member in view if not member.witness]
         need = self.rules.lease_blocks
         granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
@@ -59,7 +58,7 @@ class Parting(Reducing):
         )
 
     def _check_majority(self) -> None:
-        """Without a majority training goes on; commits wait, or go on in a lineage apart."""
+        """Without a majority of votes commits wait, or this view's live members found a lineage apart."""
         no_majority = self._no_majority() if self.in_view else ""
         if not no_majority:
             self._alone_since = None
@@ -122,11 +121,11 @@ class Parting(Reducing):
         self._out.append(m.Resync(envelope.sender, discarded))
 
 
-class Machine(Parting):
-    """The state machine. `receive` and `handle` are its only inputs; public attributes may be read at any time."""
+class Machine(Lineages):
+    """The protocol's state machine. `receive` and `handle` are its inputs; public attributes may be read any time."""
 
     def handle(self, event: m.Event, now: float) -> list[m.Effect]:
-        """Take one event at local time `now` (seconds, monotonic); return what to do, in order."""
+        """Take an event into the state machine at local time `now` (seconds, monotonic); return effects in order."""
         self._now = now
         self._out = []
         if not self._gone:
@@ -134,13 +133,13 @@ class Machine(Parting):
         return self._out
 
     def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
-        """Take one message from another peer; return the reply, and what to do, in order."""
+        """Take another peer's message into the state machine; return the protocol's reply and effects, in order."""
         self._now = now
         self._out = []
         return self._receive(envelope), self._out
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
-        """Refuse a message, or give it to its handler."""
+        """Check a message against roster, lineage and view: refuse it, or give it to its protocol handler."""
         sender, body = envelope.sender, envelope.body
         if self._gone:
             return m.Reply.STALE
@@ -169,7 +168,7 @@ class Machine(Parting):
         return reply
 
     def admits(self, run: str, contract: str, lineage: str, sender: Member, now: float) -> m.Reply:
-        """Whether a peer may stream bytes to us now. If so, it lives."""
+        """The protocol's reply to a peer that wants to stream parts now. OK: the roster notes a sign of life."""
         self._now = now
         reply = self._may_speak(run, contract, lineage, sender)
         if reply is m.Reply.OK:
@@ -177,7 +176,7 @@ class Machine(Parting):
         return reply
 
     def _may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
-        """OK if a message or stream of this sender is taken, else the reason why not."""
+        """OK if run, lineage and roster let this sender speak, else the protocol's reason for the refusal."""
         reply = self._admission.same_training(run, contract)
         if reply is not m.Reply.OK:
             return reply
@@ -212,7 +211,7 @@ class Machine(Parting):
             self._resend()
 
     def _resend(self) -> None:
-        """Send again what has no answer yet."""
+        """Emit `Begin`, `Propose`, `Gather` or `Ready` again for members of the view that have not answered."""
         tally = self._tally
         if tally is not None and (tally.begin is not None or tally.proposal is not None):
             again: Sequence[m.Body | None] = (tally.begin, tally.repair)
@@ -241,7 +240,7 @@ class Machine(Parting):
         self._found_if_complete()
 
     def _found_if_complete(self) -> None:
-        """The founder starts the run when enough peers hold its state."""
+        """As founder, propose the first view when enough peers on the roster hold its state."""
         if not self.founder or self.commit is not None or self._state.version < 0:
             return
         here = [self.me, *(member for member in self.roster.at_the_door(0, self._now) if not member.witness)]
@@ -318,7 +317,7 @@ class Machine(Parting):
         self._coordinate()
 
     def _evict(self, envelope: m.Envelope, body: m.Evict) -> m.Reply:
-        """An operator, who is no member, answers for the death of a life of a peer, in one lineage."""
+        """An operator's `Evict`: the electorate drops the vote of a life of a peer, in one lineage."""
         reply = self._admission.same_training(envelope.run, envelope.contract)
         if reply is not m.Reply.OK:
             return reply

@@ -1,4 +1,4 @@
-"""The position of one peer in a run: its version, its view, the attempt that it is in, and the messages it sends."""
+"""State of the protocol's state machine: its version, its view, the attempt that it is in, the messages it sends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from diloco.protocol.view import Electorate, Rules, Timing, coordinator
 
 
 class MachineState:
-    """Base of the state machine: the state that its layers share, the way into an attempt, and the way out for
-    messages."""
+    """Base of the protocol's state machine: state that its layers share, the way into an attempt, messages out."""
 
     def __init__(self, me: Member, rules: Rules, timing: Timing, lineage: str, founder: bool, now: float) -> None:
         self.me = me
@@ -60,7 +59,7 @@ class MachineState:
         self._forget_version()
 
     def _forget_version(self) -> None:
-        """Drop all that concerns the version that was being made: another one comes next."""
+        """Drop offer, votes and tally of the version that was being made: attempts at another one come next."""
         self.attempt = 0
         self._offer: m.Offer | None = None
         self._accepted: tuple[int, Commit | None] = (-1, None)
@@ -78,22 +77,22 @@ class MachineState:
 
     @property
     def version(self) -> int:
-        """The latest version this peer knows to be committed; before the founding, that of the state it holds."""
+        """Version of the latest commit known; before the founding of the lineage, that of the state it holds."""
         return self.commit.version if self.commit else self._state.version
 
     @property
     def making(self) -> int:
-        """The version that comes next."""
+        """The version for which attempts are made and votes are taken: the next after the latest commit."""
         return self.version + 1
 
     @property
     def fragment(self) -> int:
-        """The fragment that the version being made moves; fragments take turns."""
+        """The fragment that the next commit moves; fragments take turns by version."""
         return (self.making - 1) % len(self.rules.parts)
 
     @property
     def view(self) -> tuple[Member, ...]:
-        """Members of the run, in order of admission."""
+        """The view: members that the latest commit names, in order of admission."""
         return self.commit.view if self.commit else ()
 
     @property
@@ -102,46 +101,46 @@ class MachineState:
 
     @property
     def alone(self) -> bool:
-        """Whether most of the view cannot be reached: perhaps it went on elsewhere, and somebody should ask around."""
+        """Whether most voters of the view cannot be reached: it may go on elsewhere, so others are to be asked."""
         return self._alone_since is not None
 
     @property
     def reducing(self) -> tuple[int, int, int] | None:
-        """(version, attempt, generation) of the reduction under way."""
+        """(version, attempt, generation) of the reduction that the state machine has under way."""
         return (*self._reduction.key, self._reduction.generation) if self._reduction else None
 
     @property
     def names(self) -> int:
-        """Number of peers whose messages are remembered, so that none is taken twice."""
+        """Number of peers whose protocol messages are remembered, so that none is taken twice."""
         return len(self._admission)
 
     def alive(self) -> list[Member]:
-        """Members of the view that are not suspected."""
+        """Members of the view that the roster does not suspect."""
         return [member for member in self.view if self.roster.alive(member, self._now)]
 
     def _trainers_alive(self) -> list[Member]:
-        """Live members that receive the mean and vote on it first."""
+        """Live members of the view that receive the mean and vote on it first: all but witnesses."""
         return [member for member in self.alive() if not member.witness]
 
     def settled(self) -> bool:
-        """Whether every live member is known to have reached this version."""
+        """Whether every live member of the view has reported this version in a heartbeat."""
         beats = self._heartbeats(self.alive())
         return all(beat is not None and beat.version >= self.version for beat in beats)
 
     def awaited(self) -> bool:
-        """Whether most other live trainers are at this version and have done their inner steps."""
+        """Whether heartbeats show most other live trainers of the view at this version, their inner steps done."""
         beats = self._heartbeats(self._trainers_alive())
         reported = [beat.progress for beat in beats if beat is not None]
         ready = sum(progress.phase == Phase.SYNCING and progress.version == self.version for progress in reported)
         return 2 * ready > len(beats)
 
     def fastest(self) -> float:
-        """The largest pace that another live trainer reports, tokens per second; 0 while nobody does."""
+        """The largest pace in heartbeats of other live trainers of the view, tokens per second; 0 while unknown."""
         beats = self._heartbeats(self._trainers_alive())
         return max((beat.progress.pace for beat in beats if beat is not None), default=0.0)
 
     def _heartbeats(self, members: Sequence[Member]) -> list[m.Heartbeat | None]:
-        """The last heartbeat of each of these members but this peer; None where there was none yet."""
+        """The roster's last heartbeat of each of these members but this one; None where there was none yet."""
         return [self.roster.heartbeat(member.peer) for member in members if member != self.me]
 
     # ------------------------------------------------------------ members and votes
@@ -152,7 +151,7 @@ class MachineState:
         return found is not None and found.incarnation == member.incarnation
 
     def _no_majority(self) -> str:
-        """The reason why nothing can be decided; empty while enough voters can be reached."""
+        """The reason why no commit can get its votes; empty while enough voters of the view can be reached."""
         alive = {member.peer for member in self.alive()}
         reachable, needed = self.electorate.reachable(alive), self.electorate.needed()
         if reachable >= needed:
@@ -173,7 +172,7 @@ class MachineState:
             self._enter(body.attempt, "taking over a leaver's vote")
 
     def _new_incarnation(self) -> None:
-        """A new life under the same name: the votes and promises of the old one are void."""
+        """Begin a new life under the same name: the votes and promises of the old one are void."""
         self.me = replace(self.me, incarnation=self.me.incarnation + 1)
         self.roster.me = self.me
         self.joining = True
@@ -182,7 +181,7 @@ class MachineState:
     # ------------------------------------------------------------ attempts
 
     def _seat(self, attempt: int) -> Member:
-        """The coordinator of an attempt to make this version."""
+        """The coordinator of an attempt to make the next version."""
         return coordinator(self.rules.run, self.making, attempt, self.view)
 
     def _follow_coordinator(self, asked: bool = False) -> None:
@@ -199,7 +198,7 @@ class MachineState:
                 return
 
     def _enter(self, attempt: int, reason: str) -> None:
-        """Move on to a later attempt; the promise is made when `Ready` is sent."""
+        """Move on to a later attempt, under another coordinator; the promise is made when `Ready` is sent."""
         self._note(reason)
         self.attempt = attempt
         self._entered_at = self._now
@@ -217,8 +216,8 @@ class MachineState:
         self._send(self._seat(self.attempt), ready)
 
     def _current(self, sender: Member, version: int) -> bool:
-        """Whether a message is about the version being made. A sender that is behind gets our commit; one that is ahead
-        is asked for what we missed."""
+        """Whether a protocol message is about the version being made. A sender that is behind gets our commit; one that
+        is ahead is asked for the commits that we missed."""
         if self.commit is None:
             return False
         if version < self.making:
@@ -228,7 +227,7 @@ class MachineState:
         return version == self.making
 
     def _is_closing(self, version: int) -> bool:
-        """Whether the commit of the version being made is on its way here, where others already have that version."""
+        """Whether the reduction under way may still bring the next commit, where others already have that version."""
         reduction = self._reduction
         recent = reduction is not None and self._now - reduction.progress_at_s < self.timing.stall_s
         return recent and version == self.making
@@ -241,7 +240,7 @@ class MachineState:
             self._send_ready()  # without the offer: nobody must begin with what is not there any more
 
     def _catch_up(self, source: Member, version: int) -> None:
-        """Ask another trainer for commits that we missed, once per stall time: the answer may be large.
+        """Emit `CatchUp` towards a trainer for commits that we missed, once per stall time: the answer may be large.
 
         A witness needs no commits but the one that it gets, and keeps no means for others: a trainer that asked it
         would take itself to be too far behind.
@@ -253,12 +252,12 @@ class MachineState:
     # ------------------------------------------------------------ sending
 
     def _send_all(self, members: Sequence[Member], body: m.Body) -> None:
-        """To all, to myself last: what I then do must not overtake what the others hear."""
+        """Emit a protocol message to members, to myself last: what I then do must not overtake what the others hear."""
         for member in sorted(members, key=lambda member: member == self.me):
             self._send(member, body)
 
     def _send(self, to: Member, body: m.Body) -> None:
-        """Send a message; one to this peer itself is handled at once."""
+        """Emit a protocol message as an effect; one to this peer itself is handled at once."""
         if to == self.me:
             self._messages[type(body)](self, self.me, body)
             return
@@ -269,7 +268,7 @@ class MachineState:
         self._out.append(m.Send(to, envelope))
 
     def _note(self, reason: str, routine: bool = False) -> None:
-        """Report the reason of a decision, when it changed."""
+        """Emit the reason of a protocol decision as `Note`, when it changed."""
         if self._offer is not None:
             self._waiting_for = reason
         if reason != self.reason:

@@ -21,7 +21,7 @@ Attempt = Annotated[int, MinValue(-1)]
 
 @dataclass(frozen=True, slots=True)
 class OfAttempt:
-    """Base of the messages, events and effects of one attempt to make a version."""
+    """Base of the protocol's messages, events and effects of one attempt to make a version."""
 
     version: int
     """The version being made: one above the sender's."""
@@ -29,7 +29,7 @@ class OfAttempt:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(version, attempt): names the attempt in the whole lineage."""
+        """(version, attempt): names the protocol's attempt in the whole lineage."""
         return self.version, self.attempt
 
 

@@ -1,4 +1,4 @@
-"""Taking part in a reduction: contributions to the owners of their parts, means to all receivers."""
+"""Decisions of contributors and owners in a reduction: contributions go to owners of parts, means to all receivers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diloco.protocol.view import owner_of_parts
 
 
 class Reducing(Coordinating):
-    """A contributor's and an owner's side of the butterfly."""
+    """The contributor's and owner's layer of the protocol's state machine, in the reduction of an attempt."""
 
     def _on_begin(self, sender: Member, body: m.Begin) -> None:
         if not self._current(sender, body.version) or body.attempt < self.attempt:
@@ -39,12 +39,12 @@ class Reducing(Coordinating):
             self._contribute(reduction, body.spans)
 
     def _reduction_for(self, item: m.OfAttempt) -> Reduction | None:
-        """The reduction under way, if a message or event is of its attempt."""
+        """The reduction under way in the state machine, if a message or event is of its attempt."""
         reduction = self._reduction
         return reduction if reduction is not None and reduction.key == item.key else None
 
     def _contribute(self, reduction: Reduction, owed: Sequence[m.Span]) -> None:
-        """Send these spans to their owners; those that I own have my part at once."""
+        """Emit `SendContribution` for spans of other owners; spans that I own have my contribution at once."""
         receivers = {member.peer: member for member in reduction.begin.receivers}
         for span in owed:
             if span.owner != self.me.peer:
@@ -102,7 +102,7 @@ class Reducing(Coordinating):
             self._out.append(m.SealMean(*reduction.key))
 
     def _coordinates(self, reduction: Reduction) -> bool:
-        """Whether this peer coordinates a reduction that it takes part in."""
+        """Whether this peer is the coordinator of a reduction that it takes part in."""
         return self._tally is not None and self._tally.begin is reduction.begin
 
     def _on_mean_held(self, event: m.MeanHeld) -> None:
@@ -124,7 +124,7 @@ class Reducing(Coordinating):
     # ------------------------------------------------------------ bytes that do not come
 
     def _check_reduction(self) -> None:
-        """When bytes do not come, the coordinator repairs around those that owe them, or the next attempt begins."""
+        """When parts do not come, the coordinator sends `Repair` without their senders, or the next attempt begins."""
         reduction = self._reduction
         if reduction is None:
             return

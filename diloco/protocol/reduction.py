@@ -32,7 +32,7 @@ class Tally:
         self.majority_at_s = math.inf
 
     def hear(self, peer: str, ready: Ready, now: float) -> None:
-        """A promise came, perhaps with an offer. After `Begin` nothing changes: an older message may come later."""
+        """Record a promise to the coordinator, perhaps with an offer. After `Begin` nothing changes: it may be old."""
         if self.begin is not None:
             return
         self.ready[peer] = ready
@@ -43,28 +43,28 @@ class Tally:
 
     @property
     def state_digests(self) -> dict[str, str]:
-        """Digest of the outer state that each ready peer holds."""
+        """Digest of the outer state that each peer names in its promise to the coordinator."""
         return {peer: ready.state_digest for peer, ready in self.ready.items()}
 
     def promises(self) -> set[str]:
-        """Voters that promised to accept nothing of an earlier attempt."""
+        """Voters that promised the coordinator to accept nothing of an earlier attempt."""
         return {vote for peer, ready in self.ready.items() for vote in (peer, *ready.votes)}
 
     def votes(self) -> set[str]:
-        """Voters that accepted the proposal."""
+        """Voters that accepted the coordinator's proposal."""
         return {vote for votes in self.accepts.values() for vote in votes}
 
     def accepted(self) -> Commit | None:
-        """The commit accepted in the latest earlier attempt that anybody reports."""
+        """The commit accepted in the latest earlier attempt that any promise reports."""
         latest = max(self.ready.values(), key=lambda ready: ready.accepted_attempt, default=None)
         return latest.accepted if latest is not None else None
 
     def leaving(self) -> set[str]:
-        """Peers whose offer is their last."""
+        """Peers whose offer to the coordinator is their last."""
         return {peer for peer, ready in self.ready.items() if ready.offer is not None and ready.offer.leaving}
 
     def send_bps(self, peers: Sequence[str]) -> list[int]:
-        """Upload rate of each peer as its offer states it, in bits per second; 0: unknown."""
+        """Upload rate of each peer as its offer to the coordinator states it, in bits per second; 0: unknown."""
         offers = [self.ready[peer].offer for peer in peers]
         return [offer.send_bps if offer is not None else 0 for offer in offers]
 
@@ -81,19 +81,19 @@ class Tally:
         }
 
     def counted(self, peer: str) -> Counted:
-        """The entry of `peer` among the contributors."""
+        """The entry of `peer` among the contributors that the coordinator lists."""
         offer = self.ready[peer].offer
         assert offer is not None
         return as_counted(peer, offer)
 
 
 def as_counted(peer: str, offer: Offer) -> Counted:
-    """An offer as a commit counts it."""
+    """A peer's offer to the coordinator as the commit counts it."""
     return Counted(peer, offer.base_version, offer.weight, offer.tokens, offer.blocks)
 
 
 class Reduction:
-    """One peer's bookkeeping of one reduction: which parts are here, which are missing and from whom.
+    """One peer's bookkeeping of an attempt's reduction: which parts are here, which are missing and from whom.
 
     A part that I own may be averaged when the bytes of every contributor that is waited for are here; the sum is in
     the order of `begin.contributors`, never of arrival. The mean is complete when every part of the fragment is here.
@@ -120,15 +120,15 @@ class Reduction:
 
     @property
     def complete(self) -> bool:
-        """True when all parts of the mean are here."""
+        """True when all parts of the reduction's mean have been noted."""
         return not self.absent
 
     def owners_of_absent(self) -> set[str]:
-        """Other peers that still owe parts of the mean."""
+        """Other owners that still owe parts of the reduction's mean."""
         return {self.owner[part] for part in self.absent} - {self.me}
 
     def contribution(self, sender: str, part: int, now: float) -> bool:
-        """`sender`'s bytes of `part` are here. True when the part can be averaged: nobody else is waited for."""
+        """Note that `sender`'s `part` is here for the reduction. True when the part waits for nobody else."""
         awaited = self._awaited.get(part)
         if awaited is None or sender not in awaited or part in self._averaging:
             return False
@@ -137,13 +137,13 @@ class Reduction:
         return awaited <= self.gone
 
     def average(self, part: int) -> tuple[str, ...]:
-        """Start to average a part: bytes that come later do not count in it. Returns the contributors it omits."""
+        """Begin a part's average in the reduction: later bytes do not count in it. Returns contributors it omits."""
         self._averaging.add(part)
         self.omitted[part] = tuple(peer for peer in self.contributors if peer in self._awaited[part])
         return self.omitted[part]
 
     def mean(self, part: int, sender: str, omitted: Sequence[str], now: float) -> bool:
-        """`part` of the mean is here, from its owner. True when that was the last one missing."""
+        """Note that `part` of the reduction's mean came from its owner. True when that was the last one missing."""
         if self.owner.get(part) != sender or part not in self.absent:
             return False
         self.progress_at_s = now
@@ -152,7 +152,7 @@ class Reduction:
         return self.complete
 
     def repair(self, repair: Repair, now: float) -> tuple[list[Span], list[int]]:
-        """Owners of parts changed, and some contributors are not waited for any more.
+        """Apply the coordinator's `Repair`: owners of parts changed, and some contributors are not waited for any more.
 
         Returns the spans that moved, and the parts of mine that can be averaged because of it.
         """
@@ -172,18 +172,18 @@ class Reduction:
         return as_spans(moved), [part for part, awaited in self._unfinished().items() if awaited <= self.gone]
 
     def missing(self) -> tuple[str, ...]:
-        """Peers whose bytes are missing: contributors to my parts first, then owners of parts of the mean."""
+        """Peers that the reduction waits for: contributors to my parts first, then owners of parts of the mean."""
         late = {peer for awaited in self._unfinished().values() for peer in awaited} - self.gone
         if not late:
             late = self.owners_of_absent()
         return tuple(sorted(late - {self.me}))
 
     def _unfinished(self) -> dict[int, set[str]]:
-        """For each part of mine that is not averaged yet: contributors whose bytes are missing."""
+        """Contributors that the reduction still waits for, for each part of mine that is not averaged yet."""
         return {part: awaited for part, awaited in self._awaited.items() if part not in self._averaging}
 
     def counted(self) -> tuple[tuple[Counted, ...], tuple[Omitted, ...]]:
-        """Contributors that the complete mean counts, and the parts in which one of them does not count."""
+        """Contributors that the commit of this reduction counts, and the parts in which one of them does not count."""
         parts = range(len(self.owner))
         without = {peer: [part for part in parts if peer in self.omitted[part]] for peer in self.contributors}
         counted = tuple(entry for entry in self.begin.contributors if len(without[entry.peer]) < len(parts))

@@ -17,7 +17,7 @@ MAX_NAMES = 1024
 
 
 class Admission:
-    """Refuses messages of another run or contract, and those that came before: one number and 128 bytes per peer."""
+    """Refuses protocol messages of another run or contract, and replayed ones: one number and 128 bytes per peer."""
 
     def __init__(self, run: str, contract: str) -> None:
         self.run = run
@@ -26,13 +26,13 @@ class Admission:
         """By peer: its latest life, the highest number of its messages, and a bit for each number just below that."""
 
     def same_training(self, run: str, contract: str) -> Reply:
-        """OK if a message's sender trains this run under this contract."""
+        """OK if a protocol message's sender trains this run under this contract, else the reply that refuses it."""
         if run != self.run:
             return Reply.OTHER_RUN
         return Reply.OK if contract == self.contract else Reply.OTHER_CONTRACT
 
     def replayed(self, envelope: Envelope) -> bool:
-        """Whether this very message came before. Asked once for each message of a life that may speak."""
+        """Whether this very protocol message came before. Asked once for each message of a life that may speak."""
         sender, sequence = envelope.sender, envelope.sequence
         life, highest, bits = self._seen.get(sender.peer, (sender.incarnation, 0, 0))
         if life != sender.incarnation:
@@ -52,7 +52,7 @@ class Admission:
         return len(self._seen)
 
     def forget(self, keep: Collection[str]) -> None:
-        """Drop peers that nobody talks to any more, when there are many: each may come new, under a new name."""
+        """Drop message numbers of peers outside the roster, when there are many: each may come under a new name."""
         if len(self._seen) > MAX_NAMES:
             self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}
 
@@ -65,7 +65,7 @@ MAX_FORMER_LIVES = 16
 
 @dataclass(slots=True)
 class RosterEntry:
-    """One peer as known here: its latest life, and the last sign of it."""
+    """One peer on the roster: its latest life, and the last sign of it."""
 
     member: Member
     heard_at_s: float
@@ -97,14 +97,14 @@ class Roster:
         return self._entries.get(peer)
 
     def heartbeat(self, peer: str) -> Heartbeat | None:
-        """The last heartbeat of a peer."""
+        """The last heartbeat of a peer on the roster."""
         entry = self._entries.get(peer)
         return entry.heartbeat if entry is not None else None
 
     # ------------------------------------------------------------ lives of a peer
 
     def meet(self, members: Sequence[Member], now: float, before: Collection[Member] = ()) -> None:
-        """Add members of a view, or peers that a welcome or the directory names. Unknown ones count as alive at first.
+        """Add to the roster members of a view, or peers of a welcome or the directory. New ones count as alive.
 
         A life that was in the view `before` is over when the view has another of that name. Any other life that is
         heard here may be the later one: a view can be an old one, from a checkpoint.
@@ -119,14 +119,14 @@ class Roster:
                 self._entries[member.peer] = RosterEntry(member, now, former=known.former)
 
     def may_speak(self, member: Member, now: float) -> bool:
-        """Whether messages of `member` are taken: not of an earlier life, nor where another process has the name."""
+        """Whether the roster lets `member` speak: not an earlier life, nor where another process has the name."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
         known = self._entries.get(member.peer)
         return known is None or known.member.incarnation == member.incarnation or self._succeeds(member, known, now)
 
     def heard(self, member: Member, now: float, heartbeat: Heartbeat | None = None, version: int = 0) -> None:
-        """A message came from `member`, who may speak. `version` is ours: a heartbeat is compared with it."""
+        """Note on the roster a message of `member`, who may speak. `version`: ours, to compare a heartbeat with."""
         if member.peer == self.me.peer:
             return
         known = self._entries.get(member.peer)
@@ -139,7 +139,7 @@ class Roster:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
 
     def _succeeds(self, member: Member, known: RosterEntry, now: float) -> bool:
-        """Whether a life follows the known one. Two processes at one address are not alive at the same time."""
+        """Whether a life follows the one on the roster. Two processes at one address are not alive at the same time."""
         later = member.incarnation > known.member.incarnation and member.incarnation not in known.former
         if later:
             return member.address == known.member.address or not self._lives(known, now)
@@ -147,12 +147,12 @@ class Roster:
 
     @staticmethod
     def _precedes(member: Member, known: RosterEntry, now: float) -> bool:
-        """Whether a life is over. If the known one is long silent, the peer's clock was set back between the two."""
+        """Whether a life is over. If the roster's own is long silent, the peer's clock was set back between the two."""
         earlier = member.incarnation < known.member.incarnation and now - known.heard_at_s <= FORGET_S
         return earlier or member.incarnation in known.former
 
     def is_earlier(self, member: Member, now: float) -> bool:
-        """Whether a message is of an old conversation, heard again: its sender has a later life that is known here."""
+        """Whether a message is of an old conversation, heard again: the roster has a later life of its sender."""
         if member.peer == self.me.peer:
             return member.incarnation < self.me.incarnation
         known = self._entries.get(member.peer)
@@ -168,34 +168,34 @@ class Roster:
     # ------------------------------------------------------------ signs of life
 
     def introduce(self, member: Member, now: float) -> None:
-        """A peer of another lineage spoke. It gets our heartbeats, and changes nothing of the entry under its name."""
+        """Note on the roster a peer of another lineage. It gets our heartbeats, and no entry under its name changes."""
         self._strangers[member.peer] = (member, now)
 
     def strangers(self, now: float) -> list[Member]:
-        """Peers of other lineages that spoke lately."""
+        """Peers of other lineages on the roster that spoke lately."""
         self._strangers = {peer: seen for peer, seen in self._strangers.items() if now - seen[1] <= self.suspect_s}
         return [member for member, _ in self._strangers.values()]
 
     def unreachable(self, peer: str) -> None:
-        """Delivery to `peer` failed outright. The next message from it takes this back."""
+        """Note on the roster that delivery to `peer` failed outright. The next message from it takes this back."""
         if peer in self._entries:
             self._entries[peer].unreachable = True
 
     def left(self, peer: str) -> None:
-        """`peer` said goodbye."""
+        """Note on the roster that `peer` said goodbye."""
         if peer in self._entries:
             self._entries[peer].left = True
 
     def offended(self, peer: str) -> None:
-        """`peer` sent what no honest peer sends."""
+        """Count on the roster that `peer` sent what no honest peer sends."""
         self.offences[peer] += 1
 
     def barred(self, peer: str) -> bool:
-        """Whether `peer` offended too often to be in the run."""
+        """Whether the roster bars `peer`: it offended too often to be in the view."""
         return self.offences[peer] >= self.offences_allowed
 
     def part_with(self, peers: Collection[str]) -> None:
-        """The run was cut. Peers on the other side get our heartbeats however long they are silent: so it heals.
+        """The run was cut in lineages. Peers of the other side get our heartbeats even if they are silent: so it heals.
 
         Heartbeats so far were of another lineage: peers that want to join must ask again.
         """
@@ -204,21 +204,21 @@ class Roster:
             entry.heartbeat = None
 
     def alive(self, member: Member, now: float) -> bool:
-        """Whether this very life of the peer is not suspected."""
+        """Whether this very life of the peer is on the roster and not suspected."""
         if member.peer == self.me.peer:
             return member.incarnation == self.me.incarnation
         known = self._entries.get(member.peer)
         return known is not None and known.member.incarnation == member.incarnation and self._lives(known, now)
 
     def last_heard_s(self, member: Member) -> float | None:
-        """When this very life of a peer last spoke. None: it is over, or unknown, or the peer is barred."""
+        """Time at which the roster last heard this life of a peer. None: it is over, unknown or barred."""
         known = self._entries.get(member.peer)
         if known is None or known.member.incarnation != member.incarnation or self.barred(member.peer):
             return None
         return known.heard_at_s
 
     def at_the_door(self, max_lag: int, now: float) -> list[Member]:
-        """Live peers that ask to join and were at most so many versions behind when last heard, by name."""
+        """Live peers on the roster that ask to join and lagged at most `max_lag` versions when last heard, by name."""
         waiting = [
             entry.member
             for entry in self
@@ -228,11 +228,11 @@ class Roster:
         return sorted(waiting, key=lambda member: member.peer)
 
     def deaf(self, now: float) -> bool:
-        """Whether no peer at all was heard lately."""
+        """Whether no peer on the roster was heard lately."""
         return all(now - entry.heard_at_s > self.suspect_s for entry in self)
 
     def forget(self, keep: Collection[str], now: float) -> None:
-        """Drop peers that are silent for long, so that nobody sends them heartbeats for ever."""
+        """Drop from the roster peers that are silent for long, so that nobody sends them heartbeats for ever."""
         keep = {*keep, *self._remembered}
         entries = self._entries.items()
         self._entries = {peer: entry for peer, entry in entries if peer in keep or now - entry.heard_at_s <= FORGET_S}

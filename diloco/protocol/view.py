@@ -22,7 +22,7 @@ from diloco.protocol.messages import Fork, Span
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Settings of the contract for when a version closes."""
+    """Settings of the contract for when the coordinator closes a version."""
 
     quorum_peers: int | None
     """None: `sync`, all live members. K: `quorum`, K of them and those that come within `grace_s` of the K-th."""
@@ -37,14 +37,14 @@ class Policy:
     """The first so many versions close as under `sync`."""
 
     def at(self, version: int, ending: bool) -> Policy:
-        """The policy of one version. The last ones, for which nobody trains any more, close as under `sync`, so that
-        nobody's progress is left over."""
+        """The policy by which a coordinator closes one version. The last ones, for which nobody trains any more, close
+        as under `sync`, so that nobody's progress is left over."""
         return replace(self, quorum_peers=None) if ending or version <= self.sync_versions else self
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings of the contract for rounds: the same for all peers."""
+    """Settings of the contract for the protocol's rounds: the same for all peers."""
 
     run: str
     contract: str
@@ -66,13 +66,13 @@ class Rules:
 
     @property
     def means_kept(self) -> int:
-        """Encoded means that a peer holds: those of the backlog, and of attempts that may still be proposed again."""
+        """Encoded means that a peer must hold: those of the backlog, and of attempts that may be proposed again."""
         return self.backlog_versions + 2
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Settings of the site for waiting: each peer has its own."""
+    """Settings of the site for waiting in the protocol: each peer has its own."""
 
     heartbeat_s: float
     """Also the pause before an unanswered message is sent again."""
@@ -84,7 +84,7 @@ class Timing:
 
 
 def coordinator(run: str, version: int, attempt: int, view: Sequence[Member]) -> Member:
-    """The member that coordinates an attempt, by hash: each attempt has another one."""
+    """The member of the view that coordinates an attempt, by hash: each attempt has another one."""
     seed = hashlib.sha256(f"{run}/{version}".encode()).digest()
     first = int.from_bytes(seed[:8], "big")
     trainers = [member for member in view if not member.witness]
@@ -130,18 +130,18 @@ class Electorate:
         self._view = tuple(view)
 
     def died(self, member: Member) -> None:
-        """This life of a peer is over for certain."""
+        """Take the vote of this life of a peer away: it is over for certain."""
         self._dead.add((member.peer, member.incarnation))
 
     def evict(self, peer: str, incarnation: int) -> None:
-        """An operator declares this life of a peer over. It may be of a view that this peer does not know yet."""
+        """An operator takes the vote of this life of a peer away. It may be of a view not known here yet."""
         self._evicted[peer, incarnation] = None
         if len(self._evicted) > MAX_EVICTED:
             del self._evicted[next(iter(self._evicted))]
 
     @property
     def evicted(self) -> set[str]:
-        """Members of the view that an operator declared dead."""
+        """Members of the view whose vote an operator took away."""
         return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
 
     def bequeath(self, leavers: Iterable[str], heir: str) -> None:
@@ -154,13 +154,13 @@ class Electorate:
         return living - self.evicted
 
     def needed(self) -> int:
-        """Number of votes that decide."""
+        """Number of votes that decide in the view."""
         living = len(self.voters())
         needed = votes_needed(len(self._view), len(self._view) - living)
         return min(needed, living) if self.evicted else needed  # an operator answers for what the dead had agreed to
 
     def reachable(self, alive: Collection[str]) -> int:
-        """Number of votes of live members, and of leavers whose heir lives."""
+        """Number of votes of live members of the view, and of leavers whose heir lives."""
         return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
 
     def held_by(self, peer: str) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ BISECTIONS = 50
 
 
 def spans(parts: int, owners: Sequence[str], send_bps: Sequence[int] = ()) -> tuple[Span, ...]:
-    """Cut the parts of a fragment into consecutive spans, at most one per owner.
+    """Cut the parts of a fragment into consecutive spans for the reduction, at most one per owner.
 
     They are of nearly equal length, or have `upload_shares` by `send_bps` (of each owner, 0: unknown).
     """
@@ -198,7 +198,7 @@ def spans(parts: int, owners: Sequence[str], send_bps: Sequence[int] = ()) -> tu
 
 
 def upload_shares(send_bps: Sequence[int]) -> list[float]:
-    """Share of the parts that each owner gets, so that the slowest upload ends earliest; empty: all the same.
+    """Share of a reduction's parts that each owner gets, so that the slowest upload ends earliest; empty: all the same.
 
     Of a fragment of V bits, peer i of n owns the share f_i. It uploads (1 - f_i) V of its contribution and its means,
     f_i V, to n - 1 others: V (1 + (n - 2) f_i) in all. So the largest of (1 + (n - 2) f_i) / bps_i is made as small as
@@ -240,12 +240,12 @@ def respan(
 
 
 def owner_of_parts(spans: Iterable[Span]) -> dict[int, str]:
-    """The owner of each part. `as_spans` is the way back."""
+    """The owner of each part that the spans cover. `as_spans` is the way back."""
     return {part: span.owner for span in spans for part in range(span.start, span.stop)}
 
 
 def as_spans(owner: Mapping[int, str]) -> list[Span]:
-    """Runs of consecutive parts with one owner."""
+    """The spans of a reduction: runs of consecutive parts with one owner."""
     found: list[Span] = []
     for part in sorted(owner):
         if found and found[-1].stop == part and found[-1].owner == owner[part]:
@@ -280,7 +280,7 @@ def decide(
     state_digests: Mapping[str, str],
     waits_from: Mapping[str, float] = MappingProxyType({}),
 ) -> GroupDecision:
-    """Contributors of an attempt as soon as it may begin, else None; with the reason.
+    """The coordinator's decision: contributors of an attempt as soon as it may begin, else None; with the reason.
 
     `view` has its trainers in order, `expected` those of them that live and whose contribution did not fail before,
     `offered_at` the time of each offer. `waits_from`: when an attempt must begin, lest that peer run out of inner steps
@@ -305,7 +305,7 @@ def decide(
 def _close_or_wait(
     policy: Policy, now: float, ready_at: Mapping[str, float], late: Sequence[str], waits_from: Mapping[str, float]
 ) -> GroupDecision:
-    """The contributors are those of `ready_at`, if the version closes now without the late ones."""
+    """The coordinator's choice to begin with the contributors of `ready_at`, or to wait for the late ones."""
     group, missing, times = tuple(ready_at), ", ".join(late), sorted(ready_at.values())
     quorum = policy.quorum_peers
     if quorum is None:
@@ -331,7 +331,7 @@ def _close_or_wait(
 
 
 def in_turn(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...]:
-    """At most so many contributors of a group, in its order; the next turn begins where this one ends.
+    """At most `most` contributors of a coordinator's group, in its order; the next turn begins where this one ends.
 
     `turn` counts the versions of a fragment: if it counted all versions, each fragment might always get the same peers.
     """

@@ -18,7 +18,7 @@ from diloco.base.types import Member, Phase, Progress
 from diloco.config.contract import Contract
 from diloco.config.site import Site
 from diloco.exchange.engine import Exchange
-from diloco.exchange.service import PeerService
+from diloco.exchange.service import ExchangeService
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
@@ -70,7 +70,7 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
         events.emit(Remark(reason, routine))
 
     exchange = Exchange(me, terms, runtime.link, welcome.lineage, False, runtime.loop, remark, welcome.forks)
-    served = runtime.serve(PeerService(exchange), site.network.listen)
+    served = runtime.serve(ExchangeService(exchange), site.network.listen)
     address = site.network.advertise or reachable(served, welcome.members[0].address)
     endpoint.open_directory(contract.run.name, lambda text: events.emit(Warned(text)))
     exchange.start(address, endpoint.directory.addresses)

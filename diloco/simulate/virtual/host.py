@@ -1,7 +1,7 @@
 """One life of a simulated peer, the exchange's half: does with effects what `diloco.exchange.engine` does.
 
-Threads and tasks of the engine are events in virtual time here; the machine and the bytes (`Work`, codecs, digests) are
-the production ones.
+Threads and tasks of the engine are events in virtual time here; the machine and the bytes (`LanePayloads`, codecs,
+digests) are the production ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.base.types import Closed, Commit, Contribution, Member, Skip
 from diloco.compress import PayloadError
 from diloco.exchange.archive import Backlog, Snapshots, make_offer
-from diloco.exchange.work import BadContribution, Work
+from diloco.exchange.work import BadContribution, LanePayloads
 from diloco.outer.average import is_mean_of, mean_digest
 from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
@@ -57,7 +57,7 @@ class SimulatedHost:
         self._reply_since_s = 0.0
         self.training = SimulatedTraining(self)
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._work: Work | None = None
+        self._work: LanePayloads | None = None
         self._outlets: dict[int, list[Stream]] = {}
         self._resync_from: list[Member] = []
         self._door: list[tuple[Stream, float]] = []
@@ -237,7 +237,7 @@ class SimulatedHost:
     def _begin(self, begin: m.Begin) -> None:
         setup = self.world.setup
         fragment = setup.layout.fragments[self.machine.fragment]
-        work = self._work = Work(begin, self.name, fragment, setup.codecs, setup.max_norm_ratio, setup.radial)
+        work = self._work = LanePayloads(begin, self.name, fragment, setup.codecs, setup.max_norm_ratio, setup.radial)
         if self._contribution is not None:
             work.take_own(self._contribution)
         self._outlets = {}
@@ -250,7 +250,7 @@ class SimulatedHost:
             self._open_outlets(work, work.repair(repair.generation, repair.spans))
             self._open_door()
 
-    def _open_outlets(self, work: Work, parts: Sequence[int]) -> None:
+    def _open_outlets(self, work: LanePayloads, parts: Sequence[int]) -> None:
         """A simulated stream to every receiver for these parts of mine, which are yet to be averaged."""
         receivers = [member for member in work.begin.receivers if member.peer != self.name]
         streams = [Stream(self, member, Kind.MEAN, work.key, work.generation) for member in receivers]
@@ -287,7 +287,7 @@ class SimulatedHost:
         else:
             self.later(WORK_S, self._folded, work, part, mean)
 
-    def _folded(self, work: Work, part: int, mean: bytes) -> None:
+    def _folded(self, work: LanePayloads, part: int, mean: bytes) -> None:
         if work.keep(part, mean):
             self.feed(m.PartFolded(*work.key, part))
 
@@ -345,7 +345,7 @@ class SimulatedHost:
                 break
         return True
 
-    def _take(self, work: Work, stream: Stream, part: int, payload: bytes, omitted: tuple[str, ...]) -> bool:
+    def _take(self, work: LanePayloads, stream: Stream, part: int, payload: bytes, omitted: tuple[str, ...]) -> bool:
         sender = stream.sender.name
         if not work.expects(stream.kind, sender, part) or len(payload) > work.max_bytes(stream.kind, part):
             return False

@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco.base.decisions import Measure
 from diloco.base.types import Closed, Counted, Leases, Member
 from diloco.compress import Codec
-from diloco.exchange.work import Work
+from diloco.exchange.work import LanePayloads
 from diloco.outer import average, optimizers
 from diloco.outer import line as line_of
 from diloco.outer.average import mean_into
@@ -74,16 +74,16 @@ def _no_majority() -> Iterator[None]:
 
 
 def _early_divisor() -> Iterator[None]:
-    fold = Work.fold
+    fold = LanePayloads.fold
 
-    def fold_for_all(work: Work, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
+    def fold_for_all(work: LanePayloads, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
         """Planted bug: an omitted contributor adds nothing to the sum, but its weight to the divisor."""
         start, stop = work.fragment.part_bounds(part)
         for peer in omitted:
             work.put_contribution(peer, part, work.codec(part).encode(torch.zeros(stop - start)))
         return fold(work, part, ())
 
-    with _replaced(Work, "fold", fold_for_all):
+    with _replaced(LanePayloads, "fold", fold_for_all):
         yield
 
 
@@ -103,11 +103,11 @@ def _early_progress() -> Iterator[None]:
 
 def _private_mean() -> Iterator[None]:
     """Planted bug: an owner goes on with its fp32 mean, the others with the bytes that it sent."""
-    keep = Work.keep
+    keep = LanePayloads.keep
     private: dict[tuple[str, bytes], Tensor] = {}
     current: list[str] = [""]
 
-    def keep_private(work: Work, part: int, mean: bytes) -> bool:
+    def keep_private(work: LanePayloads, part: int, mean: bytes) -> bool:
         start, stop = work.fragment.part_bounds(part)
         total = sum(entry.weight for entry in work.begin.contributors)
         values = torch.zeros(stop - start)
@@ -130,7 +130,7 @@ def _private_mean() -> Iterator[None]:
         return step_outer(line, closed)
 
     with (
-        _replaced(Work, "keep", keep_private),
+        _replaced(LanePayloads, "keep", keep_private),
         _replaced(optimizers, "mean_into", mean_of_its_own),
         _replaced(training, "step_outer", step_as),
     ):
