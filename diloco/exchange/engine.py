@@ -172,7 +172,7 @@ class Exchange(ExchangeTasks):
         self.lane.hold(state)
         number = self.lane.held
 
-        def hold() -> None:
+        def held() -> None:
             if copied:  # the state may be older than what closed here: the versions in between are to be applied
                 with self._closed_changed:
                     later = self.archive.backlog.after(state.version)
@@ -182,7 +182,7 @@ class Exchange(ExchangeTasks):
             self._spawn(self._notify_moved())
             self._feed(event)
 
-        self._call(hold)
+        self._call(held)
 
     def state_unused(self) -> Future[bool]:
         """Whether no peer copies the state that the exchange holds. Then it is offered to none any more, and may be
@@ -263,11 +263,11 @@ class Exchange(ExchangeTasks):
     def leave(self) -> Future[None]:
         """Send goodbye from the exchange and hand the vote on. Done when all have answered or were given up."""
 
-        async def leave() -> None:
+        async def say_goodbye() -> None:
             effects = self.machine.handle(m.LeaveWanted(), monotonic_s())
             await asyncio.gather(*(self._send(effect) for effect in effects if isinstance(effect, m.Send)))
 
-        return self._start_task(leave())
+        return self._start_task(say_goodbye())
 
     def stop(self) -> None:
         """End the tasks of the exchange and its lanes. The link and the server are the caller's."""
@@ -291,11 +291,11 @@ class Exchange(ExchangeTasks):
                 self._feed(m.Tick())
                 await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
 
-        def start() -> None:
+        def begin() -> None:
             self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
             self._spawn(tick())
 
-        self._call(start)
+        self._call(begin)
 
     def assign(self, ranks: Mapping[int, Connection[Any, Any]]) -> None:
         """Add the lanes of other ranks, which divide the outer state with us: connections, by rank. Before `start`."""
@@ -434,21 +434,21 @@ class Exchange(ExchangeTasks):
             return reply
         if header.kind not in (Kind.CONTRIBUTION, Kind.MEAN):
             return m.Reply.MALFORMED  # it is of another policy
-        key = (header.version, header.attempt)
-        moment, deadline_s = (*key, header.generation), monotonic_s() + self.terms.timing.stall_s
-        async with self.moved:  # bytes may overtake the `Begin` or `Repair`: not reading them holds the sender back
-            while self._before(moment) and self.machine.making <= key[0] and (left_s := deadline_s - monotonic_s()) > 0:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self.moved.wait(), left_s)
+        key, moment = (header.version, header.attempt), (header.version, header.attempt, header.generation)
+
+        def reached() -> bool:
+            """Whether the lane has come to this repair of this attempt, or the version is over."""
+            work = self.lane.work
+            here = work is not None and (*work.key, work.generation) >= moment
+            return here or self.machine.making > header.version
+
+        with suppress(TimeoutError):  # bytes may overtake `Begin` or `Repair`: not reading them holds the sender back
+            async with self.moved, asyncio.timeout(self.terms.timing.stall_s):
+                await self.moved.wait_for(reached)
         if self.lane.key == key:
             return m.Reply.OK
-        reached = self.machine.reducing or (self.machine.making, -1, 0)
-        return m.Reply.STALE if reached > moment else m.Reply.TOO_EARLY
-
-    def _before(self, moment: tuple[int, int, int]) -> bool:
-        """Whether the lane has not come to this repair of this attempt yet."""
-        work = self.lane.work
-        return work is None or (*work.key, work.generation) < moment
+        now_at = self.machine.reducing or (self.machine.making, -1, 0)
+        return m.Reply.STALE if now_at > moment else m.Reply.TOO_EARLY
 
     def _seal(self, key: tuple[int, int]) -> None:
         parts = self.terms.rules.parts[self.machine.fragment]

@@ -372,7 +372,8 @@ class Lane(ExchangeTasks):
         self, to: Member, address: str, header: StreamHeader, parts: Callable[[], AsyncGenerator[Part]]
     ) -> None:
         """Send parts to one lane, from the start again when the line breaks, damages them or is early."""
-        key, what = (header.version, header.attempt), f"{header.kind.name.lower()} to {to.peer}"
+        key = header.version, header.attempt
+        what = f"{header.kind.name.lower()} of {header.version}/{header.attempt} to {to.peer}"
         for _ in range(MAX_STREAM_TRIES):
             reply = m.Reply.DAMAGED
             try:
@@ -380,11 +381,13 @@ class Lane(ExchangeTasks):
             except LinkDown:
                 self._head.on_lost(to)
             except LinkSlow as error:
-                logger.info("%s of %s: %s", what, key, error)
+                logger.info("%s: %s", what, error)
                 return
             except LinkRefused as error:
-                logger.info("%s of %s: %s", what, key, error)
+                logger.info("%s: %s", what, error)
                 reply = error.reply
+            if reply is not m.Reply.OK:
+                logger.debug("%s: %s", what, reply.name)
             if reply not in (m.Reply.DAMAGED, m.Reply.TOO_EARLY) or self.work is None:
                 return
             await asyncio.sleep(STREAM_PAUSE_S)

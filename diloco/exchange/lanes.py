@@ -8,7 +8,6 @@ on them, pickled, in order. Payloads of parts cross them only where other peers 
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import socket
 import threading
@@ -17,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVarTuple
 
 from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Contribution, Member
@@ -28,8 +27,7 @@ from diloco.protocol import messages as m
 from diloco.protocol.streams import Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.link import LinkRefused, Service
 
-logger = logging.getLogger(__name__)
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 NUMBER = "number"
 """A question's; its answer has the same."""
@@ -178,11 +176,11 @@ class RemoteLane:
         if not self._closing:
             self._head.failed(error)
 
-    def post(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+    def post(self, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> None:
         """Have the lane of that rank do this, after all that was posted before."""
         self.channel.post(method.__name__, *arguments)
 
-    async def ask(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> Any:
+    async def ask(self, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> Any:
         """Returns the result of the lane of that rank, once it is done. Raises ResourceError when the rank is gone."""
         return await self.channel.ask(method.__name__, *arguments)
 
@@ -203,19 +201,19 @@ class Lanes:
     def __len__(self) -> int:
         return 1 + len(self.others)
 
-    def each(self, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+    def each(self, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> None:
         """Have every lane of this peer do this."""
-        method(self.own, *arguments, **_)
+        method(self.own, *arguments)
         for lane in self.others:
-            lane.post(method, *arguments, **_)
+            lane.post(method, *arguments)
 
-    def at(self, part: int, method: Callable[Concatenate[Lane, P], object], *arguments: P.args, **_: P.kwargs) -> None:
+    def at(self, part: int, method: Callable[[Lane, *Ts], object], *arguments: *Ts) -> None:
         """Have the lane that holds the part do this."""
         number = part % len(self)
         if number:
-            self.others[number - 1].post(method, *arguments, **_)
+            self.others[number - 1].post(method, *arguments)
         else:
-            method(self.own, *arguments, **_)
+            method(self.own, *arguments)
 
     def keep_mean(self, digest: str, parts: Sequence[bytes]) -> None:
         """Keep a mean that another peer gave whole: each lane keeps the parts that it holds."""
@@ -232,9 +230,10 @@ class Lanes:
 
     async def whole(self, contribution: Contribution) -> Contribution:
         """A contribution with the encoded parts of all lanes of this peer."""
+        # The other lanes first: a version that closes meanwhile takes the contribution from them.
+        others = [await lane.ask(Lane.contributed) for lane in self.others]
         own = await asyncio.to_thread(list, contribution.parts)
-        parts = _interleaved([own, *[await lane.ask(Lane.contributed) for lane in self.others]])
-        return replace(contribution, parts=parts)
+        return replace(contribution, parts=_interleaved([own, *others]))
 
     async def chunk(self, number: int, entry: StateChunk) -> bytes | None:
         """A part of the lanes' state with that number, for another peer's copy; None when it is gone."""

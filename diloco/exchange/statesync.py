@@ -4,8 +4,8 @@ The chunks of one snapshot are striped over all members that hold it; a member t
 chunk is left out and its chunks are fetched from the others. When nobody holds the snapshot any more, the next pass
 goes for what is offered then, and fetches only the chunks that differ. Versions that close meanwhile are applied from
 the commits, which members keep for as long as the copy goes on. Memory: a joiner holds the state once, beside the one
-it began with; a member holds `MAX_SNAPSHOTS` states at most beside its own, and shares what did not change, and commits
-of one state's size.
+it began with; a member holds `archive.MAX_SNAPSHOTS` states at most beside its own, and shares what did not change,
+and commits of one state's size.
 """
 
 from __future__ import annotations

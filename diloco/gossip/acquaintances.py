@@ -56,15 +56,15 @@ class Acquaintances:
         """Enter the words that another peer passed on. Returns the peers that are new here."""
         new = []
         for word in words:
-            member, known, lost_at_s = word.member, self._known.get(word.member.peer), float("-inf")
+            member, known = word.member, self._known.get(word.member.peer)
             if member.peer == self.me.peer:
                 continue
             if known is None:
                 new.append(member.peer)
             elif (member.incarnation, word.beat) <= (known.word.member.incarnation, known.word.beat):
-                continue
-            elif known.word.member == member:
-                lost_at_s = known.lost_at_s
+                continue  # no newer than what is known
+            same_life = known is not None and known.word.member == member
+            lost_at_s = known.lost_at_s if known is not None and same_life else float("-inf")
             self._known[member.peer] = _Known(word, now_s - word.age_s, lost_at_s)
         if len(self._known) > MAX_KNOWN:
             self._known = dict(sorted(self._known.items(), key=lambda item: item[1].said_at_s)[-MAX_KNOWN:])
@@ -109,8 +109,8 @@ class Acquaintances:
         return heard and entry.word.progress.phase != Phase.LEAVING
 
     def status(self, reason: str, now_s: float) -> dict[str, Any]:
-        """The table as JSON for `diloco status`, with the names of `diloco.exchange.status`. Each peer has a version of
-        its own, and `peers` lists those that this one knows."""
+        """The table as JSON for `diloco status`, with the names of `status_json`. Each peer has a version of its
+        own, and `peers` lists those that this one knows."""
         everybody = [
             (Acquaintance(self.me, 0, self.progress, self.spread), 0.0, True),
             *sorted(self.everybody(now_s), key=lambda entry: entry[0].member.peer),

@@ -291,6 +291,8 @@ class GossipPeer:
         """Apply a swap: its leader counts the weights that it sent, its follower those of now."""
         mine = self._led if swap.leads else self._count(swap)
         if mine is None:
+            if swap.leads:  # else `_count` has given it up
+                self.exchange.cancel(swap, "the weights that led it are gone")
             return
         seconds = {"inner": self._inner_s}
         try:

@@ -89,7 +89,7 @@ class Swapping(ExchangeTasks):
         welcomed us. `emit`: records an event, from any thread."""
         super().__init__(runtime.loop)
         self.terms, self.link, self.lineage = terms, runtime.link, lineage
-        self._line, self._emit = line, emit
+        self._line, self._emit, self._contract_json = line, emit, terms.agreed.to_json().encode()
         self.directory: tuple[str, ...] = ()
         self.max_part_bytes = max_part_bytes(line.layout, line.codecs)
         self.acquaintances = Acquaintances(me)
@@ -424,7 +424,7 @@ class Swapping(ExchangeTasks):
             raise LinkRefused(m.Reply.TOO_EARLY, "still starting")
         others = tuple(word.member for word in self.acquaintances.alive(monotonic_s())[:MAX_WELCOMED])
         return Welcome(
-            self.terms.agreed.to_json().encode(), self.lineage, self.version, True, (self.me, *others), self.directory,
+            self._contract_json, self.lineage, self.version, True, (self.me, *others), self.directory,
             self._line.layout.digest, self.terms.data,
         )  # fmt: skip
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -47,7 +49,7 @@ class Island:
     timeout_s: float = COLLECTIVE_S
     """Longest that a rank waits for another."""
     _group: Any = None
-    """Process group for numbers; None: torch's default group."""
+    """Process group for numbers and gathered texts; None: torch's default group."""
     _borrowed: bool = False
     """Whether the caller's script began torch.distributed, and will end it."""
     _connections: list[Connection[Any, Any]] = field(init=False, default_factory=list)
@@ -85,7 +87,7 @@ class Island:
     ) -> Island:
         """Join an island as rank `rank` of `size`; meets the others at `rendezvous` (torch's init_method)."""
         if size > 1:
-            # Texts go over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
+            # Numbers go over gloo also where NCCL moves the tensors: it waits without keeping a GPU busy.
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_s)
             store, rank, size = next(meet(rendezvous, rank, size, timeout=max(timeout, MEETING_TIMEOUT)))
@@ -110,7 +112,7 @@ class Island:
     def aside(self) -> Island:
         """The island's ranks over connections of their own, for another thread of each. All ranks call it together."""
         group = dist.new_group(backend="gloo", timeout=ASIDE_TIMEOUT) if self.size > 1 else None
-        return replace(self, timeout_s=ASIDE_TIMEOUT.total_seconds(), _group=group, _borrowed=False)
+        return replace(self, timeout_s=ASIDE_TIMEOUT.total_seconds(), _group=group, _borrowed=True)
 
     @property
     def host(self) -> str:
@@ -141,8 +143,8 @@ class Island:
         """
         if self.size == 1:
             return text
-        self._connections = self._connections or self._connect()
         try:
+            self._connections = self._connections or self._connect()
             if self.leads:
                 for connection in self._connections:
                     connection.send_bytes(text.encode())
@@ -150,19 +152,22 @@ class Island:
                 text = self._connections[0].recv_bytes().decode()
             else:
                 raise ResourceError(f"rank 0 of this island has not answered for {self.timeout_s:g} s", SEE)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, AuthenticationError) as error:
             raise ResourceError(f"{'a rank' if self.leads else 'rank 0'} of this island is gone", SEE) from error
         return text
 
     def _connect(self) -> list[Connection[Any, Any]]:
         """Connect rank 0 of the island with every other rank. All ranks call it together."""
+        given, here = os.environ.get("MASTER_ADDR"), socket.gethostname()
         if self.leads:
             key = secrets.token_bytes(32)
-            listener = RankListener(self.host, key)
-            self.gather(f"{listener.port} {key.hex()}")
+            listener = RankListener(given or "0.0.0.0", key)
+            self.gather(f"{listener.port} {key.hex()} {here}")
             return list(listener.accept_ranks(self.size - 1, self.timeout_s).values())
-        port, key_hex = self.gather("")[0].split()
-        return [call_rank_0((self.host, int(port)), bytes.fromhex(key_hex), self.rank)]
+        port, key_hex, there = self.gather("")[0].split()
+        # A caller's script may have met by another way than MASTER_ADDR: then rank 0's node is known by its name.
+        host = given or ("127.0.0.1" if there == here else there)
+        return [call_rank_0((host, int(port)), bytes.fromhex(key_hex), self.rank)]
 
     def share_tensor(self, tensor: Tensor) -> Tensor:
         """Copy rank 0's host tensor into that of every rank of the island, of the same shape and dtype."""
@@ -229,8 +234,13 @@ class Island:
         if self.size > 1 and dist.is_initialized() and not self._borrowed:
             dist.barrier()
             dist.destroy_process_group()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connections over which texts of rank 0 travel."""
         for connection in self._connections:
             connection.close()
+        self._connections = []
 
 
 def given_ranks() -> tuple[int, int, int, int] | None:

@@ -152,8 +152,11 @@ class PeerRank:
             case d.Save():
                 self.save_part(local=decision.local)
             case d.Publish():
-                stamped = from_json(json.loads(decision.event)) if own is None else None
-                event = stamped.event if stamped is not None else own
+                event = own
+                if event is None:
+                    stamped = from_json(json.loads(decision.event))
+                    assert stamped is not None
+                    event = stamped.event
                 self.caused.append(event)
                 for subscriber in self.subscribers:
                     subscriber(event)

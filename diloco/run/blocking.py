@@ -1,6 +1,6 @@
 """The front that blocks: it pushes a peer's life on, on the thread that asks, until somebody has to train.
 
-It is a file of its own: no other one in `run/`, `peer/` and `gossip/` blocks, so that another clock can drive a life.
+It is a file of its own: only here is a `Wait` of a life waited for, so that another clock can drive one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The door into a run: `found` and `join` for somebody's own loop, and `open_run` for every program.
 
-`PastRun` is the run that a peer resumes, from its folder. `OwnLoop` is somebody's own training loop, as a run sees it:
-parameters, optimizer, and whatever else is to be saved.
-
     with diloco.join("10.0.0.5:4000", model) as run:
         for inputs, targets in batches:
             train_step(model, optimizer, inputs, targets)
@@ -10,14 +7,13 @@ parameters, optimizer, and whatever else is to be saved.
 
 The model is any `torch.nn.Module` and stays yours: its trainable parameters are read and written in place. It may be
 DistributedDataParallel, or sharded by `fully_shard`: then every rank makes the same calls. A contract for such a run
-has `model.kind = "external"`.
+has `model.kind = "external"`. `OwnLoop` is that training loop, as a run sees it: parameters, optimizer, and whatever else
+is to be saved.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,8 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diloco.accounts.ledger import LEDGER, left_off, read_ledger
-from diloco.base.errors import ConfigError, DilocoError, ResourceError, StateError, UsageError
+from diloco.base.errors import ConfigError, DilocoError, ResourceError, UsageError
 from diloco.base.life import Life
 from diloco.config.contract import Contract
 from diloco.config.load import contract_from_json, contract_of, load_contract, load_site
@@ -50,8 +45,9 @@ from diloco.peer.rank import PeerRank, PeerTraining
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
 from diloco.run.options import remember
+from diloco.run.past import PastRun, past_of, peer_name
 from diloco.run.run import Leading, Run, RunChronicle, RunReader
-from diloco.storage.checkpoint import Checkpoint, latest, load, read_together
+from diloco.storage.checkpoint import Checkpoint, read_together
 from diloco.storage.saving import Contents
 from diloco.storage.stateful import Stateful, UserState
 from diloco.transport.endpoint import Endpoint, listening
@@ -123,68 +119,6 @@ class OwnLoop:
         """Fields of the event `HardwareUsed` for somebody's own loop, since the last call."""
         memories = self.island.gather(json.dumps(memory_of(self.island.device)))
         return {**self.usage.fields(), "memory": tuple(RankMemory(*json.loads(one)) for one in memories)}
-
-
-@dataclass(frozen=True)
-class PastRun:
-    """The run that a peer's folder was in before, and the members of it that may still be there."""
-
-    folder: Path
-    began_us: int
-    written_s: float
-    contract_digest: str
-    version: int
-    others: tuple[str, ...]
-    """Addresses of the other members."""
-
-    @property
-    def tickets(self) -> list[str]:
-        """Addresses of the other members of the run to resume, with the contract they should train."""
-        return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
-
-    def checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint of the run to resume. Raises StateError when none is valid."""
-        saved = latest(self.folder / "checkpoints")
-        checkpoint = load(saved.parent) if saved is not None else None
-        return checkpoint if checkpoint is not None and checkpoint.contract.digest == self.contract_digest else None
-
-
-def past_of(folder: Path) -> PastRun | None:
-    """The run to resume from a peer's folder: by its ledger, which is newer than any checkpoint; by a checkpoint where
-    there is no ledger, as under gossip.
-
-    None when no peer wrote there. Raises StateError for a damaged checkpoint; the next writer of a ledger reports its
-    damage.
-    """
-    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
-    try:
-        left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
-    except (StateError, ValueError):
-        left = None
-    if left is not None:
-        others = tuple(member.address for member in left.others if not member.witness)
-        return PastRun(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
-    if saved is None:
-        return None
-    checkpoint = load(saved.parent)
-    name, commit = checkpoint.value("peer", str), checkpoint.commit
-    known = [member.address for member in commit.view if member.peer != name] if commit is not None else []
-    met = checkpoint.meta.get("others")  # under gossip, where there is no view
-    known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
-    saved_at = saved_us(checkpoint)
-    return PastRun(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
-
-
-def saved_us(checkpoint: Checkpoint) -> int:
-    """Time at which the checkpoint of the run to resume was saved, as `new_incarnation` counts."""
-    return int(1e6 * checkpoint.path.stat().st_mtime)
-
-
-def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
-    """Name under which a peer enters a run. One that resumes keeps the name in its checkpoint."""
-    if checkpoint is not None:
-        return checkpoint.value("peer", str)
-    return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
 
 
 def asked_members(past: PastRun, endpoint: Endpoint) -> Contract | None:

@@ -20,8 +20,9 @@ from diloco.observe.events import Listening, Remark, Stamped
 from diloco.peer.life import Ending
 from diloco.peer.terms import lanes_of
 from diloco.run.blocking import block
-from diloco.run.door import Entrance, asked_members, make_folder, past_of, peer_name, saved_us
+from diloco.run.door import Entrance, asked_members, make_folder
 from diloco.run.options import CARD, PeerOptions, checked
+from diloco.run.past import past_of, peer_name, saved_us
 from diloco.run.trainer import Trainer, device_of
 from diloco.storage.checkpoint import load
 from diloco.transport.endpoint import Endpoint, listening

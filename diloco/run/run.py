@@ -234,7 +234,8 @@ class Run:
             peer.events.close()
         else:
             self._rank.close()
-        self._rank.saver.finish(self._rank.site.timeouts.leave_s)
+        self._rank.saver.close(self._rank.site.timeouts.leave_s)
+        self._rank.island.hang_up()
 
     def __enter__(self) -> Self:
         try:

@@ -27,9 +27,9 @@ from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
 from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
-from diloco.run.door import peer_name
 from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
+from diloco.run.past import peer_name
 from diloco.transport.endpoint import Endpoint, listening, reachable
 
 

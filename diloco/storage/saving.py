@@ -92,6 +92,12 @@ class Saver:
         if self._writing is not None:
             wait([self._writing], timeout_s)
 
+    def close(self, timeout_s: float) -> None:
+        """Wait for a checkpoint that is being written, and close the connections over which ranks write one."""
+        self.finish(timeout_s)
+        if self._writing is None or self._writing.done():
+            self._aside.hang_up()
+
     def _begin(self, work: Callable[[], T]) -> Future[T]:
         found: Future[T] = Future()
         self._writing = found  # type: ignore[assignment]

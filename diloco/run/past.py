@@ -1,0 +1,75 @@
+"""The life of a peer before: what its folder holds of it, and the members of its run that may still be there."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.accounts.ledger import LEDGER, left_off, read_ledger
+from diloco.base.errors import StateError
+from diloco.config.site import Site
+from diloco.storage.checkpoint import Checkpoint, latest, load
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """The run that a peer's folder was in before, and the members of it that may still be there."""
+
+    folder: Path
+    began_us: int
+    written_s: float
+    contract_digest: str
+    version: int
+    others: tuple[str, ...]
+    """Addresses of the other members."""
+
+    @property
+    def tickets(self) -> list[str]:
+        """Addresses of the other members of the run to resume, with the contract they should train."""
+        return [f"{address}/{self.contract_digest[:12]}" for address in self.others]
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint of the run to resume. Raises StateError when none is valid."""
+        saved = latest(self.folder / "checkpoints")
+        checkpoint = load(saved.parent) if saved is not None else None
+        return checkpoint if checkpoint is not None and checkpoint.contract.digest == self.contract_digest else None
+
+
+def past_of(folder: Path) -> PastRun | None:
+    """The run to resume from a peer's folder: by its ledger, which is newer than any checkpoint; by a checkpoint where
+    there is no ledger, as under gossip.
+
+    None when no peer wrote there. Raises StateError for a damaged checkpoint; the next writer of a ledger reports its
+    damage.
+    """
+    ledger, saved = folder / LEDGER, latest(folder / "checkpoints")
+    try:
+        left = left_off(read_ledger(ledger).records) if ledger.is_file() else None
+    except (StateError, ValueError):
+        left = None
+    if left is not None:
+        others = tuple(member.address for member in left.others if not member.witness)
+        return PastRun(folder, left.began_us, ledger.stat().st_mtime, left.contract_digest, left.version, others)
+    if saved is None:
+        return None
+    checkpoint = load(saved.parent)
+    name, commit = checkpoint.value("peer", str), checkpoint.commit
+    known = [member.address for member in commit.view if member.peer != name] if commit is not None else []
+    met = checkpoint.meta.get("others")  # under gossip, where there is no view
+    known += [address for address in met if isinstance(address, str)] if isinstance(met, list) else []
+    saved_at = saved_us(checkpoint)
+    return PastRun(folder, saved_at, saved_at / 1e6, checkpoint.contract.digest, checkpoint.version, tuple(known))
+
+
+def saved_us(checkpoint: Checkpoint) -> int:
+    """Time at which the checkpoint of the run to resume was saved, as `new_incarnation` counts."""
+    return int(1e6 * checkpoint.path.stat().st_mtime)
+
+
+def peer_name(site: Site, checkpoint: Checkpoint | None) -> str:
+    """Name under which a peer enters a run. One that resumes keeps the name in its checkpoint."""
+    if checkpoint is not None:
+        return checkpoint.value("peer", str)
+    return site.peer.name or f"{socket.gethostname()[:40]}-{secrets.token_hex(2)}"
