@@ -322,9 +322,11 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
     main = {commit.digest for head in chain.heads()[:1] for commit in chain.path(head)}
     for found in chain.forks():
         children = sorted(found, key=lambda commit: commit.digest not in main)
-        lost = [commit for commit in children if commit.digest not in main]
-        for commit in lost:
-            lost += chain.children.get(commit.digest, ())  # the loop comes to these, too: all that stand on a lost one
+        lost, ahead = [], [commit for commit in children if commit.digest not in main]
+        while ahead:  # and all that stand on a lost one
+            commit = ahead.pop(0)
+            lost.append(commit)
+            ahead += chain.children.get(commit.digest, ())
         digests = {commit.digest for commit in lost}
         discarded = sum(counted.tokens for commit in lost for counted in commit.counted)
         stranded = [book for book in books if book.lives[-1].head in digests and book.lives[-1].closed]
@@ -375,8 +377,14 @@ def _row(book: Book, chain: Chain) -> dict[str, Any]:
 
 
 _WIDTHS = {
-    "lives": 6, "without_goodbye": 17, "version": 9, "trained": 15, "committed": 15, "discarded": 12, "uncommitted": 12,
-}  # fmt: skip
+    "lives": 6,
+    "without_goodbye": 17,
+    "version": 9,
+    "trained": 15,
+    "committed": 15,
+    "discarded": 12,
+    "uncommitted": 12,
+}
 """Columns of numbers in the table of peers: key of a row, and characters."""
 
 

@@ -201,7 +201,7 @@ class Journal:
         self.line.trained.add(tokens, blocks)
 
     def committed(self, commit: Commit, mine: Counted | None) -> None:
-        """Book in the ledger a version that the line applied. `mine`: a contribution of this life that it counts."""
+        """Book a version that the line applied, in the ledger, too. `mine`: this life's contribution, if counted."""
         self.committed_tokens += mine.tokens if mine else 0
         if self._ledger is not None:
             self._ledger.committed(commit, self.line.state.digest, mine is not None, self.totals)
@@ -215,7 +215,7 @@ class Journal:
             self._ledger.adopted(self._position(), counted, discarded, self.totals)
 
     def discarded(self, tokens: int, reason: str) -> None:
-        """Book in the ledger the tokens of progress that the line has thrown away."""
+        """Book the tokens of progress that the line has thrown away, in the ledger if there is one."""
         self.discarded_tokens += tokens
         if self._ledger is not None and tokens:
             self._ledger.discarded(tokens, self.line.state.version, reason, self.totals)

@@ -83,9 +83,6 @@ def arm_from_environment() -> None:
     arm(os.environ.get(VARIABLE, ""))
 
 
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-
-
 @dataclass
 class _Trigger:
     """The action of an armed failpoint."""
@@ -101,8 +98,8 @@ class _Trigger:
         with self._lock:  # the training thread and the exchange's may come to one place
             self._times += 1
             times = self._times
-        if self.action in _SIGNALS and times == self.at:
-            os.kill(os.getpid(), _SIGNALS[self.action])
+        if self.action in ("kill", "stop") and times == self.at:
+            os.kill(os.getpid(), getattr(signal, f"SIG{self.action.upper()}"))
         elif self.action == "sleep" and times >= self.at:
             time.sleep(self.seconds)
 

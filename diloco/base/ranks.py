@@ -9,32 +9,38 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The ranks of a peer that divide its work (`diloco.island.Island`). Rank 0 decides; all do the same.
-
-    The bodies are those of a peer that is a single process (`Alone`).
-    """
+    """The ranks of a peer that divide its work (`diloco.island.Island`). Rank 0 decides; all do the same."""
 
     @property
     def rank(self) -> int:
-        """Number of this process among the ranks; rank 0 leads. A peer of one process has no other."""
-        return 0
+        """Number of this process among the ranks; rank 0 leads."""
 
     def share(self, text: str = "") -> str:
-        """Rank 0's text, on every rank. A peer of one process gets its own text back."""
-        return text
+        """Rank 0's text, on every rank."""
 
     def all(self, fine: bool) -> bool:
-        """Whether the state of every rank is fine. A peer of one process gets `fine` back."""
-        return fine
+        """Whether the state of every rank is fine."""
 
     def total(self, sums: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks. A peer of one process gets its own tensor back."""
-        return sums
+        """The sum of a tensor over the ranks."""
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, by rank, on every rank. A peer of one process gets its own alone."""
-        return [text]
+        """Every rank's text, by rank, on every rank."""
 
 
 class Alone(Ranks):
-    """The only rank of a peer that is a single process."""
+    """The only rank of a peer that is a single process: it gets back what it gives."""
+
+    rank = 0
+
+    def share(self, text: str = "") -> str:
+        return text
+
+    def all(self, fine: bool) -> bool:
+        return fine
+
+    def total(self, sums: Tensor) -> Tensor:
+        return sums
+
+    def gather(self, text: str) -> list[str]:
+        return [text]

@@ -40,7 +40,7 @@ def config_show(
 
 @config_app.command("presets")
 def config_presets() -> None:
-    """Print the model presets."""
+    """List the model presets."""
     from diloco.config.presets import PRESETS
 
     for name, sizes in PRESETS.items():

@@ -40,7 +40,7 @@ def report(
 
 @commands.command(epilog="Example:  diloco audit runs/demo")
 def audit(directories: PeerFolders, as_json: AsJson = False) -> None:
-    """Print an audit of several peers' ledgers side by side: is everything counted once, on one chain, with one state?
+    """Lay the ledgers of several peers side by side: is everything counted once, on one chain, with one state?
 
     Exits with 1 when anything is not as it must be.
     """

@@ -29,8 +29,15 @@ app = Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (config, peer, simulate, plan, inspect):
-    app.add_typer(group.commands)
+for commands in (
+    config.commands,
+    peer.commands,
+    simulate.commands,
+    plan.commands,
+    peer.operator_commands,
+    inspect.commands,
+):
+    app.add_typer(commands)
 app.add_typer(config.config_app, name="config")
 app.add_typer(config.data_app, name="data")
 app.add_typer(bench.bench_app, name="bench")

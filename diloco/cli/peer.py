@@ -16,6 +16,7 @@ from diloco.cli.options import JOIN_HELP, AsJson, Insecure, Overrides, SitePath,
 from diloco.observe.events import Stamped, to_json
 
 commands = Typer()
+operator_commands = Typer()
 
 
 @commands.command(
@@ -99,7 +100,7 @@ def _listener(say: Callable[[str], None], json_lines: bool) -> Callable[[Stamped
     return (lambda stamped: say(json.dumps(to_json(stamped)))) if json_lines else PeerLines(say)
 
 
-@commands.command(epilog="Example:  diloco status 127.0.0.1:4000")
+@operator_commands.command(epilog="Example:  diloco status 127.0.0.1:4000")
 def status(
     address: Annotated[str, Argument(help="HOST:PORT of any live member, or a peer's folder.")],
     as_json: AsJson = False,
@@ -116,7 +117,7 @@ def status(
     print(json.dumps(tree, indent=2) if as_json else status_text(tree))
 
 
-@commands.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")
+@operator_commands.command(epilog="Example:  diloco evict 127.0.0.1:4000 gpu-box-17")
 def evict(
     address: Annotated[str, Argument(help="HOST:PORT of any live member.")],
     peer_name: Annotated[str, Argument(metavar="PEER", help="The peer that is dead for good.")],

@@ -210,14 +210,14 @@ def _mixed(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 16)
 
 
+# ---------------------------------------------------------------- grids
+
+
 def _to_grid(values: Tensor, scales: Tensor, largest_code: int, dither: Tensor | None) -> Tensor:
     """A codec's codes as fp32: whole numbers of scales, of magnitude <= `largest_code`, nearest or up or down by
     chance."""
     steps = quotients(values, scales)
     return steps.round_() if dither is None else steps.add_(dither).floor_().clamp_(-largest_code, largest_code)
-
-
-# ---------------------------------------------------------------- grids
 
 
 MAX_INT8 = 127

@@ -35,8 +35,8 @@ class Encoder:
         self._pool = one_thread("encode")
 
     def __call__(self, parts: int, pieces: Iterable[Piece]) -> Encoded:
-        """Encode as `encode_now` does, but return at once; what the values are made of must not change before. They
-        must be finite."""
+        """Encode as `encode_now` does, but return at once. Until they are encoded, what the values are made of must not
+        change. They must be finite."""
         encoded = Encoded(parts)
         for piece in pieces:  # the next one may only come once some of these are encoded
             encoded.add(*piece)

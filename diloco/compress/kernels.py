@@ -181,10 +181,10 @@ def has_topk(cut: TopkShape) -> bool:
 
 
 def topk_select(values: Tensor, cut: TopkShape) -> tuple[bytes, Tensor]:
-    """Encode by top-k's compiled kernel: packed indices of each chunk's largest, and these, fp32; nan and inf first.
+    """Encode by top-k's compiled kernel: packed indices of each chunk's largest, and these, fp32.
 
-    `values`: flat contiguous fp32 on the host. Raises TypeError for others, as all that follows does for tensors and
-    payloads that C must not be given.
+    All that is not finite is among them, or at least some. `values`: flat contiguous fp32 on the host. Raises TypeError
+    for others, as all that follows does for tensors and payloads that C must not be given.
     """
     library = _for_topk(cut, values)
     packed, largest = _new_bytes(None, cut.packed_bytes), floats(cut.sent)

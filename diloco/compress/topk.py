@@ -148,7 +148,8 @@ class TopKCodec(Codec):
         cut = self._cut(elements)
         compiled = kernels.has_topk(cut)
         places = None if compiled else _places(_unpack(payload[: cut.packed_bytes], cut.sent), cut)
-        if not (kernels.topk_good(payload, cut) if compiled else places is not None):
+        good = kernels.topk_good(payload, cut) if compiled else places is not None
+        if not good:
             raise PayloadError(f"{self.name} payload with an index twice, out of order or beyond its chunk")
         return places, self.kept.decode(payload[cut.packed_bytes :], cut.sent)
 

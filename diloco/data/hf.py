@@ -200,7 +200,7 @@ def open_stream(section: DataSection, root: Path) -> Dataset:
 
 
 def _sample(file: Path) -> str:
-    """Digest of a data file's size and of up to 16 pieces of 64 KiB spread over it, which may be too large to read."""
+    """Digest of a data file's size and of up to 16 pieces of 64 KiB spread over it: whole, it may be too large."""
     piece_bytes, pieces = 2**16, 16
     try:
         with file.open("rb") as stream:

@@ -13,7 +13,7 @@ from diloco.data.dataset import TokenArray, fingerprint, token_dtype
 from diloco.data.files import missing_extra
 
 try:
-    from transformers import AutoTokenizer
+    import transformers
 except ImportError as missing:
     raise missing_extra(missing) from missing
 
@@ -27,7 +27,8 @@ class HFTokenizer:
             fix = "data.tokenizer is 'bytes' or a folder below the site's data.root; nothing is downloaded"
             raise DataError(f"no tokenizer folder at {folder}", fix)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            auto = transformers.AutoTokenizer  # loaded here, by its name
+            self._tokenizer = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of a damaged file the builders raise anything, `Exception` itself as well
             raise DataError(f"{folder} holds no tokenizer: {error}", "save one with save_pretrained()") from error
         if self._tokenizer.eos_token_id is None:

@@ -35,8 +35,7 @@ from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader
-from diloco.transport.endpoint import nobody_listens
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, nobody_listens
 
 logger = logging.getLogger(__name__)
 

@@ -88,9 +88,15 @@ class InnerLoop:
     """Inner steps on one model: AdamW, Muon or plain SGD, accumulation, clipping, autocast."""
 
     def __init__(
-        self, model: nn.Module, section: InnerSection, total_tokens: int, device: torch.device, *,
-        compile: bool = False, ranks: ModelRanks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        section: InnerSection,
+        total_tokens: int,
+        device: torch.device,
+        *,
+        compile: bool = False,
+        ranks: ModelRanks | None = None,
+    ) -> None:
         """`model` is on `device`, or moved there where it is not spread over `ranks`. State has its bare names.
 
         `total_tokens` are the run's (`run.total_tokens`). `compile` runs the model through `torch.compile`.

@@ -42,10 +42,14 @@ GRACE_S = 15
 FINAL = {
     error.exit_code
     for error in (
-        errors.UsageError, errors.ConfigError, errors.TicketError,
-        errors.StateError, errors.EvictedError, errors.IncompatibleError,
+        errors.UsageError,
+        errors.ConfigError,
+        errors.TicketError,
+        errors.StateError,
+        errors.EvictedError,
+        errors.IncompatibleError,
     )
-}  # fmt: skip
+}
 """Exit codes that starting again does not change."""
 
 
@@ -85,10 +89,17 @@ def run_once(ranks: int, module: str, arguments: Sequence[str], leave_s: int) ->
     The launcher could start them again itself, but whatever it was that ended them.
     """
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.5, signals_to_handle="SIGTERM,SIGINT,SIGHUP",
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.5,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
         shutdown_timeout=leave_s,
-    )  # fmt: skip
+    )
     os.environ[LAUNCHER] = str(os.getpid())
     try:
         elastic_launch(config, sys.executable)("-m", module, *arguments)

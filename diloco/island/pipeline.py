@@ -117,9 +117,14 @@ class Pipelined(ModelRanks):
     """Ranks that each hold some pipeline stages of the model, and a share of those. Stages take care of bf16."""
 
     def __init__(
-        self, stages: dict[int, Stage], homes: list[int], whole: Transformer, mesh: Mesh, section: MeshSection,
+        self,
+        stages: dict[int, Stage],
+        homes: list[int],
+        whole: Transformer,
+        mesh: Mesh,
+        section: MeshSection,
         column: Column,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`stages`: this rank's, by number, divided as `[mesh]` has it. `homes`: the rank that has each stage."""
         super().__init__(Stages(stages.values()))
         self.whole_model: nn.Module = whole

@@ -123,7 +123,7 @@ def whole_slices(tensors: Mapping[str, Tensor]) -> list[Slice]:
 
 
 class Pieces(Mapping[str, Tensor]):
-    """Tensors by name, made whole from slices of several ranks: each in new memory when it is asked for."""
+    """Tensors by name, made whole from slices of several ranks; one kept in several slices is in new memory."""
 
     def __init__(self, slices: Iterable[tuple[Box, Callable[[], Tensor]]]) -> None:
         """Each slice with what gets its values. Raises ValueError unless the slices of each tensor tile it."""

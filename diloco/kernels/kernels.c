@@ -1,4 +1,4 @@
-// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `feedback.py`,
+// The block codecs as `blocks.py` and its codecs define them, top-k as `topk.py` does, the residual of `pseudograd.py`,
 // and the outer step of `outer.Nesterov`, the same bits, in one pass over the values.
 //
 // Compiled on the machine where it runs (`build.py`). Every operation is rounded on its own: no -ffast-math, and no

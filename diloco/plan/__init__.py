@@ -5,10 +5,11 @@ Read in this order:
     model.py      sizes of a transformer: of a preset, a contract, or of so many parameters
     hardware.py   an island: accelerators by name, nodes and links; meshes of its ranks, which of them are possible, and
                   over which link a dimension talks; how numbers with units are read
-    cost.py       bytes per GPU, seconds of an inner step, and host memory of the outer state
-    timeline.py   what data parallelism, DiLoCo and its variants send over the WAN, and how much of it computing waits
+    cost.py       bytes per GPU and seconds of an inner step
+    timeline.py   what data parallelism, DiLoCo and its variants send over the WAN, how much of it computing waits, and
+                  the published table beside ours
     suggest.py    learning rates and batch for a size and a number of peers, by scaling laws
     question.py   from texts of the command line to what is to be planned
-    answer.py     the plan: the layouts that fit, the fastest first, and what costs them most
+    answer.py     the plan: the layouts that fit, the fastest first, what costs them most; memory of hosts
     text.py       a plan as aligned text, and as rows for programs
 """

@@ -72,7 +72,7 @@ class Committing(MachineState):
         return self.commit is not None and commit.fragment == -1 and commit.previous == self.commit.digest
 
     def _decide(self, commit: Commit, source: Member) -> None:
-        """A commit has its majority of votes: close its version if its mean is held or on its way, else request it."""
+        """A commit holds: close its version if its mean is held or on its way, else request that."""
         founds = self.commit is None and commit.fragment == -1 and commit.version == self._state.version
         follows = self.commit is not None and commit.previous == self.commit.digest
         if founds or self.me.witness or self._forks_here(commit) or (follows and commit.mean_digest in self._held):

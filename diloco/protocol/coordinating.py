@@ -221,7 +221,7 @@ class Coordinating(Committing):
             self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
 
     def _announce(self, commit: Commit, audience: Sequence[Member]) -> None:
-        """As coordinator, send a commit that has its majority to all members, and move on to it."""
+        """Send a commit that holds, or that founds a lineage, to all members that it concerns, and move on to it."""
         others = {member.peer: member for member in (*audience, *commit.view) if member != self.me}
         self._send_all(list(others.values()), m.Committed(commit))
         self._decide(commit, self.me)

@@ -211,7 +211,7 @@ class Machine(Lineages):
             self._resend()
 
     def _resend(self) -> None:
-        """Emit `Begin`, `Propose`, `Gather` or `Ready` again for members of the view that have not answered."""
+        """Emit `Begin`, `Repair`, `Propose`, `Gather` or `Ready` again for those that have not answered."""
         tally = self._tally
         if tally is not None and (tally.begin is not None or tally.proposal is not None):
             again: Sequence[m.Body | None] = (tally.begin, tally.repair)
@@ -240,7 +240,7 @@ class Machine(Lineages):
         self._found_if_complete()
 
     def _found_if_complete(self) -> None:
-        """As founder, propose the first view when enough peers on the roster hold its state."""
+        """As founder, begin the run when enough peers on the roster hold its state."""
         if not self.founder or self.commit is not None or self._state.version < 0:
             return
         here = [self.me, *(member for member in self.roster.at_the_door(0, self._now) if not member.witness)]

@@ -49,9 +49,8 @@ class Reducing(Coordinating):
         for span in owed:
             if span.owner != self.me.peer:
                 self._out.append(m.SendContribution(*reduction.key, reduction.generation, span, receivers[span.owner]))
-        for part, owner in owner_of_parts(owed).items():
-            if owner == self.me.peer:
-                self._on_contribution(m.ContributionArrived(*reduction.key, self.me.peer, part))
+        for part in owner_of_parts(span for span in owed if span.owner == self.me.peer):
+            self._on_contribution(m.ContributionArrived(*reduction.key, self.me.peer, part))
 
     def _on_repair(self, sender: Member, body: m.Repair) -> None:
         reduction = self._reduction_for(body)
@@ -124,7 +123,7 @@ class Reducing(Coordinating):
     # ------------------------------------------------------------ bytes that do not come
 
     def _check_reduction(self) -> None:
-        """When parts do not come, the coordinator sends `Repair` without their senders, or the next attempt begins."""
+        """When parts do not come, send `Stalled` to the coordinator, which repairs the attempt or gives it up."""
         reduction = self._reduction
         if reduction is None:
             return

@@ -1,7 +1,8 @@
 """Pure decisions of the protocol, and the settings that they take: coordinator, votes, owners of parts, the group of a
 version, and the lineage that goes on.
 
-Every function takes all that it needs as arguments and, where it decides, returns the reason with the decision.
+Every function takes all that it needs as arguments and, where it decides, returns the reason with the decision. Only
+`Electorate` has a state: which votes were lost or handed on since the latest commit.
 """
 
 from __future__ import annotations

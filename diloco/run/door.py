@@ -7,8 +7,7 @@
 
 The model is any `torch.nn.Module` and stays yours: its trainable parameters are read and written in place. It may be
 DistributedDataParallel, or sharded by `fully_shard`: then every rank makes the same calls. A contract for such a run
-has `model.kind = "external"`. `OwnLoop` is that training loop, as a run sees it: parameters, optimizer, and whatever else
-is to be saved.
+has `model.kind = "external"`. `OwnLoop` is that training loop, as a run sees it.
 """
 
 from __future__ import annotations

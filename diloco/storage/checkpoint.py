@@ -300,8 +300,8 @@ def read_together(ranks: Ranks, read: Callable[[], T]) -> T:
         found, refused = [read()], ""
     except StateError as error:
         found, refused = [], json.dumps([error.cause, error.fix])
-    for answer in filter(None, ranks.gather(refused)):
-        raise StateError(*json.loads(answer))
+    if refusals := [answer for answer in ranks.gather(refused) if answer]:
+        raise StateError(*json.loads(refusals[0]))
     return found[0]
 
 

@@ -37,7 +37,7 @@ FREE_SPACE = "free space there, or choose a folder that can be written"
 
 
 def reason(error: Exception) -> str:
-    """Error of a checkpoint's file in one line: the operating system's words, or the error's own."""
+    """Error of a checkpoint's or export's file in one line: the operating system's words, or the error's own."""
     if isinstance(error, OSError) and error.strerror:
         named = Path(error.filename).name if error.filename is not None else ""
         return f"{named}: {error.strerror}" if named else error.strerror
@@ -73,7 +73,7 @@ def replacing(target: Path, what: str) -> Iterator[Path]:
 
 
 def path_beside(target: Path, kind: str) -> Path:
-    """Path beside a checkpoint `target`: this process's folder to replace it (`tmp`) or replaced by it (`old`)."""
+    """Path beside a checkpoint or export `target`: this process's folder to replace it (`tmp`), or replaced (`old`)."""
     return target.with_name(f".{target.name}.{os.getpid()}.{kind}")
 
 
@@ -87,7 +87,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint's folder, if it is there and can be deleted."""
+    """Delete the folder of a checkpoint or export, if it is there and can be deleted."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -114,13 +114,16 @@ def sweep(directory: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether another process runs by the id in a checkpoint folder's name. Our own id in it is a dead container's."""
+    """Whether the process that began a checkpoint's folder runs. Our own id is a dead one's: in a container all lives
+    have the same."""
     if pid == os.getpid():
         return False
     try:
         os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # a process of another user
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # a process of another user
     return True
 
 

@@ -43,7 +43,7 @@ class StartingError(UnreachableError):
 
 
 class Runtime:
-    """The event loop of all connections of this process, in a daemon thread, with its gRPC client and gRPC server.
+    """The event loop of all gRPC connections of this process, in a daemon thread, with its gRPC client and gRPC server.
 
     `DILOCO_SECRET` makes its keys.
 
@@ -246,23 +246,3 @@ def reachable(served: str, toward: str | None) -> str:
         probe.connect((split_address(toward)[0] if toward else other, port))
         return join_address(probe.getsockname()[0], port)
     return join_address(loopback, port)  # no route: at least this machine can be reached from itself
-
-
-PROBE_S = 1.0
-"""Seconds within which a listening process takes a connection on loopback."""
-
-
-async def nobody_listens(address: str) -> bool:
-    """Whether a network address refuses connections because its process is gone for certain: dead and not cut off.
-
-    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
-    network may be a firewall's.
-    """
-    if not is_loopback(address):
-        return False
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
-        writer.close()
-    except OSError as error:  # of which TimeoutError is one
-        return isinstance(error, ConnectionRefusedError)
-    return False

@@ -228,7 +228,7 @@ async def _replying(work: Awaitable[Reply]) -> control_pb2.DeliverReply:
     try:
         return convert.reply_to_wire(await work)
     except LinkRefused as error:
-        return convert.reply_to_wire(error.reply, error.detail)
+        return convert.reply_to_wire(error.reply, error.detail[:MAX_DETAIL])
 
 
 @asynccontextmanager

@@ -7,12 +7,14 @@ that it takes, and a caller that fetches passes how much it expects.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Protocol
 
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.address import is_loopback, split_address
 
 
 class LinkDown(Exception):
@@ -61,7 +63,8 @@ class Link(Protocol):
         """Fetch a mean's encoded parts from the peer at a network address. Raises LinkRefused if it has it no more."""
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
-        """Ask the peer at a network address which state it offers. `have`: digest of ours, which needs no chunk."""
+        """Ask the peer at a network address which state it offers. `have`: digest of ours: of that no chunk is
+        needed."""
 
     def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
@@ -96,13 +99,15 @@ class Service(Protocol):
         """Answer a call of `Link.lanes`: network addresses of this peer's lanes, its own first; empty: no other."""
 
     async def on_fetch_commits(self, since: int) -> list[Closed]:
-        """Answer a call of `Link.fetch_commits`: commits still here, without gaps; empty if the next is gone."""
+        """Answer a call of `Link.fetch_commits`: commits after version `since`, without gaps; empty if the next
+        is gone."""
 
     async def on_fetch_mean(self, mean_digest: str) -> Sequence[bytes] | None:
         """Answer a call of `Link.fetch_mean`: encoded parts of that mean; None when it is not here."""
 
     async def on_state_offer(self, have: str) -> StateOffer:
-        """Answer a call of `Link.fetch_state_offer`. `have`: digest of the caller's state; if equal, it needs none."""
+        """Answer a call of `Link.fetch_state_offer`. `have`: digest of the caller's state; if that is offered,
+        it needs no chunk."""
 
     async def on_state_chunk(self, digest: str, chunk: int) -> bytes | None:
         """Answer a call of `Link.fetch_state` with one chunk of that snapshot; None when it is gone."""
@@ -112,3 +117,23 @@ class Service(Protocol):
 
     def on_status(self) -> str:
         """Answer a call of `Link.status`: this peer's status as JSON."""
+
+
+PROBE_S = 1.0
+"""Seconds within which a listening process takes a connection on loopback."""
+
+
+async def nobody_listens(address: str) -> bool:
+    """Whether a network address refuses connections because its process is gone for certain: dead and not cut off.
+
+    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
+    network may be a firewall's.
+    """
+    if not is_loopback(address):
+        return False
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
+        writer.close()
+    except OSError as error:  # of which TimeoutError is one
+        return isinstance(error, ConnectionRefusedError)
+    return False

@@ -77,7 +77,7 @@ class Uplink:
         self._version = version
 
     def took(self, size_bytes: int, since_s: float, now_s: float) -> None:
-        """Measure the uplink: the network took so many bytes since then, with more to send all the time. Monotonic."""
+        """Measure the uplink: a receiver took so many bytes since then, with more to send all the time."""
         self._bits += 8 * size_bytes
         self._busy_s += max(now_s - max(since_s, self._busy_until_s), 0.0)
         self._busy_until_s = max(now_s, self._busy_until_s)

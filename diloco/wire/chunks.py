@@ -124,8 +124,8 @@ class PartAssembler:
         if not self._pieces:
             # Sizes are checked before anything is kept of the part.
             if chunk.part_bytes > self._max_part_bytes:
-                size = f"{chunk.part_bytes} bytes, at most {self._max_part_bytes} may be"
-                raise ValueError(f"part {chunk.part} has {size}")
+                most = self._max_part_bytes
+                raise ValueError(f"part {chunk.part} has {chunk.part_bytes} bytes, at most {most} may be")
             if chunk.part >= MAX_PARTS or self._joined >= MAX_PARTS:
                 raise ValueError(f"more than {MAX_PARTS} parts")
             if len(chunk.omitted) > MAX_OMITTED:

@@ -108,8 +108,10 @@ def commit_from_wire(data: bytes) -> Commit:
 
 # ---------------------------------------------------------------- two functions per class
 
-# What the generated functions call: the checks above. Each class adds its own two functions when it is compiled.
-_SCOPE: dict[str, Any] = {**globals(), "write_Commit": commit_to_wire, "read_Commit": commit_from_wire}
+# All that the generated functions may call. Each class adds its own two functions when it is compiled.
+_CHECKS = (_finite, _hex, _known, _present, _several, _short, _whole, check_version)
+_SCOPE: dict[str, Any] = {check.__name__: check for check in _CHECKS}
+_SCOPE |= {"math": math, "write_Commit": commit_to_wire, "read_Commit": commit_from_wire}
 
 
 def _compile(kind: type[V], message: type[M]) -> tuple[Callable[[V], M], Callable[[M], V]]:
