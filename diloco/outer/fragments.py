@@ -212,7 +212,7 @@ class Layout:
             sizes = Counter[int]()
             for name, shape in piece:
                 sizes[numbers[name]] += math.prod(shape)
-            least = math.ceil(offsets[-1] / PARTS_PER_FRAGMENT)
+            least = -(-offsets[-1] // PARTS_PER_FRAGMENT)  # whole numbers: a float would overflow
             fitting = min(max(1 << (least - 1).bit_length(), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
             entries = tuple(ParameterEntry(*pair, offset) for pair, offset in zip(piece, offsets, strict=False))
             present = tuple((number, size) for number, size in sizes.items() if size)
