@@ -30,4 +30,5 @@ def test_two_ranks_and_nine_members(tmp_path: Path) -> None:
     found = json.loads(told.read_text())
     assert (found["ranks"], found["members"]) == (2, 9)
     assert 0 < found["meeting_ms"] < 1000
+    assert abs(found["meeting_alone_ms"]) < 1000
     assert f"{found['commit_ms']:.2f} ms" in done.stdout

@@ -3,9 +3,10 @@
     scripts/bench-smalls
     scripts/bench-smalls --ranks 4 --members 256 --json FILE
 
-A meeting is what rank 0 decides (`Island.decide`) and the other ranks hear, over gloo on loopback, in one process for
-each rank: the mean of 2,000 in a row, after which all are there again. A commit is made, encoded, decoded and checked,
-as its proposer and then every member does: the median of 50.
+A meeting is a decision of rank 0 that the other ranks receive (`Island.decide`), a process for each rank, on loopback.
+Two figures: `in a row`, the mean of 2,000, after which all are there again; and `each alone`, when all ranks wait for
+each other after each one (`Island.all`), less the time of that waiting alone. A commit is made, encoded, decoded and
+checked, as its proposer and then every member does: the median of 50.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=256, help="of the view, all counted (256)")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()
+    in_a_row_ms, alone_ms = meeting_ms(options.ranks)
     found = {
         "ranks": options.ranks,
-        "meeting_ms": meeting_ms(options.ranks),
+        "meeting_ms": in_a_row_ms,
+        "meeting_alone_ms": alone_ms,
         "members": options.members,
         "commit_ms": commit_ms(options.members),
         "commit_bytes": len(commit_to_wire(commit_of(options.members))),
     }
-    print(f"a meeting of {options.ranks} ranks: {found['meeting_ms']:.3f} ms")
+    print(f"a meeting of {options.ranks} ranks: {in_a_row_ms:.3f} ms in a row, {alone_ms:.3f} ms each alone")
     about = f"{found['commit_bytes'] / 1e3:.0f} kB"
     print(
         f"a commit of {options.members} members, made, encoded, decoded, checked: {found['commit_ms']:.2f} ms, {about}"
@@ -56,8 +59,8 @@ def main() -> int:
     return 0
 
 
-def meeting_ms(ranks: int) -> float:
-    """Milliseconds that a meeting takes."""
+def meeting_ms(ranks: int) -> tuple[float, float]:
+    """Milliseconds that a meeting takes in a row, and alone."""
     context = get_context("spawn")
     told = context.SimpleQueue()
     with TemporaryDirectory() as folder:
@@ -70,25 +73,41 @@ def meeting_ms(ranks: int) -> float:
     for process in started:
         if process.exitcode:
             raise SystemExit(f"error: a rank ended with {process.exitcode}; its lines above say why")
-    return float(told.get())
+    in_a_row_ms, alone_ms = told.get()
+    return in_a_row_ms, alone_ms
 
 
-def _meet(rank: int, ranks: int, rendezvous: str, told: SimpleQueue[float]) -> None:
+def _meet(rank: int, ranks: int, rendezvous: str, told: SimpleQueue[tuple[float, float]]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     island = Island.at(rank, ranks, torch.device("cpu"), rendezvous=rendezvous)
-    for many in (MEETINGS // 10, MEETINGS):
+
+    def decide() -> None:
+        if rank == 0:
+            island.decide(Train(1))
+        else:
+            island.decision()
+
+    def wait() -> None:
         island.all(True)
+
+    def decide_and_wait() -> None:
+        decide()
+        wait()
+
+    def each_ms(work: Callable[[], None], many: int) -> float:
+        wait()
         began_s = time.perf_counter()
-        for step in range(many):
-            if rank == 0:
-                island.decide(Train(step))
-            else:
-                island.decision()
-        island.all(True)
-        took_s = time.perf_counter() - began_s
+        for _ in range(many):
+            work()
+        wait()
+        return 1000 * (time.perf_counter() - began_s) / many
+
+    each_ms(decide_and_wait, MEETINGS // 10)  # to warm up
+    in_a_row_ms = each_ms(decide, MEETINGS)
+    alone_ms = each_ms(decide_and_wait, MEETINGS) - each_ms(wait, MEETINGS)
     if rank == 0:
-        told.put(1000 * took_s / MEETINGS)
+        told.put((in_a_row_ms, alone_ms))
     island.close()
 
 
