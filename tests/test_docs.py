@@ -91,7 +91,7 @@ def test_pages_for_keys_commands_and_codes_say_what_the_sources_say() -> None:
     assert "## `diloco bench scaling`" in generated.commands()
     assert "| 10 | `ConfigError` |" in generated.exit_codes()
     assert "## `listening`" in generated.events()
-    assert "| `ticket` | `str` |  | What others join with. |" in generated.events()
+    assert "| `ticket` | `str` |  | The string that others join with. |" in generated.events()
     assert "`round.py`" in generated.modules()
 
 

@@ -91,3 +91,14 @@ def test_every_term_of_a_page_in_bold_is_in_the_glossary() -> None:
     known = {term.lower().rstrip("s") for term in terms()} | {"outer optimizer"}
     assert bold
     assert bold <= known
+
+
+def test_a_docstring_says_what_a_thing_is() -> None:
+    """So do the strings below constants and fields."""
+    found = []
+    for at, tree in sources():
+        for node in ast.walk(tree):
+            text = node.value.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else None
+            if isinstance(text, str) and re.match(r"(What|Who|Whose|How|Of) ", text):
+                found.append(f"{at}:{node.lineno}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)

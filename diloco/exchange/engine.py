@@ -66,7 +66,7 @@ class Exchange(ExchangeTasks):
         self.machine.forks = forks
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
-        """Of the inner steps that go on while a contribution is on its way."""
+        """Tokens of the inner steps that go on while a contribution is on its way."""
         self.behind = False
         """Too far behind to fetch the missing commits: only a copy of the state helps."""
         self.refused: m.Reply = m.Reply.OK
@@ -79,14 +79,14 @@ class Exchange(ExchangeTasks):
         self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state)
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
         self._contents: dict[int, bytes] = {}
-        """Of the parts of the mean that is being made, what they hash to."""
+        """Hashes of the parts of the mean that is being made."""
         self.hasher = one_thread("hash")
         """Hashes states that joiners ask for."""
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
         self._copying = asyncio.Lock()
         self._waiting: Future[Skip | None] | None = None
-        """What comes of the latest offer, as long as it stands. None: versions closed."""
+        """Outcome of the latest offer, as long as it stands. None: versions closed."""
         self._closed: deque[Closed] = deque()
         """Versions that the training side has not taken yet; whoever takes them applies them, in order."""
         self._closes: Future[None] | None = None

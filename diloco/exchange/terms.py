@@ -47,7 +47,7 @@ class Terms:
     lane: LaneTerms
     """For the lane of each rank."""
     layout_digest: str
-    """Of the canonical layout; a joiner's model must have the same."""
+    """Digest of the canonical layout; a joiner's model must have the same."""
     total_tokens: int
     data: str
     """Fingerprint of the training data; empty when each peer has its own."""

@@ -1,1 +1,1 @@
-"""What happened: events, the history read from them, report, live screen."""
+"""Events of a run: the history read from them, report, live screen."""

@@ -101,7 +101,7 @@ class Listening(Event, kind="listening"):
 
     address: str
     ticket: str
-    """What others join with."""
+    """The string that others join with."""
 
 
 class StateCopying(Event, kind="copying"):
@@ -148,7 +148,7 @@ class CheckpointWritten(Event, kind="checkpoint"):
     total_s: float = field(metadata={"json": "seconds"})
     """From the begin of the checkpoint to its end."""
     held_s: float
-    """How long training was held up."""
+    """Seconds for which training was held up."""
     size_bytes: int = field(metadata={"json": "bytes"})
 
 
@@ -189,7 +189,7 @@ class RankMemory:
     device_peak_bytes: int
     """Most that tensors took of the GPU; 0 without one."""
     device_reserved_bytes: int = 0
-    """What torch holds of the GPU now."""
+    """Memory of the GPU that torch holds now."""
 
 
 class HardwareUsed(Event, kind="usage"):
@@ -204,7 +204,7 @@ class HardwareUsed(Event, kind="usage"):
     """Seconds by phase of the inner steps, on rank 0."""
     version: int | None = None
     flops: float | None = None
-    """Of the model, over all ranks."""
+    """The model's FLOPs, over all ranks."""
     flops_per_s: float | None = None
     """While it did inner steps."""
     flops_per_s_wall: float | None = None
@@ -249,7 +249,7 @@ class VersionClosed(Event, kind="version"):
     own: bool = True
     """Whether this peer's contribution is one of them."""
     attempts: int = 0
-    """Of the exchange."""
+    """Attempts of the exchange at this version."""
     loss: float | None = None
     """Mean over this peer's inner steps of the round, nats per token."""
     inner_tokens: int = 0
@@ -266,7 +266,7 @@ class VersionClosed(Event, kind="version"):
     """Since the contribution was measured."""
     state_digest: str = ""
     lr: float | None = None
-    """Of the inner optimizer."""
+    """The inner optimizer's."""
     expert_imbalance: tuple[float, ...] = ()
     """By layer of experts."""
     repeats: int | None = None

@@ -69,7 +69,7 @@ Ink = Mapping[str, str]
 """Colour by name, as matplotlib takes it."""
 LIGHT: Ink = {name: light for name, (light, _) in COLORS.items()}
 MARKERS = {"joined": (">", "▶"), "left": ("s", "■"), "died": ("X", "✖"), "skipped": ("|", "|")}
-"""What happened to a peer: matplotlib's marker, and the sign in the legend."""
+"""Marks of a peer's events: matplotlib's marker, and the sign in the legend."""
 SHOWN = 0.95
 """Share of the points that the loss axis shows, if they are not few."""
 FEW = 30
@@ -78,8 +78,8 @@ NICE_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 60
 WIDE_PT, NARROW_PT, PANEL_PT, TEXT_PT = 1040, 372, 336, 11.5
 """Widths of figures and size of their text; one point is shown as about one CSS pixel."""
 MAX_ROWS = 400
-"""Of the table of versions. Of more, a quarter for the newest, a quarter for those with something to say, and half for
-the rest, some to a row."""
+"""Rows of the table of versions. Of more, a quarter for the newest, a quarter for those with something to say, and
+half for the rest, some to a row."""
 PLACES = 300
 """Along the time axis: of the same that happened to a peer at one of them, one is drawn."""
 
@@ -272,7 +272,7 @@ def _tick(text: str) -> str:
 _STAND_IN = {name: f"#fe01{index:02x}" for index, name in enumerate(COLORS)}
 """Colours drawn with, each to be replaced by the CSS variable of its name."""
 _SVG_SETTINGS = threading.Lock()
-"""How text is written to SVG is a process-wide setting of matplotlib."""
+"""The way in which text is written to SVG is a process-wide setting of matplotlib."""
 
 
 def _loss_figure(run: RunFolder, axis: Axis) -> Markup:

@@ -33,9 +33,9 @@ MAX_WAITS = 400
 MAX_FLIGHTS = 400
 """Drawn; of more, none: they would be one dark stripe."""
 MAX_POINTS = 600
-"""Of a curve; of more, means of as many groups."""
+"""Points of a curve; of more, means of as many groups."""
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "wait", "other")
-"""Of an inner step, in order (`diloco.inner.meter`), and what is left of it."""
+"""Parts of an inner step, in order (`diloco.inner.meter`), and what is left of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PeerHardware:
     tokens_per_s: float | None
     """While it did inner steps; as the next three."""
     flops_per_s: float | None
-    """Of all its ranks."""
+    """Summed over all its ranks."""
     mfu: float | None
     mfu_wall: float | None
     """The same of all its time."""

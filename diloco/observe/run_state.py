@@ -93,9 +93,9 @@ class PeerState:
     """Time, tokens and FLOPs are sums since the process started; rates and memory are the latest."""
     checkpoint: events.CheckpointWritten | None = None
     latest: Event | None = None
-    """Of REMARKABLE."""
+    """The latest of REMARKABLE events."""
     ended: events.Ended | None = None
-    """Of the process that started last."""
+    """End of the process that started last."""
     life: ProcessLife | None = None
     """None for a peer that only others mention."""
 
@@ -114,7 +114,7 @@ class Version:
     at_s: float
     """When the first peer had it: Unix seconds, in a report seconds of the run."""
     reports: int
-    """How many peers reported it."""
+    """Peers that reported the version."""
     members: int
     counted: int
     loss: float | None
@@ -125,7 +125,7 @@ class Version:
     sent_bytes: float | None
     """Until then, mean over peers; in a report of a peer that was counted all along."""
     attempts: int
-    """Of the exchange; 0 where nobody reported any."""
+    """Attempts of the exchange; 0 where nobody reported any."""
     digests: frozenset[str]
     spread: float | None
     """Under gossip, where peers have versions (swaps) of their own: between the two of a swap, mean over peers."""
@@ -193,7 +193,7 @@ class RunState:
     ends: list[events.Ended] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     past_stays: list[Stay] = field(default_factory=list)
-    """Of peers that have left the view."""
+    """Stays of peers that have left the view."""
     lives: list[ProcessLife] = field(default_factory=list)
     began_s: float | None = None
     """First sign of a peer in the view: starting processes and meeting is not the run."""

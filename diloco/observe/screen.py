@@ -34,7 +34,7 @@ MAX_NOTES = 6
 REDRAW_S = 0.12
 """Between two redraws of the live table: eight a second look smooth, more only burn the trainers' CPU."""
 STRAGGLER_S = 3.0
-"""How long a version's plain line waits for peers that have not reported it."""
+"""Seconds for which a version's plain line waits for peers that have not reported it."""
 RATE_VERSIONS = 8
 """The time left is estimated from this many versions back: long enough to be calm, short enough to see a change."""
 STYLES = {"training": "green", "lost": "red"}

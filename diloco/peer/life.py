@@ -25,7 +25,7 @@ MEETING_S = 0.5
 
 @dataclass(frozen=True)
 class Ending:
-    """How a peer's life ended."""
+    """The end of a peer's life."""
 
     reason: str
     """`done`: the run has its tokens; `left`: asked to leave."""
@@ -56,12 +56,12 @@ class PeerLife:
         self._cadence = Cadence.of(self.contract)
         self._watch = PeerStopwatch()
         self._step_s = math.inf
-        """How long the last inner step took."""
+        """Duration of the last inner step."""
         self._leave_by_s = math.inf
         self.sync_now = False
         """Whether somebody wants the rest of this round at once."""
         self._outcome: Future[Skip | None] | None = None
-        """Of the contribution on its way."""
+        """Outcome of the contribution on its way."""
         peer.asked_to_leave = lambda: self.leaving
         self._set_overlap()
 
@@ -225,7 +225,7 @@ class PeerLife:
         return 1 if self.peer.island.size == 1 else max(int(MEETING_S / max(self._step_s, 1e-6)), 1)
 
     def offered(self, overlaps: bool, seconds: Seconds) -> Life[None]:
-        """What was trained goes out. Raises RunOver when there is no version to contribute to, or nothing."""
+        """Offer the progress that was trained. Raises RunOver when there is no version to contribute to, or nothing."""
         peer, line = self.peer, self.line
         failpoints.hit("after-inner-steps")
         yield from peer.catch_up()

@@ -84,14 +84,14 @@ class PeerRank:
         self.counter = SocketCounter()
         self.saver = Saver(island)
         self.folder = Path()
-        """Of its checkpoints."""
+        """Folder of its checkpoints."""
         self.events: Events | None = None
         """Where rank 0 records what happens."""
         self.subscribers: list[Callable[[Event], None]] = []
         self.caused: list[Event] = []
         """Told since somebody took them."""
         self.val_loss: float | None = None
-        """Of the last `Evaluate`."""
+        """Held-out loss of the last `Evaluate`."""
         self._lane: Lane | None = None
         self._first: RemoteExchange | None = None
         self._runtime: Runtime | None = None

@@ -9,7 +9,7 @@ from diloco.base.types import Commit
 from diloco.config.contract import Contract
 
 MIN_SHARE = 1 / 16
-"""Of a round's steps, for the slowest: whatever somebody claims of its own pace."""
+"""Least share of a round's steps that the slowest peer does, whatever another claims of its own pace."""
 OFFERED_AGAIN = 3
 """Times that a contribution is offered once more (`async`) before more inner steps are done."""
 

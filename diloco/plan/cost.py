@@ -206,7 +206,7 @@ class StepEstimate:
     """Seconds of one inner step, as estimated, by cause."""
 
     flops: float
-    """Of the model: recomputation is not counted."""
+    """The model's: recomputation is not counted."""
     compute_s: float
     """6 N FLOPs per token, and attention's, by all ranks at the efficiency that was given."""
     recompute_s: float

@@ -146,7 +146,7 @@ class Fleet:
         self._network = MemoryNetwork()
         self.peers: list[Trainer] = []
         self.commits: list[Commit] = []
-        """Of the versions that closed, without the founding."""
+        """Commits of the versions that closed, without the founding."""
         self._swaps = 0
         self._bits: list[float] = []
         self._staleness: list[int] = []

@@ -123,7 +123,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def commit_of(members: int) -> Commit:
-    """Of a run of so many peers, each with data leased and counted."""
+    """A commit of a run of so many peers, each with data leased and counted."""
     names = [f"peer-{number:04}" for number in range(members)]
     view = tuple(Member(name, 10**15, f"10.0.{place // 256}.{place % 256}:7700") for place, name in enumerate(names))
     return Commit(
