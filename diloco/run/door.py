@@ -170,7 +170,7 @@ def found(
     """Begin a run; `Run.address` is what the others join.
 
     `contract`: a path, the name of one that ships with diloco, its tables as a dict, or a `Contract`. `site`: a path
-    (peers/*.toml), a `Site`, or the defaults. `directory`: the folder of this peer, with its ledger, events and
+    (`peers/*.toml`), a `Site`, or the defaults. `directory`: the folder of this peer, with its ledger, events and
     checkpoints. `resume`: go on from that folder: join whoever is left of the run, found it anew from the last
     checkpoint where nobody is, and begin where there is nothing to resume. `state`: objects with `state_dict` and
     `load_state_dict` (scheduler, scaler, loader) that checkpoints hold; `optimizer` is short for one of them.
