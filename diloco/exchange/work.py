@@ -22,6 +22,7 @@ from diloco.outer.state import FragmentState
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Begin, Span
 from diloco.protocol.streams import Kind, StreamHeader
+from diloco.protocol.view import owner_of_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class LanePayloads:
 
     def _assign(self, spans: Sequence[Span]) -> list[int]:
         """Note the owner of each part in the lane's attempt; returns the parts whose owner is another than before."""
-        owner = {part: span.owner for span in spans for part in range(span.start, span.stop)}
+        owner = owner_of_parts(spans)
         moved = [part for part, peer in owner.items() if self.owners.get(part) != peer]
         self.owners = owner
         self._payloads |= {part: {} for part in moved if owner[part] == self.me}

@@ -146,8 +146,9 @@ class Island:
         try:
             self._connections = self._connections or self._connect()
             if self.leads:
+                data = text.encode()
                 for connection in self._connections:
-                    connection.send_bytes(text.encode())
+                    connection.send_bytes(data)
             elif self._connections[0].poll(self.timeout_s):
                 text = self._connections[0].recv_bytes().decode()
             else:
