@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from diloco.accounts.ledger import Ledger, Opening, Position, Totals, open_ledger, sealed_line, unsealed
 from diloco.base.errors import StateError
-from diloco.base.files import sync_path
+from diloco.base.files import disk, sync_path
 from diloco.base.types import Commit, Contribution, Counted
 from diloco.config.contract import Contract
 from diloco.config.site import StorageSection
@@ -72,7 +71,7 @@ class Recorder:
                 file.write(sealed_line(header))
                 file.writelines(contribution.parts)
                 file.flush()
-                os.fsync(file.fileno())
+                disk().sync(file.fileno(), beside)
             beside.replace(self.directory / name)
             sync_path(self.directory)  # the new name, too, must survive a loss of power
             for path in self.directory.iterdir() if self.versions else ():

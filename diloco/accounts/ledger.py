@@ -36,7 +36,7 @@ from xxhash import xxh3_64_hexdigest
 
 from diloco.base import failpoints
 from diloco.base.errors import ResourceError, StateError
-from diloco.base.files import sync_path
+from diloco.base.files import disk, sync_path
 from diloco.base.types import Commit, Member
 
 FORMAT = 1
@@ -264,12 +264,11 @@ class DiskFile:
         return self._path.read_bytes()
 
     def append(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        disk().append(self._descriptor, self._path, data)
 
     def sync(self) -> None:
         failpoints.hit("before-ledger-sync")
-        os.fsync(self._descriptor)
+        disk().sync(self._descriptor, self._path)
 
     def truncate(self, size: int) -> None:
         os.ftruncate(self._descriptor, size)

@@ -1,15 +1,49 @@
-"""Files that survive a power cut."""
+"""Files that survive a power cut. A simulation replaces the `Disk` beneath them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+class Disk:
+    """The small set of calls by which bytes reach a disk for certain; a simulation has one that fails."""
+
+    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+        """Write at the end of an open file; after an error any part of it may be there. Raises OSError."""
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        """Return when an open file or folder is on the disk as it is now. Raises OSError."""
+        os.fsync(descriptor)
+
+
+_disk = Disk()
+
+
+def disk() -> Disk:
+    """The disk of this process."""
+    return _disk
+
+
+@contextmanager
+def on_disk(other: Disk) -> Iterator[None]:
+    """Replace the disk by another one in this whole process meanwhile."""
+    global _disk
+    before, _disk = _disk, other
+    try:
+        yield
+    finally:
+        _disk = before
 
 
 def sync_path(path: Path) -> None:
     """A small tool for any file or folder: `fsync` it. A new name in a folder is on the disk when the folder is."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        _disk.sync(descriptor, path)
     finally:
         os.close(descriptor)

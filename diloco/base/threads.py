@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _in_place = False
 
@@ -13,6 +16,22 @@ _in_place = False
 def one_thread(name: str) -> Executor:
     """An executor with one thread of that name, which runs any calls in order."""
     return InPlace() if _in_place else ThreadPoolExecutor(1, thread_name_prefix=name)
+
+
+def aside(name: str, work: Callable[[], T]) -> Future[T]:
+    """Do any work on a daemon thread of that name, for which a process that must end does not wait."""
+    if _in_place:
+        return InPlace().submit(work)
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found
 
 
 class InPlace(Executor):

@@ -27,21 +27,21 @@ class ExchangeService(Service):
     """The `Service` of a peer's exchange: its answers to other peers. On the exchange's loop."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
+        self.exchange, self._terms, self._archive = exchange, exchange.terms, exchange.archive
         self.max_part_bytes = exchange.terms.lane.max_part_bytes
         self._serving = RateLimit(exchange.terms.serve_bps)
 
     async def on_envelope(self, envelope: Envelope) -> Reply:
-        return self._exchange.receive(envelope)
+        return self.exchange.receive(envelope)
 
     async def on_parts(self, header: StreamHeader, parts: AsyncIterator[Part]) -> Reply:
-        return await self._exchange.lane.on_parts(header, parts)
+        return await self.exchange.lane.on_parts(header, parts)
 
     def on_bytes(self, header: StreamHeader) -> None:
         """Refuses raw bytes at the exchange: a round counts parts, and one that is late is repaired around."""
 
     def on_hello(self) -> Welcome:
-        machine, terms = self._exchange.machine, self._terms
+        machine, terms = self.exchange.machine, self._terms
         if not machine.me.address:
             raise LinkRefused(Reply.TOO_EARLY, "still starting")
         state = self._archive.state
@@ -50,28 +50,28 @@ class ExchangeService(Service):
             machine.lineage,
             state.version if state else -1,
             machine.commit is not None,
-            (machine.me, *self._exchange.others),
-            self._exchange.directory,
+            (machine.me, *self.exchange.others),
+            self.exchange.directory,
             terms.layout_digest,
             terms.data,
             machine.forks,
         )
 
     def on_lanes(self) -> tuple[str, ...]:
-        return (self._exchange.me.address, *self._exchange.lane_addresses)
+        return (self.exchange.me.address, *self.exchange.lane_addresses)
 
     async def on_fetch_commits(self, since: int) -> list[Closed]:
         return await self._archive.commits(since)
 
     async def on_fetch_mean(self, digest: str) -> Sequence[bytes] | None:
-        return await self._exchange.lanes.mean(digest)
+        return await self.exchange.lanes.mean(digest)
 
     async def on_state_offer(self, have: str) -> StateOffer:
         archive = self._archive
         while (state := await self._state_to_offer()) is not None:
             # Before a resumed run is founded anew, the commit of its state belongs to the view that is gone.
-            commit = archive.commit if self._exchange.machine.commit is not None else None
-            offer = await asyncio.get_running_loop().run_in_executor(self._exchange.hasher, make_offer, state, commit)
+            commit = archive.commit if self.exchange.machine.commit is not None else None
+            offer = await asyncio.get_running_loop().run_in_executor(self.exchange.hasher, make_offer, state, commit)
             if have == offer.digest:
                 return offer
             if not archive.reused and archive.state is state:
@@ -80,7 +80,7 @@ class ExchangeService(Service):
 
     async def _state_to_offer(self) -> OuterState | None:
         """The exchange's state to copy, once it is not being overwritten; None if that is late or there is none."""
-        archive, moved = self._archive, self._exchange.moved
+        archive, moved = self._archive, self.exchange.moved
         with suppress(TimeoutError):
             async with moved:
                 await asyncio.wait_for(moved.wait_for(lambda: not archive.reused), self._terms.timing.stall_s)
@@ -94,7 +94,7 @@ class ExchangeService(Service):
         await asyncio.sleep(self._serving.delay_s(size_bytes, monotonic_s()))
 
     def on_status(self) -> str:
-        exchange, total, state = self._exchange, self._terms.total_tokens, self._archive.state
+        exchange, total, state = self.exchange, self._terms.total_tokens, self._archive.state
         send_bps = exchange.lanes.send_bps
         return status_json(exchange.machine, state, total, exchange.directory, send_bps, monotonic_s())
 

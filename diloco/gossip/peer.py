@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,7 @@ from diloco.peer.life import Ending
 from diloco.peer.peer import in_time
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import PeerStopwatch
-from diloco.peer.terms import check_alike
+from diloco.peer.terms import check_alike, lineage_of
 from diloco.round import Seconds
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import CheckpointSchedule, book_restored, save_line
@@ -112,7 +111,8 @@ class GossipPeer:
         """Tokens trained by all peers, as far as this one ever knew: never falls."""
         self.discarded_tokens = 0
         contract, welcome = self.contract, endpoint.welcome
-        me, lineage = Member(name, new_incarnation(), ""), welcome.lineage if welcome else secrets.token_hex(8)
+        me = Member(name, new_incarnation(), "")
+        lineage = welcome.lineage if welcome else lineage_of(me, rank.contract.digest)
         terms = GossipTerms(contract, self.site, contract.run.name, contract.digest, data)
         self.exchange = Swapping(me, terms, self.line, endpoint.runtime, lineage, events.emit)
         self.address = self.ticket = ""  # the ticket is what `diloco peer --join` takes

@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from diloco.base.clock import monotonic_s, unix_s
 from diloco.base.errors import ResourceError
 from diloco.observe.events import Event, Stamped, from_json, to_json
 
@@ -46,7 +46,7 @@ class Events:
         """
         self._peer = peer
         self._listeners = tuple(listeners)
-        self._began = time.monotonic()
+        self._began = monotonic_s()
         self._lock = threading.Lock()
         self._path = path
         self._descriptor = None if path is None else _open_to_append(path)
@@ -54,7 +54,7 @@ class Events:
     def emit(self, event: Event) -> None:
         """Write one event to the log, and give it to the listeners. From any thread. A log that fails is closed."""
         with self._lock:
-            stamped = Stamped(round(time.monotonic() - self._began, 6), round(time.time(), 6), self._peer, event)
+            stamped = Stamped(round(monotonic_s() - self._began, 6), round(unix_s(), 6), self._peer, event)
             line = json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n"
             if self._descriptor is not None:
                 try:

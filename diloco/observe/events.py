@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from types import NoneType
 from typing import Any, ClassVar, dataclass_transform, get_args, get_origin, get_type_hints
+
+from diloco.base.clock import monotonic_s
 
 SCHEMA = 1
 """Number of this schema. It changes when a kind or a field gets another meaning, not when one is added."""
@@ -428,8 +429,8 @@ def _one_of_equals(entries: tuple[Any, ...]) -> tuple[Any, ...]:
 @contextmanager
 def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Measure seconds for an event: add those spent inside to `seconds[name]`, also when the body raises."""
-    began = time.monotonic()
+    began_s = monotonic_s()
     try:
         yield
     finally:
-        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
+        seconds[name] = seconds.get(name, 0.0) + monotonic_s() - began_s

@@ -42,7 +42,7 @@ from diloco.observe.events import (
 from diloco.outer.line import Diverged, adoption, book, book_adoption, book_drop, expect
 from diloco.peer.rank import PeerRank, now
 from diloco.peer.schedule import RunEnd
-from diloco.peer.terms import check_alike, exchange_terms, lanes_of
+from diloco.peer.terms import check_alike, exchange_terms, lanes_of, lineage_of
 from diloco.protocol.leases import handed_back
 from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Welcome
@@ -103,8 +103,8 @@ class Peer:
         self.ending = RunEnd.of(self.contract, terms.rules.policy.max_peers)
         self._checkpoint = checkpoint
         welcome = endpoint.welcome
-        lineage = welcome.lineage if welcome else secrets.token_hex(8)
         me = Member(name, new_incarnation(), "")
+        lineage = welcome.lineage if welcome else lineage_of(me, self.contract.digest)
         link, loop = endpoint.runtime.link, endpoint.runtime.loop
         forks = welcome.forks if welcome else ()
         self.exchange = Exchange(me, terms, link, lineage, welcome is None, loop, self._on_reason, forks)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 from diloco.base.errors import IncompatibleError
 from diloco.base.ranks import Alone
+from diloco.base.types import Member
 from diloco.compress import open_codecs
 from diloco.compress.bundle import MAX_CONTRIBUTIONS
 from diloco.compress.encoding import Encode, encode_now
@@ -131,6 +133,12 @@ def exchange_terms(
         data=data,
         serve_bps=serve_bps_of(site),
     )
+
+
+def lineage_of(founder: Member, contract_digest: str) -> str:
+    """Name of the lineage that this life of a peer founds: no two lives choose the same."""
+    text = f"{contract_digest}/{founder.peer}/{founder.incarnation}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def timing_of(site: Site) -> Timing:

@@ -300,7 +300,7 @@ def open_run(
         parts = build(contract)
         rank = PeerRank(contract, site, island, parts.weights, parts.trains)
         closing.callback(rank.close)
-        leading = _leading(entrance, rank, parts, closing) if entrance is not None else None
+        leading = lead(entrance, rank, parts, closing) if entrance is not None else None
         folder = Path(common["directory"]) if common["directory"] else None
         run = Run(rank, common["name"], folder, common["steps"], leading)
         yield from run.begin()
@@ -308,7 +308,7 @@ def open_run(
     return run
 
 
-def _leading(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -> Leading:
+def lead(entrance: Entrance, rank: PeerRank, parts: Parts, closing: ExitStack) -> Leading:
     """The run's peer, its life and its record, on rank 0. `closing`: what to close if the run does not begin."""
     folder, name = entrance.directory, entrance.name
     events = Events(folder / "events.jsonl" if folder is not None else None, name, entrance.listeners)

@@ -54,12 +54,14 @@ def run_witness(options: PeerOptions, stop: Callable[[], bool], listener: Callab
         name = peer_name(site, None)
         directory = open_directory(chosen_directory(options, site), site, contract, name)
         events = Events(directory / "events.jsonl", name, [event_card(directory), listener])
-        return _live(name, contract, endpoint, events, stop)
+        return block(witnessed(name, contract, endpoint, events, stop))
     finally:
         endpoint.close()
 
 
-def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, stop: Callable[[], bool]) -> WitnessEnd:
+def witnessed(
+    name: str, contract: Contract, endpoint: Endpoint, events: Events, stop: Callable[[], bool]
+) -> Life[WitnessEnd]:
     """A witness's life: listen, ask to be taken in, vote; say goodbye at the end."""
     site, runtime, welcome = endpoint.site, endpoint.runtime, endpoint.welcome
     assert welcome is not None
@@ -79,9 +81,9 @@ def _live(name: str, contract: Contract, endpoint: Endpoint, events: Events, sto
     events.emit(Listening(address, f"{address}/{contract.digest[:12]}"))
     presence = endpoint.appear(exchange)
     try:
-        ending = block(_vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop))
-        block(settled(exchange, site))
-        block(left(exchange, site))
+        ending = yield from _vote(exchange, RunEnd.of(contract, terms.rules.policy.max_peers), events, site, stop)
+        yield from settled(exchange, site)
+        yield from left(exchange, site)
     finally:
         exchange.stop()
         presence.end()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -30,6 +29,7 @@ from torch import Tensor
 from diloco.base.clock import monotonic_s
 from diloco.base.errors import ResourceError
 from diloco.base.life import Life, answered
+from diloco.base.threads import aside
 from diloco.config.contract import Contract
 from diloco.island import Island
 from diloco.island.slices import Box, Slice, Slices, check_tiled
@@ -99,17 +99,9 @@ class Saver:
             self._aside.hang_up()
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
-        found: Future[T] = Future()
+        # A process that must end does not wait for a disk. What was begun is then swept away.
+        found = aside("checkpoint", work)
         self._writing = found  # type: ignore[assignment]
-
-        def run() -> None:
-            try:
-                found.set_result(work())
-            except BaseException as error:
-                found.set_exception(error)
-
-        # A daemon: a process that must end does not wait for a disk. What was begun is then swept away.
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return found
 
     def _taken(self, kept: Slices, live: Slices) -> Slices:
