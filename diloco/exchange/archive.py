@@ -127,6 +127,13 @@ class Snapshots:
         entry = self.entry(digest, index, now_s)
         return self._kept[digest].state.chunk(entry) if entry is not None else None
 
+    def keep_lineage(self, lineage: str) -> None:
+        """Drop states whose commit is of another lineage. Whoever asks takes none of them, and asks again and again:
+        they would never be idle, nor make room."""
+        commits = {digest: snapshot.offer.commit for digest, snapshot in self._kept.items()}
+        ended = {digest for digest, commit in commits.items() if commit is not None and commit.lineage != lineage}
+        self._kept = {digest: snapshot for digest, snapshot in self._kept.items() if digest not in ended}
+
     def forget(self, version: int, now_s: float) -> None:
         """Drop states that nobody copies, or from which the backlog does not lead on to `version`, where we stand."""
 
@@ -165,6 +172,8 @@ class Archive:
         """Note that the training side stands at `state` now, which the lanes call `number`."""
         self.state, self.commit, self.reused = state, commit, False
         self._numbers[state.digest] = number
+        if commit is not None:
+            self.snapshots.keep_lineage(commit.lineage)
         self.snapshots.forget(state.version, monotonic_s())
         self.retain()
 
