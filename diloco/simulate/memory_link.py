@@ -242,10 +242,11 @@ class MemoryRuntime:
 class MemoryEndpoint:
     """`diloco.transport.endpoint.Endpoint` on the in-memory network, and in place of its directory an empty one.
 
-    `welcome` is that of the member to join through; None: the peer founds the run.
+    `runtime`: a `MemoryRuntime`, or what has its methods. `welcome` is that of the member to join through; None: the
+    peer founds the run.
     """
 
-    def __init__(self, site: Site, runtime: MemoryRuntime, welcome: Welcome | None) -> None:
+    def __init__(self, site: Site, runtime: Any, welcome: Welcome | None) -> None:
         self.site, self.runtime, self.welcome = site, runtime, welcome
         self.directory = self
 

@@ -14,7 +14,7 @@ from diloco.protocol.view import votes_needed
 from diloco.simulate.virtual.gate import Violation
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
 Ballot = tuple[int, str]
@@ -48,7 +48,7 @@ class SimulatedBallots:
         self._chosen: dict[str, Ballot] = {}
         """The first that had the votes of a majority, whether or not anybody knew."""
 
-    def on_effect(self, host: SimulatedHost, effect: m.Effect) -> None:
+    def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Check what a simulated peer is about to send against the rules of the vote."""
         match effect:
             case m.Send(_, m.Envelope(body=m.Ready() as ready) as envelope):
@@ -63,7 +63,7 @@ class SimulatedBallots:
             case m.Send(_, m.Envelope(body=m.Committed(commit))) | m.Close(commit):
                 self._decide(host, commit)
 
-    def on_machine(self, host: SimulatedHost) -> None:
+    def on_machine(self, host: SimulatedProcess) -> None:
         """Check a simulated coordinator's tally: it sends its own vote to nobody, and counts those that were cast."""
         machine = host.machine
         tally = machine._tally
@@ -78,13 +78,13 @@ class SimulatedBallots:
             names = ", ".join(sorted(uncast))
             raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
-    def closed(self, host: SimulatedHost, commit: Commit) -> None:
+    def closed(self, host: SimulatedProcess, commit: Commit) -> None:
         """Note that a commit had its majority in the simulation. A coordinator with all votes proposes to nobody."""
         if commit.fragment >= 0:
             attempt = self._attempt.get(commit.digest, host.machine.attempts - 1)
             self._chosen.setdefault(commit.previous, (attempt, commit.digest))
 
-    def _decide(self, host: SimulatedHost, commit: Commit) -> None:
+    def _decide(self, host: SimulatedProcess, commit: Commit) -> None:
         """Check a simulated coordinator that decides a version: it has the votes needed, its own among them."""
         before = self.world.invariants.commits.get(commit.previous)
         if before is None or commit.fragment < 0 or commit.digest in self._decided:
@@ -109,7 +109,7 @@ class SimulatedBallots:
             self._promised[key] = max(self._promised.get(key, 0), ready.attempt)
             self._promisers.setdefault((before, ready.attempt), set()).update((me.peer, *ready.votes))
 
-    def _ask(self, host: SimulatedHost, to: Member, propose: m.Propose) -> None:
+    def _ask(self, host: SimulatedProcess, to: Member, propose: m.Propose) -> None:
         """Check that a simulated witness is asked last: it holds no mean, and the mean must live on (I5)."""
         commit, ballot = propose.commit, (propose.attempt, propose.commit.digest)
         since_s = self._since.setdefault((host.life, *ballot), host.now)
@@ -124,7 +124,7 @@ class SimulatedBallots:
             what = f"asks {to.peer} for its vote for {_name(commit, propose.attempt)} before {', '.join(living)}"
             raise Violation("I5", f"{host.name} {what}")
 
-    def _propose(self, host: SimulatedHost, propose: m.Propose) -> None:
+    def _propose(self, host: SimulatedProcess, propose: m.Propose) -> None:
         commit = propose.commit
         self._proposed[commit.digest] = commit
         place = commit.previous, propose.attempt
@@ -139,7 +139,7 @@ class SimulatedBallots:
             what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
             raise Violation("I1", f"{host.name} {what}")
 
-    def _lead(self, host: SimulatedHost, propose: m.Propose) -> None:
+    def _lead(self, host: SimulatedProcess, propose: m.Propose) -> None:
         """Check a simulated later attempt's first proposal: enough promised it; it is the last accepted, if any."""
         machine, commit, tally = host.machine, propose.commit, host.machine._tally
         mine = {host.name, *machine.electorate.held_by(host.name)}
@@ -154,7 +154,7 @@ class SimulatedBallots:
             what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
             raise Violation("I1", f"{host.name} {what}")
 
-    def _accept(self, host: SimulatedHost, accept: m.Accept) -> None:
+    def _accept(self, host: SimulatedProcess, accept: m.Accept) -> None:
         commit = self._proposed.get(accept.commit_digest)
         if commit is None:
             raise Violation("I1", f"{host.name} accepts what nobody proposed")
@@ -162,7 +162,7 @@ class SimulatedBallots:
             raise Violation("I5", f"{host.name} accepts {_name(commit, accept.attempt)} without its mean")
         self._vote(host, accept.attempt, commit, {host.name, *accept.votes})
 
-    def _vote(self, host: SimulatedHost, attempt: int, commit: Commit, voters: set[str]) -> None:
+    def _vote(self, host: SimulatedProcess, attempt: int, commit: Commit, voters: set[str]) -> None:
         me, before = host.machine.me, host.machine.commit
         if before is None or before.digest != commit.previous or me not in before.view:
             raise Violation("I1", f"{host.name} votes for {_name(commit, attempt)} and is no member before it")

@@ -1,85 +1,91 @@
-"""The disk of a simulated peer: the checkpoints that a later life finds."""
+"""The disk of a simulated peer: real files in a folder of its own, and a disk beneath them that can fail."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
 
-from torch import Tensor
+from diloco.base.files import Disk
 
-from diloco.base.types import Commit
-from diloco.outer.state import OuterState
-
-if TYPE_CHECKING:
-    from diloco.simulate.virtual.invariants import Pieces
+FIRST = "first"
+"""Folder beside that of the disk: a copy of it with its first checkpoint."""
 
 
-@dataclass(frozen=True)
-class SimulatedCheckpoint:
-    """A simulated peer's checkpoint, in memory: the fields that `Peer.save` writes, and the progress of the local
-    weights beyond the anchor."""
-
-    state: OuterState
-    commit: Commit | None
-    local: Mapping[str, Tensor]
-    """Empty when no tokens are uncommitted."""
-    tokens: int
-    blocks: int
-    pieces: Pieces | None
-
-
-class SimulatedLedger:
-    """The ledger of one life of a simulated peer (`diloco.accounts.ledger.LogFile`), in memory."""
-
-    def __init__(self, disk: SimulatedDisk) -> None:
-        self.disk = disk
-        self._data = bytearray()
-
-    def read(self) -> bytes:
-        return bytes(self._data)
-
-    def append(self, data: bytes) -> None:
-        if self.disk.full:
-            self._data += data[: len(data) // 2]
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._data += data
-
-    def sync(self) -> None:
-        """Does nothing: a simulated ledger is in memory."""
-
-    def truncate(self, size: int) -> None:
-        del self._data[size:]
-
-    def close(self) -> None:
-        """Does nothing: a simulated ledger has no open file."""
-
-
-@dataclass
 class SimulatedDisk:
-    """A simulated peer's disk of whole checkpoints: a new one replaces nothing before it is complete."""
+    """A simulated peer's disk, on which each of its lives finds what those before it wrote."""
 
-    full: bool = False
-    _kept: list[SimulatedCheckpoint] = field(default_factory=list)
-    _first: SimulatedCheckpoint | None = None
+    def __init__(self, root: Path, name: str) -> None:
+        self.name, self.root, self.folder = name, root, root / name
+        self.full = False
+        self.put_away: list[Path] = []
+        """Folders of disks that were taken out."""
+        self._copy = root / f"{name}.{FIRST}"
+        self._synced: dict[int, int] = {}
+        """Bytes of each file, by its inode, that are on the disk for certain."""
 
-    def save(self, snapshot: SimulatedCheckpoint) -> bool:
-        """Keep a checkpoint on the simulated disk. False when there is no room."""
-        if not self.full:
-            self._kept = [*self._kept[-1:], snapshot]
-            self._first = self._first or snapshot
-        return not self.full
+    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+        """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full."""
+        if self.full:
+            os.write(descriptor, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.write(descriptor, data)
 
-    def load(self) -> SimulatedCheckpoint | None:
-        """The latest checkpoint on the simulated disk."""
-        return self._kept[-1] if self._kept else None
+    def sync(self, descriptor: int, path: Path) -> None:
+        """What a file holds now stays after a loss of power. Raises OSError when the disk is full."""
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        status = os.fstat(descriptor)
+        self._synced[status.st_ino] = status.st_size
+        if path.name == "checkpoints" and not self._copy.exists():
+            shutil.copytree(self.folder, self._copy)
 
-    def forget(self) -> None:
-        """A simulated loss of power: the latest checkpoint had not reached the platter."""
-        self._kept = self._kept[:-1]
+    def lose_power(self, dice: Random) -> None:
+        """Cut files off somewhere behind what was synced, as a loss of power does."""
+        for path in sorted(self.folder.rglob("*")) if self.folder.exists() else ():
+            if path.is_file() and path.name != "events.jsonl":
+                there = path.stat().st_size
+                certain = min(self._synced.get(path.stat().st_ino, 0), there)
+                if there > certain:
+                    os.truncate(path, dice.randint(certain, there))
 
     def go_back(self) -> None:
-        """Simulate that somebody brings back an old copy of the disk, with the first checkpoint on it."""
-        self._kept = [self._first] if self._first is not None else []
+        """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
+        if self._copy.exists():
+            shutil.rmtree(self.folder)
+            shutil.copytree(self._copy, self.folder)
+
+    def replaced(self) -> SimulatedDisk:
+        """An empty disk in the place of this one."""
+        return self._successor()
+
+    def cloned(self) -> SimulatedDisk:
+        """A copy of this disk in another machine."""
+        other = self._successor()
+        if self.folder.exists():
+            shutil.copytree(self.folder, other.folder)
+        return other
+
+    def _successor(self) -> SimulatedDisk:
+        other = SimulatedDisk(self.root, f"{self.name}+")
+        other.put_away = [*self.put_away, self.folder]
+        return other
+
+
+class DiskOfTheMoment(Disk):
+    """The disk of the simulated process to which something happens now."""
+
+    def __init__(self, now: Callable[[], SimulatedDisk | None]) -> None:
+        """`now`: returns that disk; None where the process is dead."""
+        self._now = now
+
+    def append(self, descriptor: int, path: Path, data: bytes) -> None:
+        if (disk := self._now()) is not None:
+            disk.append(descriptor, path, data)
+
+    def sync(self, descriptor: int, path: Path) -> None:
+        if (disk := self._now()) is not None:
+            disk.sync(descriptor, path)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.simulate.virtual.host import FaultFuse, SimulatedHost
 from diloco.simulate.virtual.network import SimulatedCut
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
+from diloco.simulate.virtual.process import FaultFuse, SimulatedProcess
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import SimulatedWorld
@@ -26,7 +26,7 @@ def _kill(world: SimulatedWorld, fault: Fault) -> bool:
     if host is None or not host.alive:
         return False
     if fault.kind == "power":
-        world.disks[host.name].forget()
+        host.loses_power = True
     if fault.how:
         host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")
@@ -40,7 +40,7 @@ def _stop(world: SimulatedWorld, fault: Fault) -> bool:
     if host is None or not host.working:
         return False
     world.log(host.name, "is STOPPED")
-    host.stopped = True
+    host.stop()
     world.after(fault.for_s, host.thaw)
     return True
 
@@ -79,6 +79,7 @@ def _twin(world: SimulatedWorld, fault: Fault) -> bool:
         return False
     world.log(host.name, "is STARTED TWICE")
     world.ghosts.append(world.hosts.pop(host.name))
+    world.disks[host.name] = world.disks[host.name].cloned()
     world.join(host.name, with_disk=fault.how != "blank")
     return True
 
@@ -113,7 +114,7 @@ def _lie(world: SimulatedWorld, fault: Fault) -> bool:
     return True
 
 
-def _be_honest(host: SimulatedHost) -> None:
+def _be_honest(host: SimulatedProcess) -> None:
     host.lie = ""
 
 
@@ -134,7 +135,7 @@ def _jump(world: SimulatedWorld, fault: Fault) -> bool:
     host = world.host(fault.peer)
     if host is None or not host.alive:
         return False
-    host.clock_offset_s += float(fault.how)
+    host.loop.jump(float(fault.how))
     world.log(host.name, f"clock JUMPS by {fault.how} s")
     return True
 
@@ -171,10 +172,10 @@ def _leave(world: SimulatedWorld, fault: Fault) -> bool:
         return False
     world.log(host.name, "is asked to LEAVE")
     if fault.how:
-        host.fuse = FaultFuse(fault.how, partial(host.later, 0.0, host.training.leave_now))
-        world.after(FUSE_S, host.due, host.training.leave, ())
+        host.fuse = FaultFuse(fault.how, host.leave_now)
+        world.after(FUSE_S, host.leave)
     else:
-        host.training.leave()
+        host.leave()
     return True
 
 

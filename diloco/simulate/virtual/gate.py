@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.protocol import messages as m
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
 Word = tuple[str, int, int]
@@ -39,7 +39,7 @@ class SimulatedAdmissions:
         """Life, commit and attempt of such words of its own, which go to several."""
         self._proposed: set[str] = set()
 
-    def heeds(self, host: SimulatedHost, envelope: m.Envelope) -> bool:
+    def heeds(self, host: SimulatedProcess, envelope: m.Envelope) -> bool:
         """Whether a simulated peer is about to hear that its attempt failed for what another sent."""
         body, machine = envelope.body, host.machine
         if not (isinstance(body, m.Abort) and body.offence):
@@ -47,23 +47,23 @@ class SimulatedAdmissions:
         here = (body.version, body.attempt) == (machine.making, machine.attempt)
         return here and envelope.sender == machine._seat(body.attempt)
 
-    def on_message(self, host: SimulatedHost, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
+    def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
         """Check a message that a simulated peer took, or refused."""
-        if reply not in (m.Reply.OK, m.Reply.STALE):
+        if reply not in (m.Reply.OK, m.Reply.STALE) or host.gone:
             return
         if heeded and isinstance(envelope.body, m.Abort):
             self._offences[host.life].update(envelope.body.without)
         if self.world.twice and not isinstance(envelope.body, m.Evict):
             self._take(host, envelope)
 
-    def _take(self, host: SimulatedHost, envelope: m.Envelope) -> None:
+    def _take(self, host: SimulatedProcess, envelope: m.Envelope) -> None:
         word = envelope.sender.peer, envelope.sender.incarnation, envelope.sequence
         if word in self._taken[host.life]:
             what = f"{type(envelope.body).__name__} {envelope.sequence} of {envelope.sender.peer}"
             raise Violation("I6", f"{host.name} takes {what} a second time")
         self._taken[host.life].add(word)
 
-    def on_effect(self, host: SimulatedHost, effect: m.Effect) -> None:
+    def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Check what a simulated peer is about to send for peers that it should have barred."""
         match effect:
             case m.Send(_, m.Envelope(body=m.Abort(offence=True) as abort, view=view)):
@@ -75,7 +75,7 @@ class SimulatedAdmissions:
                 self._proposed.add(commit.digest)
                 self._take_in(host, [member.peer for member in commit.view])
 
-    def _take_in(self, host: SimulatedHost, view: list[str]) -> None:
+    def _take_in(self, host: SimulatedProcess, view: list[str]) -> None:
         """Check a new proposal of a simulated peer: its view has none that this life barred for malformed bytes."""
         allowed = self.world.setup.rules.offences_allowed
         barred = {peer for peer, times in self._offences[host.life].items() if times >= allowed}

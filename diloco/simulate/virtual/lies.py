@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from diloco.compress import Codec, PayloadError
+from diloco.compress import Codec
 
 
-def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec]) -> Sequence[bytes]:
-    """A lying simulated peer's version of its encoded contribution; `codecs`: of each part."""
+def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec], sizes: Sequence[int]) -> Sequence[bytes]:
+    """A lying simulated peer's version of its encoded contribution; `codecs` and `sizes` in elements: of each part."""
     match lie:
         case "short":
             return [part[:-1] for part in parts]
@@ -21,18 +21,8 @@ def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec]) -> Sequ
         case "infinite":
             return [b"\xff" * len(part) for part in parts]
         case "absurd":
-            return [_absurd(part, codec) for part, codec in zip(parts, codecs, strict=True)]
+            return [codec.encode(torch.full((size,), 6e4)) for codec, size in zip(codecs, sizes, strict=True)]
     return parts
-
-
-def _absurd(part: bytes, codec: Codec) -> bytes:
-    for elements in range(1, 5):
-        try:
-            values = codec.decode(part, elements)
-        except PayloadError:
-            continue
-        return codec.encode(torch.full_like(values, 6e4))
-    return part
 
 
 def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tuple[str, ...]:

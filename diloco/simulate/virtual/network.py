@@ -1,27 +1,36 @@
-"""The network of simulated peers: messages, questions, streams that are late, lost, doubled, cut off, damaged."""
+"""The network of simulated peers: a `Link` for each, whose calls are late, lost, doubled, cut off or damaged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco.base.types import Member
-from diloco.protocol.messages import Accept, Envelope, Propose
-from diloco.protocol.streams import Kind
+from diloco.base.types import Closed, Member
+from diloco.protocol.messages import Accept, Envelope, Propose, Reply
+from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.pace import Outbox
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.host import SimulatedHost
+    from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
 T = TypeVar("T")
 
 RETRANSMIT_S = 0.4
-"""A stream over a path that is cut tries again this often, as TCP does, until its deadline."""
+"""What a stream sends over a path that is cut is sent again this often, as TCP does, until its deadline."""
 LATE_SHARE = 0.3
 """Share of late messages, for a peer some of whose messages come late."""
+DAMAGED_SHARE = 0.3
+"""Share of damaged batches of parts, for a peer whose streams are damaged."""
+SINGLE_SHARE = 0.5
+"""Share of the streams whose parts travel one by one; others' travel as many as there are."""
+MORE_SHARE = 0.05
+"""Of a message's time on its way, for what follows another message at once."""
 MAX_REMEMBERED = 64
 """Envelopes that an attacker may replay."""
 
@@ -47,29 +56,47 @@ class SimulatedCut:
         return source in self.group and (target in self.others if self.others else target not in self.group)
 
 
-@dataclass
-class Stream:
-    """Parts on their way from one simulated peer to another, in order."""
+class SimulatedCall:
+    """A call of one simulated process to another, from its first byte to its answer."""
 
-    sender: SimulatedHost
-    to: Member
-    kind: Kind
-    key: tuple[int, int]
-    generation: int
-    let_in: bool = False
-    """The receiver has looked at who opens it."""
-    arrives_s: float = 0.0
-    moved_s: float = 0.0
-    waiting: list[tuple[int, bytes, tuple[str, ...]]] = field(default_factory=list)
-    """Parts that stand at the receiver's door."""
-    broken: bool = False
+    def __init__(
+        self,
+        caller: SimulatedProcess,
+        address: str,
+        ask: Callable[[Service], Awaitable[Any]],
+        stream: bool = False,
+        more: bool = False,
+    ) -> None:
+        """`stream`: parts follow. `more`: of what another call has begun to send: it is on its way already."""
+        self.caller, self.address, self.ask, self.stream = caller, address, ask, stream
+        self.travels = MORE_SHARE if more else 1.0
+        """Share of a message's time on its way."""
+        self.answer: asyncio.Future[Any] = caller.loop.create_future()
+        self.task: asyncio.Task[Any] | None = None
+        """Who answers it, in the process that is called."""
+        self.over = False
+        """It is a stream that was broken off."""
 
-    def __post_init__(self) -> None:
-        self.member, self.lineage = self.sender.machine.me, self.sender.machine.lineage
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        """Give the caller its answer, unless it waits no more."""
+        if self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(result)
+        else:
+            self.answer.set_exception(error)
+            self.answer.exception()  # the caller may look at it, or not
+
+    def end(self) -> None:
+        """The caller waits no more. A stream is broken off; a message that has arrived is taken all the same."""
+        self.over = self.stream
+        self.answer.cancel()
+        if self.stream and self.task is not None:
+            self.task.cancel()
 
 
 class SimulatedNetwork:
-    """All links between simulated peers. Every decision is the dice's; `counts` says what it did."""
+    """All links between simulated peers. Every decision is the dice's."""
 
     def __init__(self, world: SimulatedWorld, dice: Random, delay_s: float, loss: float) -> None:
         self.world = world
@@ -83,11 +110,30 @@ class SimulatedNetwork:
         """Peers of whose messages some come so much later (s), when everything else has moved on."""
         self.damaging: set[str] = set()
         """Peers whose streams are damaged on the way."""
-        self.seen: list[tuple[Envelope, Member]] = []
+        self.seen: list[tuple[Envelope, str]] = []
         self.strangers: list[str] = []
         """Voters that are no members."""
         self._said = count(1)
         """Numbers of the strangers' messages."""
+        self._listening: dict[str, SimulatedProcess] = {}
+
+    # ------------------------------------------------------------ who can be reached
+
+    def listen(self, process: SimulatedProcess) -> None:
+        """A simulated process answers at its address from now on."""
+        self._listening[process.address] = process
+
+    def at(self, address: str) -> SimulatedProcess | None:
+        """The simulated process that answers at an address; None: connections are refused there."""
+        return self._listening.get(address)
+
+    def died(self, process: SimulatedProcess) -> None:
+        """A simulated process is dead: connections to it break."""
+        if self._listening.get(process.address) is process:
+            del self._listening[process.address]
+        for call in list(process.calls):
+            self._refuse(call, process.name)
+        process.calls.clear()
 
     def blocked(self, source: str, target: str) -> bool:
         """Whether a cut of the simulated network blocks this direction."""
@@ -104,107 +150,293 @@ class SimulatedNetwork:
             delay_s *= max(self.slow.get(source, 1.0), self.slow.get(target, 1.0))
         return delay_s
 
+    # ------------------------------------------------------------ calls
+
+    def call(self, call: SimulatedCall, more_s: float = 0.0) -> None:
+        """Begin a call of a simulated process: it arrives so much later than it need to, or never."""
+        caller, target = call.caller.name, name_at(call.address)
+        if call.caller.loop.dead:
+            return
+        if self.cuts and self.blocked(caller, target):
+            self.world.count("blocked messages")
+            if any(cut.reset and cut.blocks(caller, target) for cut in self.cuts):
+                self.world.after(self.delay_s, call.settle, None, LinkDown(f"{call.address}: no way there"))
+            elif call.stream:
+                self.world.after(RETRANSMIT_S, self._again, call)
+            return
+        self.world.after(self.latency(caller, target) * call.travels + more_s, self._arrive, call)
+
+    def _again(self, call: SimulatedCall) -> None:
+        if not call.over and not call.caller.loop.dead:
+            self.call(call)
+
+    def _arrive(self, call: SimulatedCall) -> None:
+        if call.over or (call.caller.loop.dead and call.stream):
+            return
+        target = self.at(call.address)
+        if target is None or target.service is None:
+            self._refuse(call, name_at(call.address))
+            return
+        task = call.task = target.loop.create_task(_answering(call, target.service))
+        target.calls[call] = None
+        task.add_done_callback(lambda _: self._answered(call, target, task))
+
+    def _answered(self, call: SimulatedCall, target: SimulatedProcess, task: asyncio.Task[Any]) -> None:
+        target.calls.pop(call, None)
+        if task.cancelled():
+            self._return(call, target.name, None, LinkDown(f"{call.address}: gone"))
+        elif (error := task.exception()) is not None:
+            if not isinstance(error, LinkRefused):
+                raise error
+            self._return(call, target.name, None, error)
+        else:
+            self._return(call, target.name, task.result(), None)
+
+    def _refuse(self, call: SimulatedCall, target: str) -> None:
+        self._return(call, target, None, LinkDown(f"{call.address}: nobody is there"))
+
+    def _return(self, call: SimulatedCall, target: str, result: Any, error: BaseException | None) -> None:
+        """An answer travels back."""
+        if call.over or (self.cuts and self.blocked(target, call.caller.name)):
+            return
+        self.world.after(self.latency(target, call.caller.name) * call.travels, call.settle, result, error)
+
     # ------------------------------------------------------------ messages
 
-    def send(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
+    def send(self, call: SimulatedCall, envelope: Envelope) -> None:
         """Deliver a message to a simulated peer once, never, or twice."""
-        self._remember(envelope, to)
+        self._remember(envelope, call.address)
         for stranger in self.strangers:
-            self._vote(Member(stranger, 1, f"{stranger}:0"), sender, envelope)
-        if self.cuts and self.blocked(sender.name, to.peer):
-            if any(cut.reset and cut.blocks(sender.name, to.peer) for cut in self.cuts):
-                self.world.after(self.delay_s, sender.unreachable, to, False)
-            self.world.count("blocked messages")
-        elif self.loss and self.dice.random() < self.loss:
+            self._vote(Member(stranger, 1, f"{stranger}:0"), call.caller, envelope)
+        if self.loss and self.dice.random() < self.loss:
             self.world.count("lost messages")
-        else:
-            self._arrive(sender, to, envelope)
-            if self.loss and self.dice.random() < self.loss:
-                self.world.count("doubled messages")
-                self._arrive(sender, to, envelope)
+            return
+        self.call(call, self._lateness(call.caller.name))
+        if self.loss and self.dice.random() < self.loss:
+            self.world.count("doubled messages")
+            self.call(SimulatedCall(call.caller, call.address, call.ask), self._lateness(call.caller.name))
 
-    def _arrive(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
-        delay_s = self.latency(sender.name, to.peer)
-        if sender.name in self.late and self.dice.random() < LATE_SHARE:
-            self.world.count("late messages")
-            delay_s += self.dice.uniform(0, self.late[sender.name])
-        self.world.after(delay_s, self._deliver, sender, to, envelope)
+    def _lateness(self, sender: str) -> float:
+        if sender not in self.late or self.dice.random() >= LATE_SHARE:
+            return 0.0
+        self.world.count("late messages")
+        return self.dice.uniform(0, self.late[sender])
 
-    def _deliver(self, sender: SimulatedHost, to: Member, envelope: Envelope) -> None:
-        receiver = self.world.at(to)
-        if receiver is None:
-            sender.unreachable(to, self.world.plan.proven)
-        else:
-            receiver.due(receiver.receive, (envelope, sender))
-
-    def _remember(self, envelope: Envelope, to: Member) -> None:
+    def _remember(self, envelope: Envelope, address: str) -> None:
         if self.world.replays:
             if len(self.seen) < MAX_REMEMBERED:
-                self.seen.append((envelope, to))
+                self.seen.append((envelope, address))
             else:
-                self.seen[self.dice.randrange(MAX_REMEMBERED)] = (envelope, to)
+                self.seen[self.dice.randrange(MAX_REMEMBERED)] = (envelope, address)
 
-    def _vote(self, stranger: Member, coordinator: SimulatedHost, envelope: Envelope) -> None:
+    def _vote(self, stranger: Member, coordinator: SimulatedProcess, envelope: Envelope) -> None:
         """The fault "stranger": one that is no member accepts a proposal, in the name of all members."""
         if isinstance(envelope.body, Propose):
             proposal, members = envelope.body, coordinator.machine.view
             votes = tuple(member.peer for member in members)
             accept = Accept(proposal.version, proposal.attempt, proposal.commit.digest, votes)
             said = replace(envelope, sender=stranger, sequence=next(self._said), body=accept)
-            delay_s = self.latency(stranger.peer, coordinator.name)
-            self.world.after(delay_s, coordinator.due, coordinator.receive, (said, None))
+            self.world.after(self.latency(stranger.peer, coordinator.name), self.throw_in, coordinator, said)
 
     def replay(self) -> None:
         """The fault "replay": an attacker sends old messages again, to the simulated peers they were meant for."""
-        for envelope, to in self.seen:
-            now_there = self.world.hosts.get(to.peer)
-            if now_there is not None and now_there.alive:
-                now_there.due(now_there.receive, (envelope, None))
+        for envelope, address in self.seen:
+            process = self.world.hosts.get(name_at(address))
+            if process is not None:
+                self.throw_in(process, envelope)
 
-    # ------------------------------------------------------------ questions
+    def throw_in(self, process: SimulatedProcess, envelope: Envelope) -> None:
+        """A message reaches a simulated process, and nobody waits for its answer."""
+        if process.alive and process.service is not None:
+            process.loop.create_task(process.service.on_envelope(envelope))
 
-    def ask(
-        self, asker: SimulatedHost, member: Member, question: Callable[[SimulatedHost], T], then: Callable[[T], None],
-        failed: Callable[[], None],
-    ) -> None:  # fmt: skip
-        """A simulated call: answered, or failed at once when nobody is there, after the stall time when all stalls."""
 
-        def arrive() -> None:
-            other = self.world.at(member)
-            if other is None:
-                asker.due(failed, ())
-            elif other.stopped or not self.connected(asker.name, member.peer):
-                self.world.after(self.world.setup.timing.stall_s, asker.due, failed, ())
-            else:
-                answer = question(other)
-                self.world.after(self.latency(member.peer, asker.name), asker.due, then, (answer,))
+async def _answering(call: SimulatedCall, service: Service) -> Any:
+    return await call.ask(service)
 
-        self.world.after(self.latency(asker.name, member.peer), arrive)
 
-    # ------------------------------------------------------------ streams
+def name_at(address: str) -> str:
+    """Name of the simulated peer that is, or was, at an address."""
+    return address.partition(":")[0]
 
-    def put(self, stream: Stream, part: int, payload: bytes, omitted: Sequence[str] = ()) -> None:
-        """Send one more part on a simulated stream; parts of a stream do not overtake each other."""
-        now = self.world.now
-        stream.arrives_s = max(stream.arrives_s, now + self.latency(stream.sender.name, stream.to.peer))
-        stream.moved_s = max(stream.moved_s, now)
-        entry = (part, payload, tuple(omitted))
-        self.world.after(stream.arrives_s - now, self._part_arrives, stream, entry)
 
-    def _part_arrives(self, stream: Stream, entry: tuple[int, bytes, tuple[str, ...]]) -> None:
-        world, sender = self.world, stream.sender
-        receiver = world.at(stream.to)
-        if stream.broken or not sender.alive:
-            stream.broken = True
-        elif receiver is None:
-            stream.broken = True
-            sender.unreachable(stream.to, world.plan.proven)
-        elif receiver.stopped or (self.cuts and not self.connected(sender.name, stream.to.peer)):
-            stream.broken = world.now - stream.moved_s > world.setup.timing.stall_s
-            world.after(RETRANSMIT_S, self._part_arrives, stream, entry)
-        elif sender.name in self.damaging and self.dice.random() < 0.3:
-            stream.broken = True
-            world.count("damaged streams")
-        else:
-            stream.moved_s = world.now
-            receiver.arrive(stream, entry)
+# ---------------------------------------------------------------- streams
+
+
+class SimulatedStream:
+    """Parts on their way from one simulated peer to another, in order; one batch at a time."""
+
+    def __init__(self, network: SimulatedNetwork, caller: SimulatedProcess, address: str, header: StreamHeader) -> None:
+        self._network, self._caller, self._address, self._header = network, caller, address, header
+        self._arrived: list[Sequence[Part] | LinkRefused] = []
+        self._news: asyncio.Future[None] | None = None
+        self._taken: asyncio.Future[None] | None = None
+        """Done when the receiver has taken the batch under way."""
+
+    def carry(self, batch: Sequence[Part]) -> asyncio.Future[None]:
+        """Send a batch; done when the receiver has taken it."""
+        taken = self._taken = self._caller.loop.create_future()
+        delay_s = self._network.latency(self._caller.name, name_at(self._address))
+        self._network.world.after(delay_s, self._cross, batch, taken)
+        return taken
+
+    def _cross(self, batch: Sequence[Part], taken: asyncio.Future[None]) -> None:
+        network, sender = self._network, self._caller
+        if taken.done() or sender.loop.dead:
+            return
+        if network.cuts and not network.connected(sender.name, name_at(self._address)):
+            network.world.after(RETRANSMIT_S, self._cross, batch, taken)
+            return
+        damaged = batch and sender.name in network.damaging and network.dice.random() < DAMAGED_SHARE
+        if damaged:
+            network.world.count("damaged streams")
+        self._arrived.append(LinkRefused(Reply.DAMAGED, "damaged on the way") if damaged else batch)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def arriving(self, receiver: Service) -> AsyncIterator[Part]:
+        """The parts, in the process that receives them."""
+        while True:
+            while not self._arrived:
+                self._news = asyncio.get_running_loop().create_future()
+                await self._news
+            batch = self._arrived.pop(0)
+            if isinstance(batch, LinkRefused):
+                raise batch
+            receiver.on_bytes(self._header)
+            for part in batch:
+                _check_sizes([part.payload], receiver.max_part_bytes)
+                yield part
+            if self._taken is not None and not self._taken.done():
+                self._taken.set_result(None)
+            if not batch:
+                return
+
+
+class SimulatedLink(Link):
+    """Calls of one simulated process to others."""
+
+    def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, rpc_s: float) -> None:
+        self._network, self._process, self._rpc_s = network, process, rpc_s
+
+    @property
+    def send_bps(self) -> int:
+        return self._process.send_bps
+
+    async def deliver(self, address: str, envelope: Envelope) -> Reply:
+        call = SimulatedCall(self._process, address, lambda service: service.on_envelope(envelope))
+        self._network.send(call, envelope)
+        reply: Reply = await _answer(call, self._rpc_s)
+        return reply
+
+    async def send_parts(
+        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+    ) -> Reply:
+        stream = SimulatedStream(self._network, self._process, address, header)
+        call = SimulatedCall(self._process, address, lambda s: s.on_parts(header, stream.arriving(s)), stream=True)
+        self._network.call(call)
+        outbox = Outbox(self._process.lies(header, address, parts))
+        call.answer.add_done_callback(lambda _: outbox.close())
+        bite = 1 if self._network.dice.random() < SINGLE_SHARE else CHUNK_BYTES
+        try:
+            batch: Sequence[Part] = [None]  # type: ignore[list-item]
+            while batch and not call.answer.done():
+                batch = await outbox.take(bite)
+                taken = stream.carry(batch)
+                await asyncio.wait({taken, call.answer}, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
+                if not (taken.done() or call.answer.done()):
+                    raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
+                taken.cancel()
+            reply: Reply = await _answer(call, stall_s)
+            return reply
+        finally:
+            outbox.close()
+            call.end()
+
+    async def hello(self, address: str, timeout_s: float) -> Welcome:
+        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_hello()))
+
+    async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
+        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_lanes()))
+
+    async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
+        found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
+        _check_means([closed.parts for closed in found], limits)
+        return found
+
+    async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
+        payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
+        if payloads is None:
+            raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
+        _check_means([payloads], limits)
+        return list(payloads)
+
+    async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
+        return await self._ask(address, timeout_s, lambda service: service.on_state_offer(have))
+
+    async def fetch_state(
+        self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        for index in chunks:
+            payload = await self._ask(address, stall_s, _state_chunk(digest, index), more=index != chunks[0])
+            if payload is None:
+                raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
+            _check_sizes([payload], max_chunk_bytes)
+            yield index, payload
+
+    async def status(self, address: str, timeout_s: float) -> str:
+        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_status()))
+
+    async def close(self) -> None:
+        """Does nothing: connections end with the process."""
+
+    async def _ask(
+        self, address: str, within_s: float, ask: Callable[[Service], Awaitable[T]], more: bool = False
+    ) -> T:
+        call = SimulatedCall(self._process, address, ask, more=more)
+        self._network.call(call)
+        found: T = await _answer(call, within_s)
+        return found
+
+
+async def _answer(call: SimulatedCall, within_s: float) -> Any:
+    """What a call comes to. Raises LinkDown, LinkSlow, LinkRefused."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await call.answer
+    except TimeoutError:
+        raise LinkSlow(f"{call.address}: no answer within {within_s:g} s") from None
+    finally:
+        call.end()
+
+
+def _at_once(ask: Callable[[Service], T]) -> Callable[[Service], Awaitable[T]]:
+    async def answer(service: Service) -> T:
+        return ask(service)
+
+    return answer
+
+
+def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes | None]]:
+    async def answer(service: Service) -> bytes | None:
+        payload = await service.on_state_chunk(digest, index)
+        if payload is not None:
+            await service.on_state_bytes(len(payload))
+        return payload
+
+    return answer
+
+
+def _check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:
+    for mean in means:
+        _check_sizes(mean, limits.part_bytes)
+        if len(mean) > limits.parts:
+            raise LinkRefused(Reply.MALFORMED, f"a mean of {len(mean)} parts, at most {limits.parts} may be")
+    if sum(len(part) for mean in means for part in mean) > limits.total_bytes:
+        raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
+
+
+def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
+    longest = max(map(len, payloads), default=0)
+    if longest > max_bytes:
+        raise LinkRefused(Reply.MALFORMED, f"a part has {longest} bytes, at most {max_bytes} may be")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.coordinating import MEAN_LOST
-from diloco.simulate.virtual.disk import SimulatedCheckpoint
+from diloco.storage.checkpoint import latest
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import SimulatedWorld
@@ -24,7 +24,7 @@ class SimulatedOperator:
     def help(self) -> None:
         """Do what a simulated run needs in which too many died."""
         commit = self._newest_commit()
-        if commit is None and any(host.alive and host.machine.founder for host in self.world.hosts.values()):
+        if commit is None and any(host.founds for host in self.world.hosts.values()):
             self._start_all()  # a run begins, and waits for so many
         elif commit is None or not self._can_go_on(commit):
             self.resume()
@@ -39,7 +39,7 @@ class SimulatedOperator:
         few = self.world.plan.without_majority == "wait" and len(alive) <= len(commit.view) // 2
         if not (few or asked):
             return
-        if any(snapshot.state.version > commit.version for snapshot in self._checkpoints().values()):
+        if any(version > commit.version for version in self._checkpoints().values()):
             self.resume()
             return
         for member in commit.view:
@@ -50,7 +50,7 @@ class SimulatedOperator:
         """Start simulated peers again whose run was founded anew meanwhile: until then they are refused."""
         heals = self.world.plan.without_majority == "continue"
         for host in list(self.world.hosts.values()):
-            ended = host.alive and host.machine.lineage != commit.lineage
+            ended = host.alive and host.up and host.machine.lineage != commit.lineage
             if ended and not (heals and host.machine.commit):
                 host.die("the operator starts it again")
                 self.world.join(host.name, with_disk=True)
@@ -64,11 +64,11 @@ class SimulatedOperator:
         self.world.log("", f"the operator EVICTS {peer}")
         self.world.invariants.evicted = True
         for host in self.world.hosts.values():
-            if host.alive and host.machine.in_view:
+            if host.alive and host.up and host.machine.in_view:
                 rules, lineage = self.world.setup.rules, host.machine.lineage
                 body = m.Evict(peer, member.incarnation)
                 envelope = m.Envelope(rules.run, rules.contract, lineage, OPERATOR, "", 0, body)
-                host.due(host.receive, (envelope, None))
+                self.world.network.throw_in(host, envelope)
 
     def resume(self) -> None:
         """A simulated `diloco peer --resume`: the peer with the latest checkpoint founds anew, the others join it."""
@@ -77,20 +77,16 @@ class SimulatedOperator:
             host.die("the operator begins again")
         world.liars.clear()
         kept = self._checkpoints()
-        first = max(kept, key=lambda name: kept[name].state.version, default="p0")
-        snapshot = kept.get(first)
-        world.log(first, f"begins again from {'its checkpoint' if snapshot else 'nothing'}")
-        founder = world.start(first, world.new_lineage(), founder=True)
-        if snapshot:
-            world.invariants.on_resume(founder, snapshot)
-            founder.training.restore(snapshot)
-        founder.training.found()
+        first = max(kept, key=lambda name: kept[name], default="p0")
+        world.log(first, f"begins again from {'its checkpoint' if first in kept else 'nothing'}")
+        world.start(first, founder=True, resumes=True)
         self._start_all()
 
-    def _checkpoints(self) -> dict[str, SimulatedCheckpoint]:
-        """The latest checkpoint of each simulated peer of the beginning."""
+    def _checkpoints(self) -> dict[str, int]:
+        """Version of the latest checkpoint of each simulated peer of the beginning."""
         disks = {name: disk for name, disk in self.world.disks.items() if name.startswith("p")}
-        return {name: snapshot for name, disk in disks.items() if (snapshot := disk.load())}
+        found = {name: latest(disk.folder / "checkpoints") for name, disk in disks.items()}
+        return {name: int(path.name.lstrip(".v").partition(".")[0]) for name, path in found.items() if path}
 
     def _start_all(self) -> None:
         """Start all simulated peers whom the founder waits for and who are not there."""
@@ -98,7 +94,8 @@ class SimulatedOperator:
             self.world.after(0.05, self.world.join, f"p{index}", True)
 
     def _newest_commit(self) -> Commit | None:
-        commits = [host.machine.commit for host in self.world.hosts.values() if host.alive and host.machine.commit]
+        up = [host for host in self.world.hosts.values() if host.alive and host.up]
+        commits = [host.machine.commit for host in up if host.machine.commit]
         return max(commits, key=lambda commit: (commit.version, commit.tokens), default=None)
 
     def _can_go_on(self, commit: Commit) -> bool:

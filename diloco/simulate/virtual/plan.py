@@ -93,6 +93,12 @@ class FaultPlan:
     """Lengths and directions of contributions are averaged apart (`outer.averaging`)."""
     fixed_addresses: bool = False
     """A process listens where the one before it did, and hears what was meant for that one."""
+    stragglers: str = "wait"
+    """Or `cut`: who is late ends its inner steps early (`membership.stragglers`)."""
+    checkpoint_every: int = 2
+    """Versions from one checkpoint of a peer to its next."""
+    total_tokens: int = 0
+    """The run ends when so many are committed; 0: it does not."""
     calm_s: float = 0.0
     """Time that the run has after the last fault, before it is looked at whether all is well."""
     faults: tuple[Fault, ...] = ()
@@ -225,6 +231,8 @@ def draw(
         proven=dice.random() < 0.4,
         round_s=dice.choice((0.3, 0.6, 1.0)),
     )
+    # To copy the state takes some round trips: who alone makes versions faster than that is never caught up with.
+    plan = replace(plan, round_s=max(plan.round_s, 4 * plan.delay_s))
     faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
     plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
     plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan

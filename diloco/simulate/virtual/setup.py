@@ -1,159 +1,163 @@
-"""Production parts of a simulation, by its plan: rules, codec, layout, outer optimizer, a model of 22 numbers."""
+"""Production settings of a simulation, by its plan: a contract and sites, for a model of 6,000 numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diloco.compress import Codec, open_codec
-from diloco.compress.topk import TopKCodec
-from diloco.config.codec import CodecSection
-from diloco.config.contract import SHARED_OPTIMIZERS, OuterSection
-from diloco.outer.fragments import Fragment, Layout, read_fragment
-from diloco.outer.line import FINE, Weighing
-from diloco.outer.optimizers import open_outer
+from diloco.compress import Codec
+from diloco.config.contract import SHARED_OPTIMIZERS, Contract
+from diloco.config.site import Site
+from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
 from diloco.outer.state import OuterState
-from diloco.peer.schedule import Cadence
-from diloco.protocol.view import Policy, Rules, Timing
+from diloco.peer import terms
+from diloco.peer.terms import lane_terms, rules_of, timing_of
 from diloco.simulate.virtual.plan import FaultPlan
 
-SHAPES = (("blocks.0.weight", (11,)), ("blocks.1.weight", (11,)))
-GROUPS = (("blocks.0.*",), ("blocks.1.*",))
-"""Groups of parameters in a plan with several codecs, `first/second/third`: the first is for the parameters in no
-group."""
-PART_ELEMENTS = 4
+LAYER = 3000
+"""Elements of each of two layers: three parts."""
+PART_ELEMENTS = 1024
 NOISES = 64
-STEPS = 10
-"""Inner steps of a round (H), with a token each."""
+STEPS = 4
+"""Inner steps of a round, with a token and a block of data each."""
+START = 0.5
+"""Of every weight."""
+HEARTBEAT_S, SUSPECT_S, STALL_S, RPC_S = 0.5, 2.0, 2.0, 1.0
+PATIENCE_S = 6.0
+"""Longest time that a peer waits for a version."""
+RUN = "virtual"
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "topk": {"density": 0.5},
     "dct": {"density": 0.5, "values": "int8"},
-    "lowrank": {"rank": 1, "columns": 2},
-    "sign": {"block": 8},
+    "lowrank": {"rank": 2},
 }
-"""Settings of codecs without blocks, where a part is 4 numbers."""
+"""Keys of codecs that drop much: of so few numbers not too much."""
+
+
+class SimulatedModel(nn.Module):
+    """The model that every simulated peer begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(LAYER, 1, bias=False) for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, START)
 
 
 class SimulationSetup:
-    """Everything that all simulated peers share."""
+    """Settings that all simulated peers of a plan share."""
 
     def __init__(self, plan: FaultPlan) -> None:
-        names = plan.codec.split("/")
-        self.layout = Layout.of(SHAPES, plan.fragments, "strided", PART_ELEMENTS, GROUPS[: len(names) - 1])
-        self.codecs: Sequence[Codec] = [Remembering(open_small(name)) for name in names]
+        self.contract = contract_of(plan)
+        self.site = _site(plan)
+        model = SimulatedModel()
+        weights = Weights.of(model)
+        self.layout = Layout.agreed(weights.shapes, self.contract)
+        lane = lane_terms(self.contract, self.site, self.layout)
+        self.codecs: Sequence[Codec] = lane.codecs
         """By group of parameters."""
-        self.by_senders = [name.startswith("topk") and not name.endswith("-all") for name in names]
+        self.by_senders = [codec.mean == "senders" for codec in self.contract.codec.by_group]
         """Means are divided by the weights of those who sent a value, and not of all."""
-        outer = {"optimizer": plan.optimizer, "lr": 0.7, "buffer": 3}
-        self.optimizer = open_outer(OuterSection.model_validate(outer))
-        self.cadence = Cadence(STEPS, round(plan.overlap * STEPS))
-        self.blocks = 2
-        self.weighing = self._weighing(plan)
-        self.patience_s = 6.0
-        self.max_norm_ratio = 100.0
-        self.radial = plan.radial
-        trainers = plan.peers
-        self.rules = Rules(
-            run="virtual",
-            contract="contract",
-            parts=tuple(fragment.parts for fragment in self.layout.fragments),
-            start_peers=trainers,
-            lease_blocks=3 * self.blocks,
-            policy=policy_of(plan),
-            backlog_versions=4,
-            continue_after_s=2.5 if plan.without_majority == "continue" else None,
-            offences_allowed=3,
-        )
-        self.contract = {"membership": {"without_majority": plan.without_majority}}
-        """As much of it as `diloco audit` reads."""
-        self.timing = Timing(heartbeat_s=0.5, suspect_s=2.0, stall_s=2.0)
-        anchor = [read_fragment(self.parameters(), fragment) for fragment in self.layout.fragments]
+        self.optimizer, self.weighing, self.radial = lane.optimizer, lane.weighing, lane.radial
+        self.rules = rules_of(self.contract, tuple(fragment.parts for fragment in self.layout.fragments))
+        self.timing = timing_of(self.site)
+        anchor = [weights.read(fragment) for fragment in self.layout.fragments]
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
 
-    def _weighing(self, plan: FaultPlan) -> Weighing:
-        """Weighing of a simulation: under `async` with shares of a step and by staleness, where the optimizer can."""
-        by_tokens, shares = plan.weighting == "tokens", plan.policy == "async" and plan.optimizer in SHARED_OPTIMIZERS
-        whole = STEPS if by_tokens else FINE if shares else 1
-        return Weighing(by_tokens, whole, 0.5 if shares else 0.0, shares)
 
-    @staticmethod
-    def parameters() -> dict[str, Tensor]:
-        """The 22 weights that every simulated peer begins with."""
-        return {name: torch.full(shape, 0.5) for name, shape in SHAPES}
-
-
-def policy_of(plan: FaultPlan) -> Policy:
-    """Policy of a simulation, from its plan of faults: `async` begins after two versions of `sync`."""
-    quorum = {"sync": None, "quorum": max(1, plan.peers // 2), "async": 1}[plan.policy]
+def contract_of(plan: FaultPlan) -> Contract:
+    """The contract of a simulation, from its plan of faults: `async` begins after two versions of `sync`."""
     is_async = plan.policy == "async"
-    grace_s = 0.05 if is_async else 0.3
-    return Policy(quorum, grace_s, 3.0, plan.most_peers or None, uses_slack=is_async, sync_versions=2 * is_async)
+    shares = is_async and plan.optimizer in SHARED_OPTIMIZERS
+    codecs = [_codec(name) for name in plan.codec.split("/")]
+    groups = tuple({**codec, "match": (f"blocks.{index}.*",)} for index, codec in enumerate(codecs[1:]))
+    feedback = {"error_feedback": plan.feedback} if plan.feedback >= 0 else {}
+    return Contract.model_validate(
+        {
+            "run": {"name": RUN, "total_tokens": plan.total_tokens or 10**9},
+            "membership": {
+                "start_peers": plan.peers,
+                "policy": plan.policy,
+                "sync_versions": 2 * is_async,
+                "quorum_peers": max(1, plan.peers // 2),
+                "grace_s": 0.05 if is_async else 0.3,
+                "without_majority": plan.without_majority,
+                "continue_after_s": 2.5,
+                "match_deadline_s": 3.0,
+                "round_deadline_s": PATIENCE_S,
+                "stragglers": plan.stragglers,
+            },
+            "data": {"sequence_length": 1},
+            "model": {"kind": "external"},
+            "inner": {"steps": STEPS * plan.fragments, "batch_size": 1, "sized_by": plan.sized_by},
+            "outer": {
+                "optimizer": plan.optimizer,
+                "buffer": 3,
+                "weighting": plan.weighting,
+                "averaging": "radial" if plan.radial else "mean",
+                "staleness_power": 0.5 if shares else 0.0,
+                **({"partial": "whole"} if plan.merge == "eager" else {}),
+            },
+            "codec": {**codecs[0], **feedback, "groups": groups},
+            "sync": {
+                "fragments": plan.fragments,
+                "part_elements": PART_ELEMENTS,
+                "overlap": round(plan.overlap * STEPS),
+                "merge": plan.merge,
+            },
+            "eval": {"every_versions": 0},
+        }
+    )
 
 
-def open_small(text: str) -> Codec:
-    """The simulated codec `name`, `name-mean` or `name+zstd`, with blocks and tiles for parts of 4 numbers."""
+def _codec(text: str) -> dict[str, Any]:
+    """Contract keys of the codec `name`, `name-mean` or `name+zstd`."""
     text, _, zstd = text.partition("+")
     name, _, mean = text.partition("-")
-    wanted = {"name": name, "zstd": bool(zstd), "mean": mean or "senders"}
-    codec = open_codec(CodecSection.model_validate({**wanted, **SMALL.get(name, {"block": 4})}))
-    return replace(codec, chunk=PART_ELEMENTS) if isinstance(codec, TopKCodec) and name == "dct" else codec
+    return {"name": name, "zstd": bool(zstd), **({"mean": mean} if mean else {}), **SMALL.get(name, {})}
 
 
-class Remembering(Codec):
-    """The simulator's codec: keeps decoded values, as peers decode the same bytes, and 4 numbers take 5 to 40 us."""
+def _site(plan: FaultPlan) -> Site:
+    """The site of a simulated peer."""
+    tree: dict[str, Any] = {
+        "device": {"kind": "cpu"},
+        "timeouts": {
+            "heartbeat_s": HEARTBEAT_S,
+            "suspect_s": SUSPECT_S,
+            "stall_s": STALL_S,
+            "rpc_s": RPC_S,
+            "join_s": 15.0,
+            "leave_s": PATIENCE_S,
+        },
+        "network": {"serve_bps": 0.0},
+        "storage": {"checkpoint_every": plan.checkpoint_every},
+    }
+    return Site.model_validate(tree)
 
-    def __init__(self, codec: Codec) -> None:
-        self.inner = codec
-        self._means: dict[tuple[tuple[tuple[int, bytes], ...], int], Tensor] = {}
-        self._max_bytes = cache(codec.max_bytes)
-        self._known: dict[tuple[bytes, int], Tensor] = {}
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def gathered(self) -> bool:
-        return self.inner.gathered
-
-    def encode(self, values: Tensor) -> bytes:
-        return self.inner.encode(values)
-
-    def max_bytes(self, elements: int) -> int:
-        return self._max_bytes(elements)
-
-    def decode_into(self, payload: bytes, out: Tensor) -> None:
-        out.copy_(self.decode(payload, out.numel()))
-
-    def decode(self, payload: bytes, elements: int) -> Tensor:
-        known = self._known.get((payload, elements))
-        if known is None:
-            known = self._known[payload, elements] = self.inner.decode(payload, elements)
-        return known.clone()
-
-    def mean_into(self, terms: Sequence[tuple[int, bytes]], out: Tensor) -> None:
-        key = tuple(terms), out.numel()
-        if key not in self._means:
-            self.inner.mean_into(terms, out)
-            self._means[key] = out.clone()
-        out.copy_(self._means[key])
+@contextmanager
+def most_contributions(peers: int) -> Iterator[None]:
+    """Have gathered codecs count at most so many contributions of a version meanwhile; 0: as many as elsewhere."""
+    before = vars(terms)["MAX_CONTRIBUTIONS"]
+    vars(terms)["MAX_CONTRIBUTIONS"] = peers or before
+    try:
+        yield
+    finally:
+        vars(terms)["MAX_CONTRIBUTIONS"] = before
 
 
 @cache
 def noises() -> tuple[dict[str, Tensor], ...]:
     """Changes that simulated inner steps make to the weights: drawn once, used in turn, the same in every plan and on
     every machine."""
-    dice = Random("noises")
-    return tuple(
-        {name: torch.tensor([dice.uniform(-0.2, 0.2) for _ in range(*shape)]) for name, shape in SHAPES}
-        for _ in range(NOISES)
-    )
+    dice = torch.Generator().manual_seed(1)
+    shapes = Weights.of(SimulatedModel()).shapes
+    return tuple({name: torch.rand(shape, generator=dice) * 0.4 - 0.2 for name, shape in shapes} for _ in range(NOISES))
 
 
 @cache

@@ -18,8 +18,8 @@ import torch
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.host import SimulatedHost
 from diloco.simulate.virtual.plan import Fault, FaultPlan, draw_speeds
+from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.world import SimulatedWorld
 from diloco.wire.convert import seal
 
@@ -127,7 +127,7 @@ class SwarmMark:
 class SimulatedSwarm(SimulatedWorld):
     """The simulated world of a swarm, with a meter in it."""
 
-    keeps_ledgers = False
+    keeps_disks = False
     """They hold every commit, of O(n) bytes, n times."""
 
     def __init__(self, options: SwarmOptions) -> None:
@@ -135,7 +135,7 @@ class SimulatedSwarm(SimulatedWorld):
         self.options = options
         self.meter = SwarmMeter()
 
-    def performed(self, host: SimulatedHost, effect: m.Effect) -> None:
+    def performed(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Meter an effect that a simulated peer is about to carry out; no transcript is written."""
         if isinstance(effect, m.Send):
             self.meter.sent(host.name, effect.envelope)
@@ -144,11 +144,11 @@ class SimulatedSwarm(SimulatedWorld):
         """Simulate the swarm and return its figures. Raises Violation."""
         options = self.options
         self._begin()
-        first, events = self._mark_at(options.warm_s), self.events
+        first, events = self._mark_at(options.warm_s), self.timeline.events
         self.meter = SwarmMeter()
         middle = self._mark_at(options.warm_s + options.seconds / 2)
         last = self._mark_at(options.warm_s + options.seconds)
-        result = figures(self, first, middle, last) | {"events": self.events - events}
+        result = figures(self, first, middle, last) | {"events": self.timeline.events - events}
         self._heal()
         return result
 
@@ -162,8 +162,8 @@ class SimulatedSwarm(SimulatedWorld):
         newest = self.newest_commit()
         if newest is None:
             raise Violation("I7", f"not founded after {at_s:g} s")
-        hosts = [host for host in self._honest() if host.training.entered]
-        waited_s = {(host.name, host.life): host.training.waited(self.now) for host in hosts}
+        hosts = [host for host in self._honest() if host.entered]
+        waited_s = {(host.name, host.life): host.waited(self.now) for host in hosts}
         seen = self.invariants
         tokens = newest.tokens, seen.trained_tokens, seen.discarded_tokens
         return SwarmMark(self.now, newest.version, *tokens, waited_s, max_held(hosts))
@@ -178,7 +178,7 @@ def measure_swarm(options: SwarmOptions) -> dict[str, Any]:
 # ---------------------------------------------------------------- figures
 
 
-def max_held(hosts: Sequence[SimulatedHost]) -> dict[str, int]:
+def max_held(hosts: Sequence[SimulatedProcess]) -> dict[str, int]:
     """The most that any one of these simulated peers has in memory, by kind."""
     held = [host.held() for host in hosts]
     return {name: max(entry[name] for entry in held) for name in held[0]}

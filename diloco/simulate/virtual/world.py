@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import heapq
+import os
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
+from diloco.base.clock import going_by
+from diloco.base.files import on_disk
+from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.simulate.virtual import transcript
-from diloco.simulate.virtual.disk import SimulatedDisk
+from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.host import SimulatedHost
 from diloco.simulate.virtual.invariants import SimulationInvariants
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
-from diloco.simulate.virtual.setup import SimulationSetup
+from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
+from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
@@ -35,6 +40,8 @@ OPERATOR_S = 8.0
 """An operator looks again this often."""
 LOOK_S = 0.25
 RETRY_S = 0.5
+NO_CLOCK_S = 0.0004
+"""Time between the starts of lives on a machine whose clock begins anew each time."""
 
 
 @dataclass
@@ -56,20 +63,19 @@ class Outcome:
 class SimulatedWorld:
     """One simulation. Everything that happens in it is a function of the plan of faults."""
 
-    keeps_ledgers = True
-    """Every life writes one, and the code of `diloco audit` reads them in the end."""
+    keeps_disks = True
+    """Every peer has a folder, and the code of `diloco audit` reads them in the end."""
 
     def __init__(self, plan: FaultPlan, record: bool = False) -> None:
         self.plan = plan
         self.record = record
-        self.now = 0.0
-        self.events = 0
+        self.timeline = Timeline()
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
         self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = SimulationInvariants(self)
-        self.hosts: dict[str, SimulatedHost] = {}
-        self.ghosts: list[SimulatedHost] = []
+        self.hosts: dict[str, SimulatedProcess] = {}
+        self.ghosts: list[SimulatedProcess] = []
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
         self.liars: set[str] = set()
@@ -86,53 +92,69 @@ class SimulatedWorld:
         self.replays = any(fault.kind == "replay" for fault in plan.faults)
         self.twice = self.replays or plan.loss > 0
         """Whether messages may come a second time."""
-        self._queue: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
-        self._order = count()
+        self._root = Path()
+        self._owner: dict[ProcessLoop, SimulatedProcess] = {}
         self._lives = count()
         self._pieces = count()
 
     # ------------------------------------------------------------ time
 
+    @property
+    def now(self) -> float:
+        """Virtual time, in seconds."""
+        return self.timeline.now_s
+
     def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function later in virtual time."""
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._order), function, arguments))
+        self.timeline.after(delay_s, function, *arguments)
 
-    @torch.inference_mode()
     def run(self) -> Outcome:
         """Simulate until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
         try:
-            self._begin()
-            self._until(self.plan.quiet_s, lambda: False)
-            self._heal()
+            with self.surroundings():
+                self._begin()
+                self._until(self.plan.quiet_s, lambda: False)
+                self._heal()
         except Violation as broken:
             violation = str(broken)
         except Exception as crash:  # whatever the code under test raises is a finding, not ours to judge
             violation = f"crash: {type(crash).__name__} {crash} in {_where(crash)}"
         return Outcome(
-            self.plan, self.events, self.now, len(self.invariants.commits), self.faults,
+            self.plan, self.timeline.events, self.now, len(self.invariants.commits), self.faults,
             self.invariants.discarded_tokens, self.invariants.void_tokens, violation, self.lines,
         )  # fmt: skip
 
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Clock, threads and disk of this process are those of the simulation meanwhile."""
+        with (
+            TemporaryDirectory(prefix="diloco-virtual-", dir=memory_folder()) as root,
+            going_by(self.timeline.clock_s),
+            in_place(),
+            on_disk(DiskOfTheMoment(self._disk_now)),
+            most_contributions(self.plan.most_peers),
+        ):
+            self._root = Path(root)
+            try:
+                yield
+            finally:
+                for loop in self._owner:
+                    self.timeline.alone(loop, loop.bury)
+
+    def _disk_now(self) -> SimulatedDisk | None:
+        running = self.timeline.running
+        return self._owner[running].disk if running is not None and not running.dead else None
+
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
-        look_s = self.now
-        while self._queue and self._queue[0][0] <= end_s:
-            self.now, _, function, arguments = heapq.heappop(self._queue)
-            self.events += 1
-            function(*arguments)
-            if self.now >= look_s:
-                look_s = self.now + LOOK_S
-                if well():
-                    return True
-        self.now = end_s
-        return False
+        return self.timeline.until(end_s, well, LOOK_S)
 
     # ------------------------------------------------------------ the plan
 
     def _begin(self) -> None:
         names = [f"p{index}" for index in range(self.plan.peers)]
-        self.start(names[0], "lineage0", founder=True).training.found()
+        self.start(names[0], founder=True)
         for name in (*names[1:], *(f"w{index}" for index in range(self.plan.witnesses))):
             self.after(0.01, self.join, name, False)
         for fault in self.plan.faults:
@@ -147,7 +169,7 @@ class SimulatedWorld:
         SimulatedOperator(self).help()
         goal, end_s = self._newest() + 2, self.now + self.heal_s
         while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
-            if self.now >= end_s or not self._queue:
+            if self.now >= end_s:
                 raise Violation("I7", self._not_well(goal))
             SimulatedOperator(self).help()
         self.invariants.at_the_end(self._honest())
@@ -155,8 +177,8 @@ class SimulatedWorld:
 
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
-        lineages = {host.machine.lineage for host in hosts}
-        together = len(lineages) == 1 and all(host.machine.in_view for host in hosts)
+        lineages = {host.machine.lineage for host in hosts if host.up}
+        together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
         return self._all_left() or (together and min(host.machine.version for host in hosts) >= goal)
 
     def _all_left(self) -> bool:
@@ -166,75 +188,70 @@ class SimulatedWorld:
         stands = ", ".join(map(_standing, self._honest()))
         return f"{self.heal_s:g} s after the faults not all are in the view at version {goal}: {stands}"
 
-    def _honest(self) -> list[SimulatedHost]:
+    def _honest(self) -> list[SimulatedProcess]:
         return [host for host in self.hosts.values() if host.alive and host.name not in self.liars]
 
     def _newest(self) -> int:
-        return max((host.machine.version for host in self.hosts.values() if host.alive), default=0)
+        return max((host.machine.version for host in self.hosts.values() if host.alive and host.up), default=0)
 
     # ------------------------------------------------------------ peers
 
-    def host(self, name: str) -> SimulatedHost | None:
+    def host(self, name: str) -> SimulatedProcess | None:
         return self.hosts.get(name)
 
-    def at(self, member: Member) -> SimulatedHost | None:
+    def at(self, member: Member) -> SimulatedProcess | None:
         """The simulated process at an address, if it lives."""
-        host = self.hosts.get(member.peer)
-        here = [host, *self.ghosts] if host is not None else self.ghosts
-        return next((one for one in here if one.alive and one.address == member.address), None)
+        return self.network.at(member.address)
 
     def lives(self, member: Member) -> bool:
         """Whether this very life of a simulated peer goes on."""
         host = self.hosts.get(member.peer)
         lives = [host, *self.ghosts] if host is not None else self.ghosts
-        return any(one.alive and one.machine.me == member for one in lives)
+        return any(one.alive and one.up and one.machine.me == member for one in lives)
 
-    def start(self, name: str, lineage: str, founder: bool) -> SimulatedHost:
-        self.disks.setdefault(name, SimulatedDisk())
+    def start(self, name: str, founder: bool = False, resumes: bool = False) -> SimulatedProcess:
+        """Start a simulated process. `resumes`: from what its disk holds."""
+        if name not in self.disks:
+            self.disks[name] = SimulatedDisk(self._root, name)
         life = next(self._lives)
-        host = self.hosts[name] = SimulatedHost(self, name, life, self._address(name, life), lineage, founder)
+        host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
+        self._owner[host.loop] = host
+        if name in self.clockless:
+            self.clockless[name] += 1
+            host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
+        host.begin()
         return host
 
     def _address(self, name: str, life: int) -> str:
         """The address of a simulated process: that of the one before it, or another."""
-        same = f"{name}:same"
+        same = f"{name}:1"
         free = not any(ghost.alive and ghost.address == same for ghost in self.ghosts)
-        return same if self.plan.fixed_addresses and free else f"{name}:{life}"
+        return same if self.plan.fixed_addresses and free else f"{name}:{life + 2}"
 
     def join(self, name: str, with_disk: bool) -> None:
         """Start a simulated peer, which joins through any member that answers; it tries until one does."""
         known = self.hosts.get(name)
         if known is not None and known.alive:
             return
-        doors = [
-            host for host in self.hosts.values()
-            if host.working and host.state is not None and host.name != name and self.network.connected(name, host.name)
-        ]  # fmt: skip
-        if not doors:
-            self.after(RETRY_S, self.join, name, with_disk)
-            return
-        door = self.dice.choice(doors)
-        self.log(name, f"joins through {door.name}{' with its disk' if with_disk else ''}")
-        host = self.start(name, door.machine.lineage, founder=False)
-        host.machine.forks = door.machine.forks
-        snapshot = self.disks[name].load() if with_disk else None
-        if snapshot is not None:
-            host.training.restore(snapshot)
-        members = [door.machine.me, *(member for member in door.machine.alive() if member != door.machine.me)]
-        host.machine.roster.meet([member for member in members if member.peer != name], host.now)
-        if not host.witness:
-            host.training.join(members)
+        if name in self.disks and not with_disk:
+            self.disks[name] = self.disks[name].replaced()
+        self.log(name, f"starts{' with its disk' if with_disk else ''}")
+        self.start(name, resumes=with_disk)
 
-    def directory(self, asker: SimulatedHost) -> list[Member]:
+    def doors(self, process: SimulatedProcess) -> list[str]:
+        """Addresses of others that a simulated peer may have heard of, in any order."""
+        others = [host.address for host in self.hosts.values() if host.name != process.name and not host.witness]
+        return self.dice.sample(others, len(others))
+
+    def started_again(self, process: SimulatedProcess, with_disk: bool) -> None:
+        """A supervisor starts a simulated process again that ended with an error."""
+        if self.hosts.get(process.name) is process:
+            self.after(RETRY_S, self.join, process.name, with_disk)
+
+    def directory(self, asker: SimulatedProcess) -> list[Member]:
         """Simulated peers that announced themselves, as far as they can be reached."""
-        others = [host for host in self.hosts.values() if host is not asker and host.alive]
+        others = [host for host in self.hosts.values() if host is not asker and host.alive and host.up]
         return [host.machine.me for host in others if self.network.connected(asker.name, host.name)]
-
-    def new_lineage(self) -> str:
-        """The name of a simulated run that is founded anew."""
-        lineage = f"lineage{len(self.invariants.refounded) + 1}"
-        self.invariants.refounded.add(lineage)
-        return lineage
 
     def next_piece(self) -> int:
         """Number of the next piece of simulated progress; no two are the same."""
@@ -256,7 +273,7 @@ class SimulatedWorld:
             self._lately[name].append(what)
             self.log(name, what)
 
-    def _log_sent(self, host: SimulatedHost, envelope: m.Envelope, to: Member) -> None:
+    def _log_sent(self, host: SimulatedProcess, envelope: m.Envelope, to: Member) -> None:
         """Write one transcript line for a simulated message to several peers at once, none for one only repeated."""
         what = transcript.body(envelope.body)
         moment = (self.now, host.name, what)
@@ -267,16 +284,16 @@ class SimulatedWorld:
             self._saying = moment
             self.log(host.name, transcript.said(what, to.peer))
 
-    def log_reply(self, envelope: m.Envelope, to: SimulatedHost, reply: m.Reply) -> None:
+    def log_reply(self, envelope: m.Envelope, to: SimulatedProcess, reply: m.Reply) -> None:
         """Write to the transcript that a simulated peer refused a message."""
         if self.record and reply not in (m.Reply.OK, m.Reply.STALE, m.Reply.REPLAYED):
             self._log_once(to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}")
 
-    def log_commit(self, host: SimulatedHost, commit: Commit) -> None:
+    def log_commit(self, host: SimulatedProcess, commit: Commit) -> None:
         """Write to the transcript that a simulated peer is the first to close a version."""
         self.log(host.name, transcript.closed(commit))
 
-    def performed(self, host: SimulatedHost, effect: m.Effect) -> None:
+    def performed(self, host: SimulatedProcess, effect: m.Effect) -> None:
         """Write to the transcript an effect that a simulated peer is about to carry out."""
         if not self.record:
             return
@@ -287,7 +304,9 @@ class SimulatedWorld:
                 self._log_once(host.name, reason)
 
 
-def _standing(host: SimulatedHost) -> str:
+def _standing(host: SimulatedProcess) -> str:
+    if not host.up:
+        return f"{host.name} joining"
     machine = host.machine
     where = "in" if machine.in_view else "outside"
     return f"{host.name} at {machine.version} {where} the view of {machine.lineage} ({machine.reason})"
@@ -296,3 +315,10 @@ def _standing(host: SimulatedHost) -> str:
 def _where(crash: Exception) -> str:
     frame = traceback.extract_tb(crash.__traceback__)[-1]
     return f"{frame.name}, {Path(frame.filename).name} line {frame.lineno}"
+
+
+@cache
+def memory_folder() -> str | None:
+    """A folder in memory, where this system has one."""
+    shared = Path("/dev/shm")
+    return str(shared) if shared.is_dir() and os.access(shared, os.W_OK) else None

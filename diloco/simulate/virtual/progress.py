@@ -1,0 +1,216 @@
+"""The progress of one simulated life, followed in pieces, to compare with what production code has.
+
+One piece is what one inner step trained. A piece is in the local weights until a commit counts it or somebody reports
+it as discarded, never both, and never twice. Sets of pieces are bit masks, one for each part of each fragment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diloco.base.types import Commit, Counted
+from diloco.outer.fragments import Fragment, read_fragment
+from diloco.outer.line import Line, PendingContribution
+from diloco.outer.merge import Mix
+from diloco.simulate.virtual.gate import Violation
+from diloco.simulate.virtual.setup import NOISES, flat_noise, noises
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+TOLERANCE = 1e-3
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+class SimulatedProgress:
+    """The pieces of one simulated life: which are in its weights, to compare with what production code has."""
+
+    def __init__(self, host: SimulatedProcess, line: Line) -> None:
+        self.host = host
+        self.line = line
+        self.invariants = host.world.invariants
+        self.uncommitted: list[list[int]] = [list(masks) for masks in self.invariants.nothing]
+        self.sums: list[Tensor] = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
+        self.mine = 0
+        """All pieces of this life."""
+        self.discarded: list[list[int]] = [list(masks) for masks in self.invariants.nothing]
+        self.tokens = 0
+        """Trained in this life or brought from a checkpoint, and neither counted nor discarded by now."""
+        self._sent_fragment = 0
+        self._sent_pieces: tuple[int, ...] = ()
+        self._sent_parts: Sequence[bytes] = ()
+        self._sent_sum: Tensor | None = None
+        self._residuals = [torch.zeros(fragment.elements) for fragment in line.layout.fragments]
+        """Errors of the codec in counted contributions, by fragment."""
+
+    def as_json(self) -> list[list[str]]:
+        """The uncommitted pieces of each part of each fragment, for a checkpoint."""
+        return [list(map(hex, masks)) for masks in self.uncommitted]
+
+    def restored(self, pieces: Sequence[Sequence[str]]) -> None:
+        """Take the pieces of progress that a checkpoint holds. Before the line has the rest of it."""
+        if pieces:
+            self.uncommitted = [[int(text, 16) for text in masks] for masks in pieces]
+        for fragment, masks, total in zip(self.line.layout.fragments, self.uncommitted, self.sums, strict=True):
+            total.zero_()
+            for part, (start, stop) in enumerate(map(fragment.part_bounds, range(fragment.parts))):
+                for piece in bits(masks[part]):
+                    total[start:stop] += flat_noise(piece % NOISES, fragment)[start:stop]
+
+    def opened(self) -> None:
+        """The life begins, with what its line has."""
+        self.tokens = self.line.trained.tokens
+        self._residuals = [
+            self.line.residuals.get(fragment.index, residual).clone()
+            for fragment, residual in zip(self.line.layout.fragments, self._residuals, strict=True)
+        ]
+        self._check("its beginning")
+
+    def train(self, tokens: int) -> dict[str, Tensor]:
+        """One more simulated piece of progress. Returns what it does to the weights."""
+        piece = self.host.world.next_piece()
+        self.mine |= 1 << piece
+        for fragment in self.line.layout.fragments:
+            self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
+            self.uncommitted[fragment.index] = [masks | 1 << piece for masks in self.uncommitted[fragment.index]]
+        self.tokens += tokens
+        self.invariants.trained_tokens += tokens
+        return noises()[piece % NOISES]
+
+    def measured(self, sent: PendingContribution) -> None:
+        """Note that all uncommitted pieces of a fragment went into a simulated contribution."""
+        index = self._sent_fragment = sent.contribution.fragment
+        self._sent_pieces = tuple(self.uncommitted[index])
+        self._sent_parts = sent.contribution.parts
+        self._sent_sum = self.sums[index].clone()
+        self.invariants.made(self.host, sent, self._sent_pieces)
+        if sent.target is not None and self.line.feedback is not None and self._exact:
+            target = self.line.feedback * self._residuals[index] - self.sums[index]
+            self._alike("sends", sent.target, target, self.line.layout.fragments[index])
+
+    def applied(self, commit: Commit, mine: Counted | None) -> None:
+        """Check the pieces of a simulated peer after it applied a version."""
+        if mine is not None:
+            self.tokens -= mine.tokens
+            fragment = self.line.layout.fragments[commit.fragment]
+            counted = [part for part in range(fragment.parts) if commit.counts(mine.peer, part)]
+            self._leave_over(fragment, counted)
+            self._take_out(fragment, counted)
+        elif any(entry.peer == self.host.name for entry in commit.counted):
+            self._fade(commit)
+        self._check(f"version {commit.version}")
+
+    def _fade(self, commit: Commit) -> None:
+        """A version counts what an earlier life sent, with the codec's error in it: the residual that came from there
+        is void."""
+        fragment = self.line.layout.fragments[commit.fragment]
+        for part in range(fragment.parts):
+            if commit.counts(self.host.name, part):
+                start, stop = fragment.part_bounds(part)
+                self._residuals[fragment.index][start:stop] *= self.line.residual_after_rejoin
+
+    def _take_out(self, fragment: Fragment, parts: Sequence[int]) -> None:
+        """Move the sent values of these parts out of simulated progress: they are the run's now."""
+        if self._sent_sum is None:
+            return
+        masks, total = self.uncommitted[fragment.index], self.sums[fragment.index]
+        for part in parts:
+            start, stop = fragment.part_bounds(part)
+            masks[part] &= ~self._sent_pieces[part]
+            total[start:stop] -= self._sent_sum[start:stop]
+
+    def _leave_over(self, fragment: Fragment, counted: Sequence[int]) -> None:
+        """Keep the codec's error in the counted parts of a simulated contribution, to be sent later."""
+        feedback, codecs = self.line.feedback, self.line.codecs
+        if feedback is None or self._sent_sum is None or not self._exact:
+            return
+        residual = self._residuals[fragment.index]
+        for part in counted:
+            start, stop = fragment.part_bounds(part)
+            target = feedback * residual[start:stop] - self._sent_sum[start:stop]
+            decoded = codecs[fragment.group_of(part)].decode(self._sent_parts[part], stop - start)
+            residual[start:stop] = target - decoded
+
+    def adopted(self, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
+        """Check the pieces after a simulated copy of the state: those sent are counted, given up, or still sent."""
+        if mine is not None or discarded_tokens:
+            fragment = self.line.layout.fragments[self._sent_fragment]
+            self._discard(fragment.index, self._sent_pieces)
+            self._take_out(fragment, range(fragment.parts))
+        self.tokens -= discarded_tokens + (mine.tokens if mine is not None else 0)
+        self.invariants.discarded_tokens += discarded_tokens
+        old, new = self.invariants.committed(before), self.invariants.committed(self.line.commit)
+        for index, (was, now) in enumerate(zip(old, new, strict=True)):
+            self._discard(index, [a & ~b for a, b in zip(was, now, strict=True)])  # of a lineage that ended
+        if before is None or self.line.commit != before:
+            for residual in self._residuals:
+                residual.zero_()  # it was measured on another anchor
+        self._check(f"the copied version {self.line.state.version}")
+
+    def dropped(self, discarded_tokens: int) -> None:
+        """Note that a simulated peer gave up all its progress."""
+        for index, masks in enumerate(self.uncommitted):
+            self._discard(index, masks)
+            self.uncommitted[index] = [0] * len(masks)
+            self.sums[index].zero_()
+        self.tokens -= discarded_tokens
+        self.invariants.discarded_tokens += discarded_tokens
+        self._check("discarding")
+
+    def _discard(self, index: int, masks: Sequence[int]) -> None:
+        self.discarded[index] = [a | b for a, b in zip(self.discarded[index], masks, strict=True)]
+
+    def _check(self, after: str) -> None:
+        """I2 and I4: a simulated peer's weights are the anchor and exactly the pieces that are still its own."""
+        name, line = self.host.name, self.line
+        if line.trained.tokens != self.tokens or self.tokens < 0:
+            raise Violation("I2", f"{name} after {after}: {line.trained.tokens} tokens of progress, not {self.tokens}")
+        committed = self.invariants.committed(line.commit)
+        for index, masks in enumerate(self.uncommitted):
+            for part, (ours, theirs, gone) in enumerate(
+                zip(masks, committed[index], self.discarded[index], strict=True)
+            ):
+                if ours & theirs:
+                    raise Violation("I2", f"{name} after {after}: keeps progress in part {part} that is committed")
+                if self.mine & ~(ours | theirs | gone):
+                    raise Violation("I4", f"{name} after {after}: progress in part {part} is nowhere")
+        if self._exact:
+            self._check_values(after)
+
+    @property
+    def _exact(self) -> bool:
+        """Whether simulated weights are nothing but anchor and progress: `mix` keeps a share of what is committed."""
+        return not self.host.world.hostile and not isinstance(self.line.merge, Mix)
+
+    def _check_values(self, after: str) -> None:
+        for fragment, total in zip(self.line.layout.fragments, self.sums, strict=True):
+            sent, base = self.line.sent, self.line.state.fragments[fragment.index].anchor
+            if sent is not None and sent.contribution.fragment == fragment.index:
+                base = sent.base_if_skipped  # `eager` shows what is on its way at its expected effect
+            progress = read_fragment(self.line.parameters, fragment) - base
+            error = (progress - total).abs_().max().item()
+            if not error <= TOLERANCE:
+                what = f"{self.host.name} after {after}: the weights are off by {error:.2g} from anchor plus progress"
+                raise Violation("I4", what)
+            if self.line.feedback is not None:
+                kept = self.line.residuals.get(fragment.index)
+                dropped = torch.zeros(fragment.elements) if kept is None else kept
+                self._alike(f"keeps after {after}", dropped, self._residuals[fragment.index], fragment)
+
+    def _alike(self, does: str, found: Tensor, true: Tensor, fragment: Fragment) -> None:
+        """Check that nothing of what a simulated peer's codec drops is lost, or sent twice."""
+        error = (found - true).abs_().max().item()
+        if not error <= TOLERANCE * (1 + true.abs().max().item()):
+            what = f"{self.host.name} {does} what is off by {error:.2g} from progress and residual"
+            raise Violation("I4", f"{what} of fragment {fragment.index}")
