@@ -227,7 +227,7 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     sleeper.inner_step()
     copies = sleeper.copies
     sleeper.peer.exchange.machine.timing = timing
-    sleeper.peer.exchange.machine._heartbeat_at = 0.0
+    sleeper.peer.exchange.machine._membership._heartbeat_at = 0.0
     world.call(lambda: world.network.thaw(sleeper.address))
 
     def come_back() -> list[str]:

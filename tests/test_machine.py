@@ -418,7 +418,7 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     machine = standing(7)
     commit = machine.commit
     assert commit is not None
-    seated = machine._seat(1)
+    seated = machine._acceptor.seat(1)
     assert seated in (B, C)
     machine.receive(m.Envelope("run", "contract", "lineage", seated, commit.digest, 1, m.Gather(8, 1, "again")), 0.1)
     assert machine.attempt == 1
@@ -434,7 +434,7 @@ def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
     machine = standing(7)
     commit = machine.commit
     assert commit is not None
-    attempt = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    attempt = next(attempt for attempt in (1, 2, 3) if machine._acceptor.seat(attempt) == C)
     machine.handle(m.MeanHeld("mean"), 0.1)
     goodbyes = [e.envelope.body for e in machine.handle(m.LeaveWanted(), 0.2) if isinstance(e, m.Send)]
     assert [body.heir for body in goodbyes if isinstance(body, m.Goodbye)] == ["b", "b"]
@@ -453,7 +453,7 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
     goodbye = m.Goodbye(8, 1, "a", (), 0, accepted)
     machine.receive(m.Envelope("run", "contract", "lineage", B, commit.digest, 1, goodbye), 0.1)
     assert machine.attempt == 1
-    later = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    later = next(attempt for attempt in (1, 2, 3) if machine._acceptor.seat(attempt) == C)
     gather = m.Gather(8, later, "again")
     _, effects = machine.receive(m.Envelope("run", "contract", "lineage", C, commit.digest, 1, gather), 0.2)
     (ready,) = (e.envelope.body for e in effects if isinstance(e, m.Send) and isinstance(e.envelope.body, m.Ready))
@@ -467,11 +467,11 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
 )
 def test_a_commit_with_its_majority_waits_for_those_that_are_silent(policy: Policy, until_s: float) -> None:
     machine, tally = standing(7, policy), Tally(0)
-    assert machine._patient_until_s(tally) == math.inf
+    assert machine._coordinator._patient_until_s(tally) == math.inf
     for peer, slack_s in (("a", 5.0), ("b", 9.0)):
         tally.hear(peer, m.Ready(8, 0, m.Offer(7, 1, 2, 3, slack_s=slack_s), "state"), 7.0)
     tally.majority_at_s = 10.0
-    assert machine._patient_until_s(tally) == until_s
+    assert machine._coordinator._patient_until_s(tally) == until_s
 
 
 def test_an_earlier_life_is_not_heard_again() -> None:

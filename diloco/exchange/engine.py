@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,8 +61,7 @@ class Exchange(ExchangeTasks):
         super().__init__(loop)
         self.terms = terms
         self.link = link
-        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
-        self.machine.forks = forks
+        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s(), forks)
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
@@ -190,7 +188,7 @@ class Exchange(ExchangeTasks):
 
     def report(self, progress: Progress) -> None:
         """Set the progress that the exchange's heartbeats carry."""
-        self.machine.progress = progress
+        self.machine.report(progress)
 
     def copy_state(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
@@ -291,7 +289,7 @@ class Exchange(ExchangeTasks):
                 await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
 
         def begin() -> None:
-            self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
+            self.machine.listen_at(address)
             self._spawn(tick())
 
         self._call(begin)

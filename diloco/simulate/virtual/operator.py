@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
-from diloco.protocol.coordinating import MEAN_LOST
+from diloco.protocol.coordinator import MEAN_LOST
 from diloco.storage.checkpoint import latest
 
 if TYPE_CHECKING:
