@@ -60,7 +60,7 @@ class SimulatedProcess:
         self.world, self.name, self.life, self.address = world, name, life, address
         self.founder, self.resumes = founder, resumes
         self.witness = name.startswith("w")
-        self.loop = ProcessLoop.on(world.timeline)
+        self.loop = ProcessLoop.on(world.timeline, name)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
         self.thawed_s = 0.0

@@ -129,8 +129,8 @@ class Died(SystemExit):
 class ProcessLoop(asyncio.AbstractEventLoop):
     """The event loop of one simulated process."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._timeline, self.name = timeline, name
         self.offset_s = 0.0
         """Of this process's clock."""
         self.stopped = self.dead = False
@@ -139,9 +139,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    def on(cls, timeline: Timeline) -> ProcessLoop:
-        """The event loop of a new process. It has no sockets, signals and subprocesses, as nobody asks for any."""
-        return cls(timeline)
+    def on(cls, timeline: Timeline, name: str = "") -> ProcessLoop:
+        """The event loop of a new process of that name. It has no sockets and signals: nobody asks for any."""
+        return cls(timeline, name)
 
     def die(self) -> None:
         """The process is dead. What it was doing is let go of later, in good order: nothing of it is heard any more."""
