@@ -618,7 +618,7 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
-    outcome = narrate(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
+    outcome = narrate(parse("peers 4\ncodec topk\nmost_peers 2\nfragments 2\ncalm_s 7"))
     begins = [line.partition("Begin ")[2] for line in outcome_lines(outcome) if "Begin" in line]
     counted = {(int(begin.partition(".")[0]) % 2, begin.partition("with ")[2].partition(",")[0]) for begin in begins}
     assert not outcome.violation
@@ -628,7 +628,7 @@ def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
     """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
     machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
-    machine.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
+    machine._chain.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
     peers = {one["peer"]: one for one in json.loads(status_json(machine, None, 0, (), 0, 0.0))["peers"]}
     assert {name: one["in_view"] for name, one in peers.items()} == {"a": True, "c": True, "b": False}
     assert peers["b"]["address"] == B.address

@@ -157,16 +157,16 @@ def test_under_async_nobody_waits_for_one_that_is_not_there(story: str) -> None:
     closed: list[int] = []
 
     def look() -> None:
-        waited_s.update({host.name: host.training.waited(world.now) for host in world.hosts.values()})
-        closed.append(max(host.machine.version for host in world.hosts.values()))
+        waited_s.update({host.name: host.waited(world.now) for host in world.hosts.values()})
+        closed.append(max(host.machine.version for host in world.hosts.values() if host.up))
 
     world.after(fault.at_s, look)
-    world.after(fault.over_s, lambda: closed.append(max(host.machine.version for host in world.hosts.values())))
+    world.after(fault.over_s, lambda: closed.append(max(host.machine.version for host in world.hosts.values() if host.up)))
     assert not world.run().violation
     others = [host for host in world.hosts.values() if host.name != name]
     assert len(others) >= 3
     for host in others:
-        waited = host.training.waited(world.now) - waited_s[host.name]
+        waited = host.waited(world.now) - waited_s[host.name]
         assert waited < MAX_WAIT * (world.now - fault.at_s), host.name
     assert closed[1] - closed[0] >= versions
     counted = [c.version for c in world.invariants.commits.values() if any(e.peer == name for e in c.counted)]
@@ -178,7 +178,7 @@ def test_under_sync_all_wait_for_one_that_is_not_there() -> None:
     plan = replace(read_plan(Path(__file__).parent / "transcripts" / "async_stopped_for_a_minute.txt"), policy="sync")
     world = SimulatedWorld(plan)
     assert not world.run().violation
-    assert max(host.training.waited(world.now) for host in world.hosts.values()) > MAX_WAIT * world.now
+    assert max(host.waited(world.now) for host in world.hosts.values()) > MAX_WAIT * world.now
 
 
 def test_a_version_that_is_not_made_of_what_was_recorded_is_noticed() -> None:

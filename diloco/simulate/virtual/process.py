@@ -328,10 +328,14 @@ class SimulatedProcess:
         invariants.on_machine(self)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
+        """Let a fault strike that waited for this effect: before it, or once it is on its way."""
         fuse = self.fuse
         if fuse is not None and fuse.burns(effect, when):
             self.fuse = None
-            fuse.happens()
+            if when == "before":
+                fuse.happens()
+            else:
+                self.loop.call_soon(fuse.happens)
 
     def _observe(self, leading: Leading) -> None:
         """Observe the accounts and the offers of a simulated peer."""
