@@ -628,7 +628,9 @@ def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
     """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
     machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
-    machine._chain.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
+    machine._chain.commit = Commit(
+        1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), ""
+    )
     peers = {one["peer"]: one for one in json.loads(status_json(machine, None, 0, (), 0, 0.0))["peers"]}
     assert {name: one["in_view"] for name, one in peers.items()} == {"a": True, "c": True, "b": False}
     assert peers["b"]["address"] == B.address

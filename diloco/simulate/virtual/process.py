@@ -157,8 +157,8 @@ class SimulatedProcess:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
-            self.die(f"{type(error).__name__}: {error}")
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
+            self.die(f"{type(error).__name__}: {error.cause}")
         else:
             raise error
 
@@ -167,17 +167,21 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.loop.die()
-        if self._leading is not None:  # as the system closes the files of a dead process
-            peer = self._leading.life.peer
-            assert isinstance(peer, Peer)
-            peer.events.close()
-            peer.journal.close()
+        self.close_files()
         self.world.log(self.name, f"DIES ({why})")
         self.world.network.died(self)
         if self.loses_power:
             self.disk.lose_power(self.world.dice)
         if self.world.timeline.running is self.loop:
             raise Died
+
+    def close_files(self) -> None:
+        """Close the files of a dead process, as its system does."""
+        if self._leading is not None:
+            peer = self._leading.life.peer
+            assert isinstance(peer, Peer)
+            peer.events.close()
+            peer.journal.close()
 
     def stop(self) -> None:
         """Stop the simulated process: nothing of it happens until `thaw`."""
@@ -255,14 +259,15 @@ class SimulatedProcess:
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank = rank
         rank.counter = NoSockets()
-        entrance = Entrance(setup.contract, endpoint, self.name, self.disk.folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        folder = self.disk.folder if self.world.keeps_disks else None
+        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
             leading = self._leading = lead(entrance, rank, parts, closing)
             self.progress = SimulatedProgress(self, rank.line)
             self._observe(leading)
-            run = Run(rank, self.name, self.disk.folder, 0, leading)
+            run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run

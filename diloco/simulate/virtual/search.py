@@ -10,7 +10,7 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,10 +115,21 @@ class SeedTally:
 def run_seeds(seeds: Iterable[int], choice: SeedOptions = SeedOptions()) -> SeedTally:
     """Simulate these seeds in this process."""
     tally = SeedTally()
-    with planted.plant(choice.bug) if choice.bug else nullcontext():
+    with planted.plant(choice.bug) if choice.bug else nullcontext(), uncollected():
         for seed in seeds:
             tally.add(SimulatedWorld(choice.draw(seed)).run())
     return tally
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector's visits, a tenth of the time, out of simulations: it comes at the end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def search(first: int, last: int, choice: SeedOptions, on_batch: Callable[[int, int, int], None]) -> dict[str, Any]:
@@ -197,11 +208,8 @@ def _get_ready() -> None:
 
 
 def _run_batch(batch: tuple[range, SeedOptions]) -> SeedTally:
-    """Simulate a batch of seeds without the collector's visits, a tenth of the time: it runs at the batch's end."""
-    gc.disable()
-    tally = run_seeds(*batch)
-    gc.collect()
-    return tally
+    """Simulate a batch of seeds."""
+    return run_seeds(*batch)
 
 
 # ---------------------------------------------------------------- one plan

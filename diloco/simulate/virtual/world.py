@@ -40,6 +40,8 @@ OPERATOR_S = 8.0
 """An operator looks again this often."""
 LOOK_S = 0.25
 RETRY_S = 0.5
+CLOCK_S = 1000.0
+"""By the clocks of machines, when a simulation begins."""
 NO_CLOCK_S = 0.0004
 """Time between the starts of lives on a machine whose clock begins anew each time."""
 
@@ -94,6 +96,8 @@ class SimulatedWorld:
         """Whether messages may come a second time."""
         self._root = Path()
         self._owner: dict[ProcessLoop, SimulatedProcess] = {}
+        self._failed: set[str] = set()
+        """Peers whose process ended with an error and is about to be started again."""
         self._lives = count()
         self._pieces = count()
 
@@ -139,8 +143,9 @@ class SimulatedWorld:
             try:
                 yield
             finally:
-                for loop in self._owner:
+                for loop, process in self._owner.items():
                     self.timeline.alone(loop, loop.bury)
+                    process.close_files()
 
     def _disk_now(self) -> SimulatedDisk | None:
         running = self.timeline.running
@@ -179,7 +184,8 @@ class SimulatedWorld:
         hosts = self._honest()
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
-        return self._all_left() or (together and min(host.machine.version for host in hosts) >= goal)
+        well = together and not self._failed and min(host.machine.version for host in hosts) >= goal
+        return well or self._all_left()
 
     def _all_left(self) -> bool:
         return all(host.witness for host in self._honest())
@@ -216,6 +222,7 @@ class SimulatedWorld:
         life = next(self._lives)
         host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
         self._owner[host.loop] = host
+        host.loop.offset_s = CLOCK_S
         if name in self.clockless:
             self.clockless[name] += 1
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
@@ -230,6 +237,7 @@ class SimulatedWorld:
 
     def join(self, name: str, with_disk: bool) -> None:
         """Start a simulated peer, which joins through any member that answers; it tries until one does."""
+        self._failed.discard(name)
         known = self.hosts.get(name)
         if known is not None and known.alive:
             return
@@ -246,6 +254,7 @@ class SimulatedWorld:
     def started_again(self, process: SimulatedProcess, with_disk: bool) -> None:
         """A supervisor starts a simulated process again that ended with an error."""
         if self.hosts.get(process.name) is process:
+            self._failed.add(process.name)
             self.after(RETRY_S, self.join, process.name, with_disk)
 
     def directory(self, asker: SimulatedProcess) -> list[Member]:
