@@ -31,7 +31,7 @@ class Acceptor:
         self.accepted: tuple[int, Commit | None] = (-1, None)
         """The latest attempt in which this peer accepted a commit, and that commit."""
         self._proposal: m.Propose | None = None
-        """What another peer's attempt proposes."""
+        """The proposal of another peer's attempt."""
         self._fetching_until = post.now
 
     def seat(self, attempt: int) -> Member:

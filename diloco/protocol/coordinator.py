@@ -35,7 +35,7 @@ class Coordinator:
     def __init__(self, rules: Rules, timing: Timing, post: Post) -> None:
         self._rules, self._timing, self._post = rules, timing, post
         self._tally: Tally | None = None
-        """Of the attempt that this peer leads; None: another leads it."""
+        """The record of the attempt that this peer leads; None: another leads it."""
         self._without: tuple[str, ...] = ()
         """Peers whose contributions made the attempt before fail."""
         self._entered_at = self._resend_at = post.now

@@ -59,28 +59,13 @@ class Machine:
         self._post = post = Post(rules, now)
         self._membership = membership = Membership(me, founder, rules, timing, post)
         self._chain = chain = Chain(rules, timing, post)
-        self._lineage = parted = Lineage(lineage, forks, rules, timing, post)
+        self._lineage = lineages = Lineage(lineage, forks, rules, timing, post)
         self._acceptor = acceptor = Acceptor(rules, timing, post)
         self._contributor = contributor = Contributor(rules, timing, post)
         self._coordinator = coordinator = Coordinator(rules, timing, post)
-        post.chain, post.contributor, post.lineage, post.membership = chain, contributor, parted, membership
-        post.deliver, post.next_attempt = self._deliver_here, self._next_attempt
-        post.adopt, post.leave_lineage = self._adopt, self._leave_lineage
-        membership.acceptor, membership.chain, membership.lineage = acceptor, chain, parted
-        chain.contributor, chain.lineage, chain.membership = contributor, parted, membership
-        parted.chain, parted.contributor, parted.coordinator, parted.membership = (
-            chain, contributor, coordinator, membership,
-        )  # fmt: skip
-        acceptor.chain, acceptor.contributor, acceptor.coordinator, acceptor.membership = (
-            chain, contributor, coordinator, membership,
-        )  # fmt: skip
-        contributor.acceptor, contributor.chain, contributor.coordinator, contributor.membership = (
-            acceptor, chain, coordinator, membership,
-        )  # fmt: skip
-        coordinator.acceptor, coordinator.chain, coordinator.contributor = acceptor, chain, contributor
-        coordinator.lineage, coordinator.membership = parted, membership
+        self._introduce()
         self._messages: Mapping[type, tuple[Callable[[Member, Any], None], ...]] = {
-            m.Heartbeat: (membership.on_heartbeat, parted.on_heartbeat, chain.on_heartbeat),
+            m.Heartbeat: (membership.on_heartbeat, lineages.on_heartbeat, chain.on_heartbeat),
             m.Ready: (coordinator.on_ready,),
             m.Gather: (acceptor.on_gather,),
             m.Begin: (contributor.on_begin,),
@@ -108,6 +93,23 @@ class Machine:
             m.LeaveWanted: membership.on_leave_wanted,
         }
         """Handler of each kind of event."""
+
+    def _introduce(self) -> None:
+        """Give each role the others that it asks."""
+        roles = {
+            "acceptor": self._acceptor,
+            "chain": self._chain,
+            "contributor": self._contributor,
+            "coordinator": self._coordinator,
+            "lineage": self._lineage,
+            "membership": self._membership,
+        }
+        for role in (self._post, *roles.values()):
+            for name in role.__annotations__.keys() & roles.keys():
+                setattr(role, name, roles[name])
+        post = self._post
+        post.deliver, post.next_attempt = self._deliver_here, self._next_attempt
+        post.adopt, post.leave_lineage = self._adopt, self._leave_lineage
 
     # ------------------------------------------------------------ what goes in
 

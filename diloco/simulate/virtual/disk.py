@@ -35,7 +35,7 @@ class SimulatedDisk:
         os.write(descriptor, data)
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """What a file holds now stays after a loss of power. Raises OSError when the disk is full."""
+        """Keep the present content of a file also after a loss of power. Raises OSError when the disk is full."""
         if self.full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         status = os.fstat(descriptor)

@@ -6,13 +6,28 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diloco.protocol import messages as m
 from diloco.simulate.virtual.network import SimulatedCut
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
-from diloco.simulate.virtual.process import FaultFuse, SimulatedProcess
+from diloco.simulate.virtual.process import SimulatedProcess
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import SimulatedWorld
+
+
+class FaultFuse:
+    """A fault that strikes a simulated peer before or after the next effect of a kind."""
+
+    def __init__(self, how: str, happens: Callable[[], None]) -> None:
+        self.when, _, self.effect = how.partition(" ")
+        self.happens = happens
+
+    def burns(self, effect: m.Effect, when: str) -> bool:
+        names = {type(effect).__name__}
+        if isinstance(effect, m.Send):
+            names.add(type(effect.envelope.body).__name__)
+        return when == self.when and self.effect in names
 
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:

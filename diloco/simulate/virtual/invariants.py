@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.accounts.audit import examine
-from diloco.accounts.books import Chain, book_of, chain_of
+from diloco.accounts.books import ChainRecord, book_of, chain_of
 from diloco.accounts.ledger import LEDGER, scan
 from diloco.accounts.replay import Replay, Verdict
 from diloco.base.types import Closed, Commit, Counted, Member
@@ -27,9 +27,9 @@ from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import SimulatedBallots
 from diloco.simulate.virtual.gate import SimulatedAdmissions, Violation
-from diloco.simulate.virtual.lies import other_mean
 from diloco.simulate.virtual.remake import plain_gathered, plain_mean, plain_radial, remake
 from diloco.simulate.virtual.setup import PATIENCE_S
+from diloco.simulate.virtual.training import other_mean
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -83,7 +83,7 @@ class SimulationInvariants:
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
-        self._chain = Chain()
+        self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
     # ------------------------------------------------------------ what peers report

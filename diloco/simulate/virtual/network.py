@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RETRANSMIT_S = 0.4
-"""What a stream sends over a path that is cut is sent again this often, as TCP does, until its deadline."""
+"""Pause before parts that a cut held up are sent again, as TCP does, until the stream's deadline."""
 LATE_SHARE = 0.3
 """Share of late messages, for a peer some of whose messages come late."""
 DAMAGED_SHARE = 0.3
@@ -30,7 +30,7 @@ DAMAGED_SHARE = 0.3
 SINGLE_SHARE = 0.5
 """Share of the streams whose parts travel one by one; others' travel as many as there are."""
 MORE_SHARE = 0.05
-"""Of a message's time on its way, for what follows another message at once."""
+"""Share of a message's time on its way, for one that follows another at once."""
 MAX_REMEMBERED = 64
 """Envelopes that an attacker may replay."""
 
@@ -73,7 +73,7 @@ class SimulatedCall:
         """Share of a message's time on its way."""
         self.answer: asyncio.Future[Any] = caller.loop.create_future()
         self.task: asyncio.Task[Any] | None = None
-        """Who answers it, in the process that is called."""
+        """The answering task, in the process that is called."""
         self.over = False
         """It is a stream that was broken off."""
 
@@ -400,7 +400,7 @@ class SimulatedLink(Link):
 
 
 async def _answer(call: SimulatedCall, within_s: float) -> Any:
-    """What a call comes to. Raises LinkDown, LinkSlow, LinkRefused."""
+    """The answer to a call. Raises LinkDown, LinkSlow, LinkRefused."""
     try:
         async with asyncio.timeout(within_s):
             return await call.answer

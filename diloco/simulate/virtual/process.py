@@ -31,19 +31,19 @@ from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.memory_link import MemoryEndpoint
-from diloco.simulate.virtual.lies import falsified, omitting, other_mean
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plan import OMITS
 from diloco.simulate.virtual.progress import SimulatedProgress
 from diloco.simulate.virtual.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining
+from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
 from diloco.simulate.virtual_time import lived
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.sockets import SocketCounter
 
 if TYPE_CHECKING:
+    from diloco.simulate.virtual.faults import FaultFuse
     from diloco.simulate.virtual.world import SimulatedWorld
 
 LOOK_AGAIN_S = 10.0
@@ -507,17 +507,3 @@ class NoSockets(SocketCounter):
 
     def sample(self) -> None:
         """None: no socket is there to be counted."""
-
-
-class FaultFuse:
-    """A fault that strikes a simulated peer before or after the next effect of a kind."""
-
-    def __init__(self, how: str, happens: Callable[[], None]) -> None:
-        self.when, _, self.effect = how.partition(" ")
-        self.happens = happens
-
-    def burns(self, effect: m.Effect, when: str) -> bool:
-        names = {type(effect).__name__}
-        if isinstance(effect, m.Send):
-            names.add(type(effect.envelope.body).__name__)
-        return when == self.when and self.effect in names

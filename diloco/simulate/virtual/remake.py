@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diloco.accounts.books import Chain
+from diloco.accounts.books import ChainRecord
 from diloco.accounts.journal import Recording
 from diloco.accounts.replay import Replay, Replayer, shelve
 from diloco.base.types import Counted
@@ -31,7 +31,9 @@ class Kept(Recording):
         return iter(self.held)
 
 
-def remake(chain: Chain, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: SimulationSetup) -> Replay:
+def remake(
+    chain: ChainRecord, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: SimulationSetup
+) -> Replay:
     """Replay a simulation. `recorded`: how a commit counts each contribution, its fragment, its parts."""
     fragments = setup.layout.fragments
     shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)

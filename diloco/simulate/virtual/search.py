@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -194,8 +192,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 def _alone() -> None:
     """Prepare a process to simulate on one thread: there is one for every core. Imports stay, and are not collected."""
     torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)  # what dies in the middle of something complains of it
-    warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
     use_compiled()
     gc.collect()
     gc.freeze()

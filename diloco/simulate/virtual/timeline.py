@@ -40,7 +40,7 @@ class Timeline:
         self._timers: list[tuple[float, int, asyncio.Handle]] = []
         self._order = count()
         self._outside = ProcessLoop.on(self)
-        """What happens to no process."""
+        """The loop of events that happen to no process."""
 
     def clock_s(self) -> float:
         """The clock of the process to which something happens now."""
@@ -132,7 +132,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline, self.name = timeline, name
         self.offset_s = 0.0
-        """Of this process's clock."""
+        """Seconds by which this process's clock is ahead of virtual time."""
         self.stopped = self.dead = False
         self.waiting: list[asyncio.Handle] = []
         """Callbacks for when it goes on."""

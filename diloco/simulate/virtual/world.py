@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections import Counter, defaultdict, deque
@@ -137,6 +138,7 @@ class SimulatedWorld:
             going_by(self.timeline.clock_s),
             in_place(),
             on_disk(DiskOfTheMoment(self._disk_now)),
+            quiet(),
             most_contributions(self.plan.most_peers),
         ):
             self._root = Path(root)
@@ -324,6 +326,17 @@ def _standing(host: SimulatedProcess) -> str:
 def _where(crash: Exception) -> str:
     frame = traceback.extract_tb(crash.__traceback__)[-1]
     return f"{frame.name}, {Path(frame.filename).name} line {frame.lineno}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nothing be logged meanwhile: what dies in the middle of something complains of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @cache
