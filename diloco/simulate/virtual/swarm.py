@@ -1,6 +1,6 @@
 """A swarm of many simulated peers of different speeds that come and go: what each sends, holds and waits for.
 
-The figures are of the protocol, not of the model of 22 numbers: control messages in bytes as they are sealed, streams
+The figures are of the protocol, not of the small model: control messages in bytes as they are sealed, streams
 in sizes S of an encoded contribution.
 """
 
