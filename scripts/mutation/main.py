@@ -26,15 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from scripts.mutation.catalogue import (
-    PACKAGE,
-    RULES,
-    Catalogue,
-    CatalogueError,
-    Mutant,
-    nearest,
-    read_catalogue,
-)
+from scripts.mutation.catalogue import RULES, Catalogue, CatalogueError, Mutant, nearest, read_catalogue
 from scripts.mutation.drawn import FOLDERS, KINDS, all_mutants, sample
 from scripts.mutation.reach import POLL_S, reached, simulate_clean
 from scripts.mutation.trial import OUTCOMES, Simulation, Template, Verdict
@@ -302,11 +294,13 @@ def _search(mutants: Sequence[Mutant], catalogue: Catalogue, options: argparse.N
         score.write()  # whether there is room for it is known before the work
     except OSError as error:
         raise CatalogueError(f"cannot write {options.json}: {error.strerror}") from error
+    budget = options.budget
+    print(f"{len(mutants)} mutants, {options.jobs} at a time: {budget.seeds:,} seeds or {budget.seconds:,g} s for each")
     with tempfile.TemporaryDirectory(prefix="diloco-mutants-") as folder:
         try:
-            hunt = Hunt(Template(Path(folder)), options.budget, options.jobs, catalogue.survivors)
+            hunt = Hunt(Template(Path(folder)), budget, options.jobs, catalogue.survivors)
             if options.sample:
-                _show("lines that the seeds run ...")
+                _show("first the seeds without a mutant: which lines they run")
                 for row in hunt.unreached(mutants):
                     score.add(row)
                     _show(row)

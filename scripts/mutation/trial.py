@@ -124,9 +124,14 @@ class Simulation:
         return False
 
     def kill(self) -> None:
-        """End the process at once, unless it has ended."""
-        self._process.kill()
-        self._process.wait()
+        """End the process, unless it has ended; by SIGINT first, so that it removes its own temporary files."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def verdict(self) -> Verdict:
         """The end of the search, once the process has ended."""
