@@ -314,6 +314,15 @@ def test_a_failure_is_shrunk_to_what_matters() -> None:
     assert kind_of(replace(short, seed=short.seed)) == ""
 
 
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=slow)])
+def test_a_search_ends_with_the_first_violation_if_so_asked(jobs: int) -> None:
+    choice = SeedOptions(bug="lost-residual")
+    report = search(0, 200, choice, lambda *_: None, jobs, until_found=True)
+    (violated,) = report["violated"]
+    assert report["seeds"] == violated["seed"] + 1 < 200
+    assert run_seeds(range(violated["seed"]), choice).violations == []
+
+
 @slow
 def test_the_command_searches_and_tells(tmp_path: Path) -> None:
     file = tmp_path / "virtual.json"
