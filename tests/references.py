@@ -5,7 +5,8 @@ quick, demo: the state digest and the loss at the end of a simulation of `config
 trained on is Python's own library: on a machine of another kind these are not compared, and say why.
 
 logs: the log of each of the first seeds in virtual time, by its hash (tests/data/virtual_logs.json). A change of the
-protocol or of the simulator changes logs; `record` writes down the present ones.
+protocol or of the simulator changes logs. `python -m tests.references record` writes down the present ones, and the
+transcripts in tests/transcripts: read what differs before you keep it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 import torch
 
 from diloco.simulate.virtual.plan import draw
-from diloco.simulate.virtual.search import narrate
+from diloco.simulate.virtual.search import RULE, narrate, outcome_lines, read_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "bb50371" / "digests.json").read_text())
 LOGS = ROOT / "tests" / "data" / "virtual_logs.json"
 SEEDS = 50
+TRANSCRIPTS = sorted((ROOT / "tests" / "transcripts").glob("*.txt"))
 
 
 def machine() -> dict[str, str]:
@@ -73,6 +75,21 @@ def differing_logs(seeds: Iterable[int]) -> list[int]:
     return [seed for seed in seeds if hash_of_log(seed) != recorded[seed]]
 
 
+def transcript_now(path: Path) -> str:
+    """A text of tests/transcripts as it would be written now: its head, a rule, and what happens."""
+    outcome = narrate(read_plan(path))
+    assert not outcome.violation, f"{path.name}: {outcome.violation}"
+    happens = "\n".join(outcome_lines(outcome)).partition(f"{RULE}\n")[2]
+    return f"{path.read_text().partition(RULE)[0]}{RULE}\n{happens}\n"
+
+
+def record() -> None:
+    """Write down the logs and transcripts of now."""
+    LOGS.write_text(json.dumps([hash_of_log(seed) for seed in range(SEEDS)], indent=0) + "\n")
+    for path in TRANSCRIPTS:
+        path.write_text(transcript_now(path))
+
+
 def _logs() -> str:
     differing = differing_logs(range(SEEDS))
     return f"the logs of seeds {differing} differ" if differing else ""
@@ -95,7 +112,7 @@ def main(chosen: list[str]) -> int:
     """The command; its exit code."""
     torch.set_num_threads(1)
     if chosen == ["record"]:
-        LOGS.write_text(json.dumps([hash_of_log(seed) for seed in range(SEEDS)], indent=0) + "\n")
+        record()
         return 0
     unknown = set(chosen) - CHECKS.keys()
     if unknown:

@@ -36,9 +36,9 @@ class SimulatedDisk:
 
     def sync(self, descriptor: int, path: Path) -> None:
         """Keep the present content of a file also after a loss of power. Raises OSError when the disk is full."""
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         status = os.fstat(descriptor)
+        if self.full and path.is_file() and status.st_size > self._synced.get(status.st_ino, 0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         self._synced[status.st_ino] = status.st_size
         if path.name == "checkpoints" and not self._copy.exists():
             shutil.copytree(self.folder, self._copy)

@@ -377,6 +377,7 @@ class SimulatedLink(Link):
     async def fetch_state(
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
     ) -> AsyncIterator[tuple[int, bytes]]:
+        self._network.world.log_once(self._process.name, f"copies the state from {name_at(address)}")
         for index in chunks:
             payload = await self._ask(address, stall_s, _state_chunk(digest, index), more=index != chunks[0])
             if payload is None:

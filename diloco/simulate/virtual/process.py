@@ -360,6 +360,7 @@ class SimulatedProcess:
         def on_adopted(mine: Counted | None, discarded: int) -> None:
             adopted(mine, discarded)
             progress.adopted(mine, discarded, self._before)
+            self.world.log(self.name, f"has copied version {line.state.version}")
             self._stands()
 
         def on_discarded(tokens: int, reason: str) -> None:

@@ -278,7 +278,7 @@ class SimulatedWorld:
         if self.record:
             self.lines.append(transcript.line(self.now, name, what))
 
-    def _log_once(self, name: str, what: str) -> None:
+    def log_once(self, name: str, what: str) -> None:
         """Write a line to the simulation's transcript; one that repeats only the first time."""
         if what not in self._lately[name]:
             self._lately[name].append(what)
@@ -298,7 +298,7 @@ class SimulatedWorld:
     def log_reply(self, envelope: m.Envelope, to: SimulatedProcess, reply: m.Reply) -> None:
         """Write to the transcript that a simulated peer refused a message."""
         if self.record and reply not in (m.Reply.OK, m.Reply.STALE, m.Reply.REPLAYED):
-            self._log_once(to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}")
+            self.log_once(to.name, f"refuses {transcript.body(envelope.body)} of {envelope.sender.peer}: {reply.name}")
 
     def log_commit(self, host: SimulatedProcess, commit: Commit) -> None:
         """Write to the transcript that a simulated peer is the first to close a version."""
@@ -312,7 +312,7 @@ class SimulatedWorld:
             case m.Send(to, envelope) if not isinstance(envelope.body, transcript.QUIET):
                 self._log_sent(host, envelope, to)
             case m.Note(reason, routine) if not routine:
-                self._log_once(host.name, reason)
+                self.log_once(host.name, reason)
 
 
 def _standing(host: SimulatedProcess) -> str:
