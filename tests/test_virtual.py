@@ -50,26 +50,38 @@ NOTICED_WITHIN = {
     "early-divisor": 40,
     "early-progress": 5,
     "private-mean": 5,
-    "stale-life": 200,
-    "broken-promise": 300,
+    "stale-life": 40,
     "unseen-vote": 5,
-    "deaf-coordinator": 60,
+    "deaf-coordinator": 40,
     "lost-residual": 20,
     "shared-lease": 10,
     "early-witness": 40,
     "strange-vote": 60,
     "believed-omission": 40,
-    "forgiven-offence": 120,
     "replay-heard": 10,
     "plain-radial": 50,
 }
 """Seeds; a seed whose plan has nothing for the bug to break costs no time."""
-SLOW = {"broken-promise", "deaf-coordinator", "early-divisor", "forgiven-offence"}
-NO_CLOCK_PLAN = """
-peers 3
-3 kill p1
-4 restart p1: no clock
-"""
+SLOW = {"deaf-coordinator", "early-divisor"}
+NOTICED_IN = {
+    "broken-promise": """
+        seed 148
+        delay_s 0.3
+        round_s 1.2
+        overlap 1
+        2.6 stop p0 for 2.01
+        3.14 slow p2 for 1.59
+        3.43 join j0
+        6.28 twin p0: blank
+        7.62 jump p2: 3
+    """,
+    "forgiven-offence": "3 lie p1 for 5: absurd",
+    "clock-believed": """
+        3 kill p1
+        4 restart p1: no clock
+    """,
+}
+"""Plans, for bugs that break something in few of those that are drawn."""
 
 
 @pytest.fixture(autouse=True)
@@ -220,12 +232,13 @@ def test_in_a_swarm_nobody_waits_and_nothing_grows_but_what_each_must_hear() -> 
     assert three["Committed"] < 3 * one["Committed"]
 
 
-@slow
-def test_who_has_no_clock_and_is_refused_for_good_is_noticed() -> None:
-    """The drawn plans that have such a peer in the view when it dies are few."""
-    assert not narrate(parse(NO_CLOCK_PLAN)).violation
-    with planted.plant("clock-believed"):
-        assert narrate(parse(NO_CLOCK_PLAN)).violation.startswith("I7")
+@pytest.mark.parametrize("bug", NOTICED_IN)
+def test_planted_bug_is_noticed_in_its_plan(bug: str) -> None:
+    assert NOTICED_IN.keys() | NOTICED_WITHIN.keys() == planted.BUGS.keys()
+    plan = parse(NOTICED_IN[bug])
+    assert not kind_of(plan)
+    with planted.plant(bug):
+        assert kind_of(plan) in {"I1", "I6", "I7"}
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=slow if bug in SLOW else ()) for bug in NOTICED_WITHIN])
