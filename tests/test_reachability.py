@@ -16,7 +16,6 @@ NOWHERE = "192.0.2.1:9"
 TOLD_S = 10.0
 
 
-@pytest.mark.xfail(strict=True, reason="the run waits for its vote for ever")
 def test_a_joiner_that_nobody_reaches_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     with ending([PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=1, steps=24)))]) as peers:
         (a,) = peers
