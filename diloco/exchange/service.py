@@ -104,6 +104,8 @@ def status_json(
 ) -> str:
     """Status of a peer's exchange. `peers` has every member of the view, every joiner at the door, and who answers.
 
+    `votes_missing`: those of `voters` that do not live, and for which nobody votes. `mean_lost_with`: members that do not
+    live and may have the mean of a version that was accepted, when no live member has it.
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """
     commit = machine.commit
@@ -124,6 +126,10 @@ def status_json(
         "answering": machine.me.peer,
         "send_bps": send_bps,
         "reason": machine.reason,
+        "voters": sorted(machine.electorate.voters()),
+        "votes_needed": machine.electorate.needed(),
+        "votes_missing": machine.votes_missing,
+        "mean_lost_with": list(machine.mean_lost_with),
         "directory": list(directory),
         "peers": [_peer(machine, member, now) for member in _known(machine)],
     }

@@ -215,8 +215,8 @@ class Coordinating(Committing):
             tally.witnesses_asked = False
         elif lost and self.timing.stall_s < waited_s <= 2 * self.timing.stall_s:
             trainers = {member.peer for member in self.view if not member.witness}
-            away = trainers - {member.peer for member in self._trainers_alive()}
-            self._note(f"{MEAN_LOST} {', '.join(sorted(away))}")
+            self.mean_lost_with = tuple(sorted(trainers - {member.peer for member in self._trainers_alive()}))
+            self._note(f"{MEAN_LOST} {', '.join(self.mean_lost_with)}")
         elif waited_s > 3 * self.timing.stall_s:
             self._enter(self.attempt + 1, f"the proposal of attempt {self.attempt} was not accepted")
 

@@ -69,6 +69,8 @@ class MachineState:
         self._proposal: m.Propose | None = None
         self._decided: Commit | None = None
         """A commit that holds and whose mean is not here yet."""
+        self.mean_lost_with: tuple[str, ...] = ()
+        """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
         self._without: tuple[str, ...] = ()
         """Peers whose contributions made the attempt before fail."""
         self._fetching_until = self._now
@@ -144,6 +146,11 @@ class MachineState:
         return [self.roster.heartbeat(member.peer) for member in members if member != self.me]
 
     # ------------------------------------------------------------ members and votes
+
+    @property
+    def votes_missing(self) -> list[str]:
+        """Voters of the view that do not live as far as the roster knows, and whose vote no live member has."""
+        return self.electorate.missing({member.peer for member in self.alive()})
 
     def _is_member(self, member: Member) -> bool:
         """Whether this very life of a peer is in the view."""

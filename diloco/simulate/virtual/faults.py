@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.simulate.virtual.network import SimulatedCut
-from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
 from diloco.simulate.virtual.process import FaultFuse, SimulatedProcess
 
@@ -186,12 +185,12 @@ def _blackout(world: SimulatedWorld, fault: Fault) -> bool:
 
 
 def _resume(world: SimulatedWorld, fault: Fault) -> bool:
-    SimulatedOperator(world).resume()
+    world.operator.resume()
     return True
 
 
 def _evict(world: SimulatedWorld, fault: Fault) -> bool:
-    SimulatedOperator(world).evict(fault.peer)
+    world.operator.evict(fault.peer)
     return True
 
 

@@ -68,6 +68,8 @@ class SimulatedProcess:
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
         self.lie = ""
+        self.incarnations: set[int] = set()
+        """Lives, as views name them, that this process has been."""
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
@@ -279,6 +281,7 @@ class SimulatedProcess:
     def serve(self, service: ExchangeService) -> None:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
+        self.world.machines.listens(self)
         exchange, machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
@@ -293,6 +296,7 @@ class SimulatedProcess:
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
+            self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             return reply, effects
 
@@ -314,6 +318,7 @@ class SimulatedProcess:
     def _seen(self, effects: Sequence[m.Effect]) -> None:
         """The state machine of the simulated peer is about to have these effects carried out."""
         invariants = self.world.invariants
+        self.incarnations.add(self.machine.me.incarnation)
         for effect in effects:
             self.world.performed(self, effect)
             invariants.on_effect(self, effect)

@@ -26,18 +26,22 @@ from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.invariants import SimulationInvariants
+from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.promise import SimulatedPromise
 from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
 slow peers, within three of their rounds more. A life that its clock makes an earlier one must first be forgotten."""
-OPERATOR_S = 8.0
-"""An operator looks again this often."""
+FIRST_LOOK_S, OPERATOR_S = 3.0, 8.0
+"""A person comes so long after the last fault where one is needed, and looks again this often."""
+MAX_HELP = 4
+"""Times `HEAL_S` for which a person helps."""
 LOOK_S = 0.25
 RETRY_S = 0.5
 NO_CLOCK_S = 0.0004
@@ -72,6 +76,9 @@ class SimulatedWorld:
         self.timeline = Timeline()
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
+        self.machines = SimulatedMachines(self)
+        self.promise = SimulatedPromise(self)
+        self.operator = SimulatedOperator(self)
         self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = SimulationInvariants(self)
         self.hosts: dict[str, SimulatedProcess] = {}
@@ -144,7 +151,8 @@ class SimulatedWorld:
 
     def _disk_now(self) -> SimulatedDisk | None:
         running = self.timeline.running
-        return self._owner[running].disk if running is not None and not running.dead else None
+        owner = self._owner.get(running) if running is not None and not running.dead else None
+        return owner.disk if owner is not None else None
 
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
@@ -166,14 +174,23 @@ class SimulatedWorld:
         for ghost in self.ghosts:
             ghost.die("the operator ends it: another one has its name")
         self.log("", "the faults are over")
-        SimulatedOperator(self).help()
-        goal, end_s = self._newest() + 2, self.now + self.heal_s
-        while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
-            if self.now >= end_s:
-                raise Violation("I7", self._not_well(goal))
-            SimulatedOperator(self).help()
+        self._until_well()
         self.invariants.at_the_end(self._honest())
         self.invariants.replayed()
+
+    def _until_well(self) -> None:
+        """Wait until all is well: without help for as long as the rules of the protocol promise that it comes."""
+        goal, end_s = self._newest() + 2, self.now + self.heal_s
+        last_s, look_s = end_s + MAX_HELP * self.heal_s, self.now + FIRST_LOOK_S
+        while not self._until(min(look_s, end_s), lambda: self._well(goal)):
+            look_s = self.now + OPERATOR_S
+            needed = self.promise.person_needed()
+            if needed and self.now < last_s:
+                self._log_once("", f"a person is needed: {needed}")
+                self.operator.look()
+                end_s = self.now + self.heal_s
+            elif self.now >= end_s:
+                raise Violation("I7", self._not_well(goal))
 
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
@@ -203,11 +220,13 @@ class SimulatedWorld:
         """The simulated process at an address, if it lives."""
         return self.network.at(member.address)
 
+    def living(self) -> Iterator[SimulatedProcess]:
+        """Simulated processes that live."""
+        return (host for host in (*self.hosts.values(), *self.ghosts) if host.alive)
+
     def lives(self, member: Member) -> bool:
         """Whether this very life of a simulated peer goes on."""
-        host = self.hosts.get(member.peer)
-        lives = [host, *self.ghosts] if host is not None else self.ghosts
-        return any(one.alive and one.up and one.machine.me == member for one in lives)
+        return any(one.up and one.machine.me == member for one in self.living())
 
     def start(self, name: str, founder: bool = False, resumes: bool = False) -> SimulatedProcess:
         """Start a simulated process. `resumes`: from what its disk holds."""
@@ -216,6 +235,7 @@ class SimulatedWorld:
         life = next(self._lives)
         host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
         self._owner[host.loop] = host
+        self.machines.starts(host)
         if name in self.clockless:
             self.clockless[name] += 1
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
