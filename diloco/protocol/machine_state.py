@@ -147,11 +147,6 @@ class MachineState:
 
     # ------------------------------------------------------------ members and votes
 
-    @property
-    def votes_missing(self) -> list[str]:
-        """Voters of the view that do not live as far as the roster knows, and whose vote no live member has."""
-        return self.electorate.missing({member.peer for member in self.alive()})
-
     def _is_member(self, member: Member) -> bool:
         """Whether this very life of a peer is in the view."""
         found = self.commit.member(member.peer) if self.commit else None

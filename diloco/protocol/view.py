@@ -162,13 +162,12 @@ class Electorate:
 
     def reachable(self, alive: Collection[str]) -> int:
         """Number of votes of live members of the view, and of leavers whose heir lives."""
-        return len(self.voters()) - len(self.missing(alive))
+        return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
 
     def missing(self, alive: Collection[str]) -> list[str]:
-        """Voters that do not live, and whose vote no live member has."""
-        voters = self.voters()
-        lost = [member.peer for member in self._view if member.peer in voters and member.peer not in alive]
-        return [peer for peer in lost if self._heirs.get(peer) not in alive]
+        """Members of the view that do not live, whose vote no live member has and an operator did not take away."""
+        lost = [member.peer for member in self._view if member.peer not in alive]
+        return [peer for peer in lost if self._heirs.get(peer) not in alive and peer not in self.evicted]
 
     def held_by(self, peer: str) -> tuple[str, ...]:
         """Leavers whose vote `peer` has, besides its own."""

@@ -108,6 +108,8 @@ class SimulatedOperator:
         mine = {name: status for name, status in founded.items() if status["lineage"] == lineage}
         if self._restart_strays(statuses, lineage):
             return
+        if self._stop_barred(statuses):
+            return
         newest = max(status["version"] for status in mine.values())
         if all(status["state_version"] < newest for status in mine.values()):
             self.resume()  # nobody that runs has what was agreed on last
@@ -130,14 +132,21 @@ class SimulatedOperator:
             self.world.join(name, with_disk=True)
         return bool(strays)
 
+    def _stop_barred(self, statuses: dict[str, Status]) -> bool:
+        """Stop peers whose contributions others refuse for good."""
+        barred = {peer for status in statuses.values() for peer in status["barred"]}
+        running = [self.world.hosts[peer] for peer in sorted(barred) if self.world.hosts[peer].alive]
+        for host in running:
+            host.die("the operator stops it: it is barred")
+        return bool(running)
+
     async def _evict_missing(self, statuses: dict[str, Status], mine: dict[str, Status], newest: int) -> None:
         """Evict dead peers where status names their votes, or a mean that only they have; resume if they were ahead."""
         waits = self.world.plan.without_majority == "wait"
         asked: dict[str, list[str]] = {}
         """By member to be asked, names of the dead."""
         for name, status in mine.items():
-            living = len(status["voters"]) - len(status["votes_missing"])
-            missing = status["votes_missing"] if waits and living < status["votes_needed"] else []
+            missing = status["votes_missing"] if waits and status["votes"] < status["votes_needed"] else []
             dead = [peer for peer in {**dict.fromkeys(missing), **dict.fromkeys(status["mean_lost_with"])}]
             asked[name] = [peer for peer in dead if self._is_over(peer, status, statuses)]
         lost = {peer for dead in asked.values() for peer in dead}
