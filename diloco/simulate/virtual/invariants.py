@@ -164,6 +164,11 @@ class SimulationInvariants:
                 masks[part] |= pieces
         return tuple(tuple(masks) if index == commit.fragment else entry for index, entry in enumerate(before))
 
+    def counts(self, commit: Commit, host: SimulatedProcess) -> int:
+        """Tokens of a simulated life that a version counts."""
+        entries = [(entry, self._maker(commit, entry)) for entry in commit.counted if entry.peer == host.name]
+        return sum(entry.tokens for entry, made in entries if made.life == host.life)
+
     def _maker(self, commit: Commit, counted: Counted) -> Made:
         before = self.commits.get(commit.previous)
         member = before.member(counted.peer) if before else None

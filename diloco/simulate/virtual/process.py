@@ -262,7 +262,8 @@ class SimulatedProcess:
         with ExitStack() as closing:
             closing.callback(rank.close)
             leading = self._leading = lead(entrance, rank, parts, closing)
-            self.progress = SimulatedProgress(self, rank.line)
+            assert isinstance(leading.life, PeerLife)
+            self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
             run = Run(rank, self.name, self.disk.folder, 0, leading)
             yield from run.begin()
@@ -346,6 +347,7 @@ class SimulatedProcess:
         peer = life.peer
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
+        closed = journal.closed
         offer, exchanged, line = exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
@@ -366,6 +368,10 @@ class SimulatedProcess:
             discarded(tokens, reason)
             progress.dropped(tokens)
 
+        def on_closed(reason: str) -> None:
+            closed(reason)
+            progress.closes()
+
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             assert line.sent is not None
             if contribution is not self._offered:
@@ -384,6 +390,7 @@ class SimulatedProcess:
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
+        journal.closed = on_closed  # type: ignore[method-assign]
         exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
 
     def _stands(self) -> None:
