@@ -46,6 +46,22 @@ class SimulatedMachines:
                 return process
         return None
 
+    def saved_at_least(self, versions: int) -> int:
+        """Version that some disk, of those that lost nothing, must have a checkpoint of, or of a later one: each life
+        saves one after so many versions, and may die while it does."""
+        found = [
+            process.line.state.version - 2 * versions
+            for name, processes in self._processes.items()
+            for process in processes
+            if process.entered and name in self.world.plan_names and not process.disk.loses
+            if process.disk is self.world.disks[name]
+        ]
+        return max(found, default=-1)
+
+    def lives_of(self, name: str, incarnation: int) -> list[SimulatedProcess]:
+        """Processes of this name that began their life under this number."""
+        return [process for process in self._processes.get(name, []) if incarnation in process.incarnations]
+
     def refuses(self, asker: SimulatedProcess, address: str) -> bool:
         """The kernel's answer to a process: whether nobody listens at an address of its own machine."""
         gone = self._listened.get(address)

@@ -22,6 +22,7 @@ from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.simulate.virtual import transcript
+from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.gate import Violation
@@ -86,6 +87,8 @@ class SimulatedWorld:
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
         self.liars: set[str] = set()
+        self.plan_names = [f"p{index}" for index in range(plan.peers)]
+        """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
@@ -161,7 +164,7 @@ class SimulatedWorld:
     # ------------------------------------------------------------ the plan
 
     def _begin(self) -> None:
-        names = [f"p{index}" for index in range(self.plan.peers)]
+        names = self.plan_names
         self.start(names[0], founder=True)
         for name in (*names[1:], *(f"w{index}" for index in range(self.plan.witnesses))):
             self.after(0.01, self.join, name, False)
@@ -175,7 +178,7 @@ class SimulatedWorld:
             ghost.die("the operator ends it: another one has its name")
         self.log("", "the faults are over")
         self._until_well()
-        self.invariants.at_the_end(self._honest())
+        SimulatedAftermath(self).check(self._honest())
         self.invariants.replayed()
 
     def _until_well(self) -> None:
