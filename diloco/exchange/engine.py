@@ -34,7 +34,7 @@ from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, nobody_listens
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 
@@ -379,7 +379,7 @@ class Exchange(ExchangeTasks):
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        proven = await nobody_listens(member.address)
+        proven = await self.link.nobody_listens(member.address)
         if proven or not await self._answers(member.address):
             self._feed(m.Unreachable(member, proven))
 

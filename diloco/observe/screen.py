@@ -313,6 +313,9 @@ def status_text(status: Mapping[str, Any]) -> str:
     ]
     if status["reason"]:
         lines.append(readable_text(status["reason"], 200))
+    if status.get("mean_lost_with"):
+        names = ", ".join(map(readable_text, status["mean_lost_with"]))
+        lines.append(f"the mean of an accepted version is with none that lives: bring back, or evict, {names}")
     if "spread" in status:  # gossip: between each peer and the other of its latest swap
         agreement = ["spread", *(readable_share(peer["spread"]) for peer in peers)]
     else:

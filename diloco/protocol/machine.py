@@ -263,6 +263,11 @@ class Machine:
         return self._post.reason
 
     @property
+    def mean_lost_with(self) -> tuple[str, ...]:
+        """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
+        return self._coordinator.mean_lost_with
+
+    @property
     def reducing(self) -> tuple[int, int, int] | None:
         """(version, attempt, generation) of the reduction that the state machine has under way."""
         reduction = self._contributor.reduction

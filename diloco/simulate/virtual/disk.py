@@ -21,6 +21,8 @@ class SimulatedDisk:
     def __init__(self, root: Path, name: str) -> None:
         self.name, self.root, self.folder = name, root, root / name
         self.full = False
+        self.loses = False
+        """Something that was written to it was not kept."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
         self._copy = root / f"{name}.{FIRST}"
@@ -30,6 +32,7 @@ class SimulatedDisk:
     def append(self, descriptor: int, path: Path, data: bytes) -> None:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full."""
         if self.full:
+            self.loses = True
             os.write(descriptor, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.write(descriptor, data)
@@ -37,6 +40,7 @@ class SimulatedDisk:
     def sync(self, descriptor: int, path: Path) -> None:
         """Keep the present content of a file also after a loss of power. Raises OSError when the disk is full."""
         if self.full:
+            self.loses = True
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         status = os.fstat(descriptor)
         self._synced[status.st_ino] = status.st_size
@@ -45,6 +49,7 @@ class SimulatedDisk:
 
     def lose_power(self, dice: Random) -> None:
         """Cut files off somewhere behind what was synced, as a loss of power does."""
+        self.loses = True
         for path in sorted(self.folder.rglob("*")) if self.folder.exists() else ():
             if path.is_file() and path.name != "events.jsonl":
                 there = path.stat().st_size
@@ -54,6 +59,7 @@ class SimulatedDisk:
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
+        self.loses = True
         if self._copy.exists():
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.network import SimulatedCut
-from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
 from diloco.simulate.virtual.process import SimulatedProcess
 
@@ -201,12 +200,12 @@ def _blackout(world: SimulatedWorld, fault: Fault) -> bool:
 
 
 def _resume(world: SimulatedWorld, fault: Fault) -> bool:
-    SimulatedOperator(world).resume()
+    world.operator.resume()
     return True
 
 
 def _evict(world: SimulatedWorld, fault: Fault) -> bool:
-    SimulatedOperator(world).evict(fault.peer)
+    world.operator.evict(fault.peer)
     return True
 
 

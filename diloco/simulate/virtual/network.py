@@ -387,6 +387,9 @@ class SimulatedLink(Link):
     async def status(self, address: str, timeout_s: float) -> str:
         return await self._ask(address, timeout_s, _at_once(lambda service: service.on_status()))
 
+    async def nobody_listens(self, address: str) -> bool:
+        return self._network.world.machines.refuses(self._process, address)
+
     async def close(self) -> None:
         """Does nothing: connections end with the process."""
 

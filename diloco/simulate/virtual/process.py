@@ -64,6 +64,8 @@ class SimulatedProcess:
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
         self.lie = ""
+        self.incarnations: set[int] = set()
+        """Lives, as views name them, that this process has been."""
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
@@ -261,7 +263,8 @@ class SimulatedProcess:
         with ExitStack() as closing:
             closing.callback(rank.close)
             leading = self._leading = lead(entrance, rank, parts, closing)
-            self.progress = SimulatedProgress(self, rank.line)
+            assert isinstance(leading.life, PeerLife)
+            self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
             run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
@@ -280,6 +283,7 @@ class SimulatedProcess:
     def serve(self, service: ExchangeService) -> None:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
+        self.world.machines.listens(self)
         exchange, machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
@@ -294,6 +298,9 @@ class SimulatedProcess:
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
+            if isinstance(envelope.body, m.Evict) and reply is m.Reply.OK:
+                self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
+            self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             return reply, effects
 
@@ -315,6 +322,7 @@ class SimulatedProcess:
     def _seen(self, effects: Sequence[m.Effect]) -> None:
         """The state machine of the simulated peer is about to have these effects carried out."""
         invariants = self.world.invariants
+        self.incarnations.add(self.machine.me.incarnation)
         for effect in effects:
             self.world.performed(self, effect)
             invariants.on_effect(self, effect)
@@ -346,6 +354,7 @@ class SimulatedProcess:
         peer = life.peer
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
+        closed = journal.closed
         offer, exchanged, line = exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
@@ -366,6 +375,10 @@ class SimulatedProcess:
             discarded(tokens, reason)
             progress.dropped(tokens)
 
+        def on_closed(reason: str) -> None:
+            closed(reason)
+            progress.closes()
+
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             assert line.sent is not None
             if contribution is not self._offered:
@@ -384,6 +397,7 @@ class SimulatedProcess:
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
+        journal.closed = on_closed  # type: ignore[method-assign]
         exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
 
     def _stands(self) -> None:
