@@ -22,6 +22,10 @@ from diloco.base.errors import UsageError
 FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 FUSE_S = 2.0
 """A death, or a goodbye, that waits for its moment does not wait longer."""
+IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0
+"""A death between two syncs of a checkpoint; where there is none within this time, it comes then."""
+FLIPPED = "flipped"
+"""Start of a process whose newest checkpoint has a flipped bit."""
 FUSED = ("kill", "power", "leave")
 QUIET_AFTER_S = 10.0
 """Faults are over by then."""
@@ -42,6 +46,8 @@ class Fault:
         """Virtual time at which the fault has happened, and is over."""
         if self.kind == "late":
             return self.at_s + self.for_s + float(self.how)
+        if self.how == IN_CHECKPOINT:
+            return self.at_s + CHECKPOINT_S
         return self.at_s + (FUSE_S if self.kind in FUSED and self.how else self.for_s)
 
     def __str__(self) -> str:
@@ -95,6 +101,9 @@ class FaultPlan:
     """A process listens where the one before it did, and hears what was meant for that one."""
     stragglers: str = "wait"
     """Or `cut`: who is late ends its inner steps early (`membership.stragglers`)."""
+    bandwidth: str = ""
+    """Mbit/s of the uplinks of p0, p1, ... in turn, as in `4+0.5+0`, which all streams of a peer share; 0: no limit. A
+    contribution in fp32 has 0.2 Mbit, a state twice that or more."""
     checkpoint_every: int = 2
     """Versions from one checkpoint of a peer to its next."""
     total_tokens: int = 0
@@ -190,6 +199,9 @@ OTHER_CODECS_SHARE = 0.4
 LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 SELDOM_SHARE = 0.12
+MACHINES_SHARE = 0.25
+BANDWIDTH_SHARE, BANDWIDTH_MBIT = 0.15, ("0", "0.2", "0.5", "1", "4")
+"""Share of the plans whose uplinks have a limit, and the limits."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
@@ -237,6 +249,7 @@ def draw(
     plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
     plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
     plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
+    plan = _lately(Random(f"machines {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
 
@@ -276,6 +289,19 @@ def _seldom(dice: Random, plan: FaultPlan) -> FaultPlan:
     names = [f"p{index}" for index in range(plan.peers)]
     kind, at_s = dice.choice(list(SELDOM)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
     faults = [*plan.faults, *SELDOM[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """Settings and faults of a seed's plan that concern machines: disks, uplinks, tunnels. With dice of their own."""
+    if dice.random() < BANDWIDTH_SHARE:
+        rates = "+".join(dice.choice(BANDWIDTH_MBIT) for _ in range(plan.peers))
+        plan = replace(plan, bandwidth=rates, uplinks=rates if dice.random() < 0.5 else plan.uplinks)
+    if dice.random() >= MACHINES_SHARE:
+        return plan
+    names = [f"p{index}" for index in range(plan.peers)]
+    kind, at_s = dice.choice(list(MACHINES)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+    faults = [*plan.faults, *MACHINES[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
@@ -396,6 +422,30 @@ def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> 
     yield Fault(at_s, "restart", peer, 0.0, NO_CLOCK)
 
 
+def _tunnel(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    yield from _for_a_while(dice, replace(fault, how=dice.choice(("", "", "in", "out"))), names, number)
+
+
+def _disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """Draw the fault "disk": where its syncs are lies, power is lost meanwhile, or soon after."""
+    how = dice.choice((f"late {dice.choice((0.5, 2, 5))}", "broken", "lies", "lies"))
+    yield from _for_a_while(dice, replace(fault, how=how), names, number)
+    if how == "lies":
+        yield from _power(dice, replace(fault, at_s=round(fault.at_s + dice.uniform(0.2, 3.0), 2)), names, number)
+
+
+def _power(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
+    """Draw a loss of power, in the middle of a checkpoint or at any time, of one simulated peer or of all."""
+    back_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
+    if dice.random() < 0.2:
+        yield replace(fault, kind="blackout", peer="*", for_s=0.0, how="power")
+        yield Fault(back_s, "resume", names[0])
+    else:
+        how = dice.choice(("", IN_CHECKPOINT, IN_CHECKPOINT))
+        yield replace(fault, kind=dice.choice(("kill", "power")), for_s=0.0, how=how)
+        yield Fault(back_s + CHECKPOINT_S * bool(how), "restart", fault.peer, 0.0, dice.choice(("disk", FLIPPED)))
+
+
 RARE: Mapping[str, Draw] = {
     "link": _link,
     "late": _late,
@@ -407,6 +457,14 @@ RARE: Mapping[str, Draw] = {
 """Kinds of what goes wrong seldom."""
 SELDOM: Mapping[str, Draw] = {"lie": _omit, "stranger": _stranger, "restart": _no_clock}
 """Kinds of what goes wrong more seldom still."""
+MACHINES: Mapping[str, Draw] = {
+    "tunnel": _tunnel,
+    "flip": _for_a_while,
+    "disk": _disk,
+    "power": _power,
+    "second": _simple,
+}
+"""Kinds of what goes wrong with machines: forwarders, bits of messages, disks, power, processes started twice."""
 KINDS: Mapping[str, tuple[int, Draw]] = {
     "kill": (26, _death),
     "power": (6, _death),
@@ -428,5 +486,9 @@ KINDS: Mapping[str, tuple[int, Draw]] = {
     "late": (0, _simple),
     "twin": (0, _simple),
     "stranger": (0, _simple),
+    "tunnel": (0, _simple),
+    "flip": (0, _simple),
+    "disk": (0, _simple),
+    "second": (0, _simple),
 }
 """Kinds of faults: how often, and how the rest of one is drawn."""

@@ -31,6 +31,8 @@ from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.memory_link import MemoryEndpoint
+from diloco.simulate.virtual.checkpoints import SimulatedSaving
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.lies import falsified, omitting, other_mean
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plan import OMITS
@@ -63,6 +65,11 @@ class SimulatedProcess:
         self.loop = ProcessLoop.on(world.timeline)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
+        self.computer = "shared" if world.plan.proven else name
+        """On the same one others find out for certain that it is gone."""
+        self.saving: SimulatedSaving | None = None
+        self.first: SimulatedProcess | None = None
+        """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
         self.fuse: FaultFuse | None = None
         self.loses_power = False
@@ -138,6 +145,11 @@ class SimulatedProcess:
         return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
+    def has_folder(self) -> bool:
+        """Whether the simulated process writes to its folder."""
+        return self.alive and self._leading is not None
+
+    @property
     def entered(self) -> bool:
         """Whether the simulated peer has taken its first inner step."""
         return self.training is not None and self.training.steps > 0
@@ -147,7 +159,8 @@ class SimulatedProcess:
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
-        task = self.loop.create_task(lived(self._life()))
+        life = self._life()
+        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
         task.add_done_callback(self._over)
 
     def _over(self, task: Any) -> None:
@@ -157,7 +170,7 @@ class SimulatedProcess:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
-            self.die(f"{type(error).__name__}: {error}")
+            self.die(f"{type(error).__name__}: {error}".replace(f"{self.disk.root}/", ""))
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
         else:
             raise error
@@ -223,6 +236,13 @@ class SimulatedProcess:
         self.ended = "the run is done" if run.done else "left"
         yield from run.leaves()
 
+    def _behind_disk(self, life: Life[None]) -> Life[None]:
+        """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""
+        for wanted in life:
+            if owed_s := self.disk.owed():
+                yield Wait(None, owed_s)
+            yield wanted
+
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
         return past.checkpoint() if past is not None else None
@@ -253,13 +273,17 @@ class SimulatedProcess:
         island = Island(0, 1, torch.device("cpu"))
         training = self.training = SimulatedTraining(self)
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
-        self._rank = rank
+        self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         entrance = Entrance(setup.contract, endpoint, self.name, self.disk.folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
+            if self.first is not None and not self.first.has_folder:
+                self.die("the first process has ended meanwhile")
             leading = self._leading = lead(entrance, rank, parts, closing)
+            if self.first is not None:
+                raise Violation("I5", f"two processes of {self.name} write to the same folder")
             self.progress = SimulatedProgress(self, rank.line)
             self._observe(leading)
             run = Run(rank, self.name, self.disk.folder, 0, leading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from diloco.compress import Codec
 from diloco.config.contract import SHARED_OPTIMIZERS, Contract
 from diloco.config.site import Site
+from diloco.exchange import engine
 from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
 from diloco.outer.state import OuterState
 from diloco.peer import terms
@@ -149,6 +150,17 @@ def most_contributions(peers: int) -> Iterator[None]:
         yield
     finally:
         vars(terms)["MAX_CONTRIBUTIONS"] = before
+
+
+@contextmanager
+def proofs(nobody_listens: Callable[[str], Awaitable[bool]]) -> Iterator[None]:
+    """Have exchanges find out meanwhile by this function whether a process is gone for certain."""
+    before = vars(engine)["nobody_listens"]
+    vars(engine)["nobody_listens"] = nobody_listens
+    try:
+        yield
+    finally:
+        vars(engine)["nobody_listens"] = before
 
 
 @cache

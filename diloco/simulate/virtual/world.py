@@ -30,7 +30,7 @@ from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
 from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
+from diloco.simulate.virtual.setup import SimulationSetup, most_contributions, proofs
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -78,6 +78,7 @@ class SimulatedWorld:
         self.ghosts: list[SimulatedProcess] = []
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
+        self.slow_disks = any(fault.kind == "disk" and fault.how.startswith("late") for fault in plan.faults)
         self.liars: set[str] = set()
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
@@ -134,6 +135,7 @@ class SimulatedWorld:
             in_place(),
             on_disk(DiskOfTheMoment(self._disk_now)),
             most_contributions(self.plan.most_peers),
+            proofs(self.network.nobody_listens),
         ):
             self._root = Path(root)
             try:
@@ -145,6 +147,11 @@ class SimulatedWorld:
     def _disk_now(self) -> SimulatedDisk | None:
         running = self.timeline.running
         return self._owner[running].disk if running is not None and not running.dead else None
+
+    def running(self) -> SimulatedProcess:
+        """The simulated process to which something happens now."""
+        assert self.timeline.running is not None
+        return self._owner[self.timeline.running]
 
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
@@ -221,6 +228,14 @@ class SimulatedWorld:
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
         host.begin()
         return host
+
+    def start_second(self, first: SimulatedProcess) -> None:
+        """Start another process in the folder of a simulated peer that lives. It must not get far."""
+        life = next(self._lives)
+        second = SimulatedProcess(self, first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
+        second.first, second.disk = first, first.disk
+        self._owner[second.loop] = second
+        second.begin()
 
     def _address(self, name: str, life: int) -> str:
         """The address of a simulated process: that of the one before it, or another."""
