@@ -45,11 +45,16 @@ class SimulatedSaving:
         work, self._work = self._work, None
         if work is None:
             return
+        process, disk = self._process, self._process.disk
+        disk.last_syncs = process.syncs_to_death
         try:
             work()
         except Died:
-            self._process.disk.as_it_died()
-            self._process.die("in the middle of a checkpoint")
+            disk.as_it_died()
+            process.die("in the middle of a checkpoint")
+        if process.syncs_to_death >= 0:
+            disk.last_syncs = -1
+            process.die("when a checkpoint was complete")
 
     def _end(self) -> None:
         done, self._done = self._done, None

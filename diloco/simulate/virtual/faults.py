@@ -30,7 +30,7 @@ def _kill(world: SimulatedWorld, fault: Fault) -> bool:
     if fault.kind == "power":
         host.loses_power, host.computer = True, host.name
     if fault.how == IN_CHECKPOINT:
-        host.disk.last_syncs = world.dice.randrange(SYNCS)
+        host.syncs_to_death = world.dice.randrange(SYNCS)
         world.after(CHECKPOINT_S, host.die, "killed")
     elif fault.how:
         host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))

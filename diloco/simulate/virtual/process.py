@@ -74,6 +74,8 @@ class SimulatedProcess:
         self.fuse: FaultFuse | None = None
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
+        self.syncs_to_death = -1
+        """It dies after so many syncs of its next checkpoint; below 0: it does not."""
         self.lie = ""
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
@@ -170,8 +172,8 @@ class SimulatedProcess:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
-            self.die(f"{type(error).__name__}: {error}".replace(f"{self.disk.root}/", ""))
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
+            self.die(f"{type(error).__name__}: {error}".replace(f"{self.disk.root}/", ""))
         else:
             raise error
 
