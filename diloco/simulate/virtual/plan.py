@@ -200,8 +200,11 @@ LATE_S = (1, 3, 6)
 LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
 SELDOM_SHARE = 0.12
 MACHINES_SHARE = 0.25
-BANDWIDTH_SHARE, BANDWIDTH_MBIT = 0.15, ("0", "0.2", "0.5", "1", "4")
-"""Share of the plans whose uplinks have a limit, and the limits."""
+BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
+"""Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
+while others go on, and whoever makes versions faster than a joiner can copy them is never caught up with."""
+END_SHARE, CUT_SHARE = 0.1, 0.15
+"""Share of the plans in which the run ends, and of those in which stragglers are cut."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
@@ -220,11 +223,12 @@ def draw(
     without_majority: str = "",
     speeds: tuple[float, float] | None = None,
     rare: bool = True,
+    size: str = "usual",
 ) -> FaultPlan:
     """A seed's plan of faults, with a policy and a rule for lost majorities if they are given.
 
     `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
-    what `_rarely` adds to a share of the plans.
+    what `_rarely` and the others after it add to a share of the plans. `size`: one of `SIZES`.
     """
     dice = Random(seed)
     peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
@@ -251,7 +255,8 @@ def draw(
     plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
     plan = _lately(Random(f"machines {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
-    return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
+    plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
+    return _sized(Random(f"size {seed}"), plan, SIZES[size]) if rare else plan
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -297,6 +302,9 @@ def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
     if dice.random() < BANDWIDTH_SHARE:
         rates = "+".join(dice.choice(BANDWIDTH_MBIT) for _ in range(plan.peers))
         plan = replace(plan, bandwidth=rates, uplinks=rates if dice.random() < 0.5 else plan.uplinks)
+        plan = replace(plan, round_s=max(plan.round_s, LIMITED_ROUND_S))
+    if dice.random() < CUT_SHARE:
+        plan = replace(plan, stragglers="cut")
     if dice.random() >= MACHINES_SHARE:
         return plan
     names = [f"p{index}" for index in range(plan.peers)]
@@ -312,6 +320,47 @@ def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> 
     optimizer = dice.choice(("delayed_nesterov", "buffered_nesterov")) if few else plan.optimizer
     drawn = draw_speeds(dice, plan.peers, speeds)
     return replace(plan, speeds=drawn, sized_by=sized_by, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the simulations are that are drawn."""
+
+    max_peers: int
+    versions: int
+    """A run closes about so many, where nothing goes wrong."""
+    more_peers: float
+    """Share of the plans that get more peers than the seed's own draw has."""
+    more_faults: int = 0
+    """Most faults beside those of the seed's own draw."""
+
+
+SIZES: Mapping[str, Size] = {
+    "usual": Size(8, 30, 0.25),
+    "nightly": Size(16, 100, 0.8, 15),
+}
+EXCHANGE_S = 0.4
+"""Time from the last inner step of a round to its version, about."""
+
+
+def _sized(dice: Random, plan: FaultPlan, size: Size) -> FaultPlan:
+    """A seed's plan at a size. Dice of their own; the faults are those that it had, further apart."""
+    if dice.random() < size.more_peers:
+        plan = replace(plan, peers=dice.randint(plan.peers, size.max_peers))
+    span_s = size.versions * (plan.round_s + EXCHANGE_S)
+    factor = max(1.0, 0.6 * span_s / QUIET_AFTER_S)
+    names = [f"p{index}" for index in range(plan.peers)]
+    faults = list(plan.faults)
+    for number in range(dice.randint(0, size.more_faults)):
+        kind = dice.choices(list(KINDS), [KINDS[kind][0] for kind in KINDS])[0]
+        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
+        faults += KINDS[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, 100 + number)
+    later = [replace(fault, at_s=round(fault.at_s * factor, 2)) for fault in faults]
+    plan = replace(plan, faults=tuple(sorted(later, key=lambda fault: fault.at_s)), calm_s=round(0.2 * span_s, 1))
+    if dice.random() < END_SHARE:
+        rounds = (plan.quiet_s + dice.uniform(0.0, 0.4) * span_s) / (plan.round_s + EXCHANGE_S)
+        plan = replace(plan, total_tokens=round(rounds) * plan.peers * 4)
+    return plan
 
 
 def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:

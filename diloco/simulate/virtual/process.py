@@ -237,6 +237,8 @@ class SimulatedProcess:
             yield from run.stepping(1, None, fresh)
         self.ended = "the run is done" if run.done else "left"
         yield from run.leaves()
+        if run.done:
+            self.world.ends(self, run)
 
     def _behind_disk(self, life: Life[None]) -> Life[None]:
         """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""

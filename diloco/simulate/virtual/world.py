@@ -21,6 +21,7 @@ from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
+from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
@@ -28,9 +29,9 @@ from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.invariants import SimulationInvariants
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
+from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import SimulationSetup, most_contributions, proofs
+from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions, proofs
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -83,6 +84,11 @@ class SimulatedWorld:
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
+        if plan.total_tokens:  # all of them, by a few peers
+            rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
+            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.finished: dict[str, str] = {}
+        """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
         """Peers whose clock begins anew at each start, and how often they started so."""
         self.faults: Counter[str] = Counter()
@@ -182,8 +188,22 @@ class SimulatedWorld:
         self.invariants.at_the_end(self._honest())
         self.invariants.replayed()
 
+    def ends(self, host: SimulatedProcess, run: Run) -> None:
+        """A simulated peer has seen the end of the run: all must have the same."""
+        self.count("ends")
+        line = host.line
+        lineage = line.commit.lineage if line.commit else ""
+        if self.finished.setdefault(lineage, run.digest) != run.digest:
+            raise Violation("I1", f"{host.name} ends with another state than others")
+        if run.tokens < self.plan.total_tokens:
+            raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
+        if line.trained.tokens:
+            raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
+
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
+        if self.plan.total_tokens:
+            return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
         return self._all_left() or (together and min(host.machine.version for host in hosts) >= goal)
