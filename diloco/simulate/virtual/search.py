@@ -20,7 +20,8 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.plan import SIZES, FaultPlan, draw, parse
+from diloco.simulate.virtual.draw import SIZES, draw
+from diloco.simulate.virtual.plan import FaultPlan, parse
 from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
