@@ -134,7 +134,7 @@ class Stalled(OfAttempt):
 class Repair(OfAttempt):
     """From the coordinator: the reduction goes on without `gone`, whose parts have new owners. Only the latest matters.
 
-    A part averaged after their bytes came still counts them; its mean comes with the list of those it does not count."""
+    A part averaged after their bytes came still counts them; its mean comes with those that it does not count."""
 
     generation: int
     """Counts repairs of an attempt, from 1."""

@@ -252,7 +252,8 @@ class Roster:
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.answered_at_s is not None and entry.lag <= max_lag and self._lives(entry, now) and not self.barred(entry.member.peer)
+            and entry.answered_at_s is not None and entry.lag <= max_lag
+            and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 

@@ -29,7 +29,9 @@ from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
+from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plan import OMITS
 from diloco.simulate.virtual.progress import SimulatedProgress
@@ -59,10 +61,15 @@ class SimulatedProcess:
         self.loop = ProcessLoop.on(world.timeline, name)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
+        self.saving: SimulatedSaving | None = None
+        self.first: SimulatedProcess | None = None
+        """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
         self.fuse: FaultFuse | None = None
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
+        self.syncs_to_death = -1
+        """It dies after so many syncs of its next checkpoint; below 0: it does not."""
         self.lie = ""
         self.incarnations: set[int] = set()
         """Lives, as views name them, that this process has been."""
@@ -136,6 +143,11 @@ class SimulatedProcess:
         return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
+    def has_folder(self) -> bool:
+        """Whether the simulated process writes to its folder."""
+        return self.alive and self._leading is not None
+
+    @property
     def entered(self) -> bool:
         """Whether the simulated peer has taken its first inner step."""
         return self.training is not None and self.training.steps > 0
@@ -145,7 +157,8 @@ class SimulatedProcess:
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
-        task = self.loop.create_task(lived(self._life()))
+        life = self._life()
+        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
         task.add_done_callback(self._over)
 
     def _over(self, task: Any) -> None:
@@ -156,7 +169,7 @@ class SimulatedProcess:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
-            self.die(f"{type(error).__name__}: {error.cause}")
+            self.die(f"{type(error).__name__}: {error.cause}".replace(f"{self.disk.root}/", ""))
         else:
             raise error
 
@@ -224,6 +237,15 @@ class SimulatedProcess:
             yield from run.stepping(1, None, fresh)
         self.ended = "the run is done" if run.done else "left"
         yield from run.leaves()
+        if run.done:
+            self.world.ends(self, run)
+
+    def _behind_disk(self, life: Life[None]) -> Life[None]:
+        """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""
+        for wanted in life:
+            if owed_s := self.disk.owed():
+                yield Wait(None, owed_s)
+            yield wanted
 
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
@@ -255,14 +277,18 @@ class SimulatedProcess:
         island = Island(0, 1, torch.device("cpu"))
         training = self.training = SimulatedTraining(self)
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
-        self._rank = rank
+        self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
         entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
+            if self.first is not None and not self.first.has_folder:
+                self.die("the first process has ended meanwhile")
             leading = self._leading = lead(entrance, rank, parts, closing)
+            if self.first is not None:
+                raise Violation("I5", f"two processes of {self.name} write to the same folder")
             assert isinstance(leading.life, PeerLife)
             self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)

@@ -22,6 +22,7 @@ from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
+from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
@@ -31,10 +32,10 @@ from diloco.simulate.virtual.invariants import SimulationInvariants
 from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
+from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.promise import SimulatedPromise
-from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
+from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -89,12 +90,18 @@ class SimulatedWorld:
         self.ghosts: list[SimulatedProcess] = []
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
+        self.slow_disks = any(fault.kind == "disk" and fault.how.startswith("late") for fault in plan.faults)
         self.liars: set[str] = set()
         self.plan_names = [f"p{index}" for index in range(plan.peers)]
         """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
+        if plan.total_tokens:  # all of them, by a few peers
+            rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
+            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.finished: dict[str, str] = {}
+        """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
         """Peers whose clock begins anew at each start, and how often they started so."""
         self.faults: Counter[str] = Counter()
@@ -164,6 +171,11 @@ class SimulatedWorld:
         owner = self._owner.get(running) if running is not None and not running.dead else None
         return owner.disk if owner is not None else None
 
+    def running(self) -> SimulatedProcess:
+        """The simulated process to which something happens now."""
+        assert self.timeline.running is not None
+        return self._owner[self.timeline.running]
+
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
         return self.timeline.until(end_s, well, LOOK_S)
@@ -202,8 +214,22 @@ class SimulatedWorld:
             elif self.now >= end_s:
                 raise Violation("I7", self._not_well(goal))
 
+    def ends(self, host: SimulatedProcess, run: Run) -> None:
+        """A simulated peer has seen the end of the run: all must have the same."""
+        self.count("ends")
+        line = host.line
+        lineage = line.commit.lineage if line.commit else ""
+        if self.finished.setdefault(lineage, run.digest) != run.digest:
+            raise Violation("I1", f"{host.name} ends with another state than others")
+        if run.tokens < self.plan.total_tokens:
+            raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
+        if line.trained.tokens:
+            raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
+
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
+        if self.plan.total_tokens:
+            return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
         well = together and not self._failed and min(host.machine.version for host in hosts) >= goal
@@ -253,6 +279,14 @@ class SimulatedWorld:
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
         host.begin()
         return host
+
+    def start_second(self, first: SimulatedProcess) -> None:
+        """Start another process in the folder of a simulated peer that lives. It must not get far."""
+        life = next(self._lives)
+        second = SimulatedProcess(self, first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
+        second.first, second.disk = first, first.disk
+        self._owner[second.loop] = second
+        second.begin()
 
     def _address(self, name: str, life: int) -> str:
         """The address of a simulated process: that of the one before it, or another."""
