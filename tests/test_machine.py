@@ -530,7 +530,9 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster.unreachable("b")
     assert not roster.alive(B, 4.3)
     roster.heard(B, 4.4)
-    assert roster.alive(B, 4.5)
+    assert not roster.alive(B, 4.5)  # one that is heard may still be out of reach
+    roster.answered(B, 4.6)
+    assert roster.alive(B, 4.7)
 
 
 @pytest.mark.parametrize(("sequence", "reply", "alive"), [(1, m.Reply.REPLAYED, False), (2, m.Reply.OK, True)])
@@ -546,6 +548,7 @@ def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
     assert hear(1, 0.5) is m.Reply.OK
     assert machine.roster.alive(B, 1.0)
     machine.handle(m.Unreachable(B), 1.0)
+    machine.handle(m.Reached(B), 98.0)
     assert hear(sequence, 99.0) is reply
     assert machine.roster.alive(B, 99.0) is alive
 

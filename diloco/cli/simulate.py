@@ -77,6 +77,7 @@ def virtual(
     until_found: Annotated[
         bool, Option("--until-found", help="With --seeds: stop at the first seed that breaks an invariant.")
     ] = False,
+    size: Annotated[str, Option(help="Of the runs: usual (2 to 8 peers, 30 versions), nightly (16, 100).")] = "usual",
     planted: Annotated[bool, Option("--planted", help="How many seeds it takes to notice each bug.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,7 +88,7 @@ def virtual(
     from diloco.simulate.virtual import search
 
     raise_when_stopped()  # what was found until then is told
-    choice = search.SeedOptions(policy, without_majority, speeds=speeds)
+    choice = search.SeedOptions(policy, without_majority, speeds=speeds, size=size)
     choice.check()
     if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
         raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")

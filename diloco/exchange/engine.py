@@ -34,7 +34,7 @@ from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, nobody_listens
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 
@@ -357,25 +357,29 @@ class Exchange(ExchangeTasks):
         step = _FAILPOINTS.get(type(effect.envelope.body))
         if step:
             failpoints.hit(f"before-{step}")
-        reply = m.Reply.STALE
+        reply, to, since_s = m.Reply.STALE, effect.to, monotonic_s()
         try:
-            reply = await self.link.deliver(effect.to.address, effect.envelope)
+            reply = await self.link.deliver(to.address, effect.envelope)
+            self._feed(m.Reached(to))
         except LinkDown:
-            await self._lost(effect.to)
+            await self._lost(to)
         except LinkSlow:
-            logger.debug("%s did not answer %s", effect.to.peer, type(effect.envelope.body).__name__)
+            logger.debug("%s did not answer %s", to.peer, type(effect.envelope.body).__name__)
+            if not self.machine.roster.answered_since(to, since_s):
+                self._feed(m.Unreachable(to))
         except LinkRefused as error:
             reply = error.reply
+            self._feed(m.Reached(to))
         if reply not in (m.Reply.STALE, m.Reply.REPLAYED):  # of these it has only moved on meanwhile
             if reply is not m.Reply.OK and reply is not self.refused:
-                logger.warning("%s refuses: %s", effect.to.peer, reply.name)
+                logger.warning("%s refuses: %s", to.peer, reply.name)
             self.refused = reply
         if step:
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        proven = await nobody_listens(member.address)
+        proven = await self.link.nobody_listens(member.address)
         if proven or not await self._answers(member.address):
             self._feed(m.Unreachable(member, proven))
 

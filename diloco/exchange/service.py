@@ -104,9 +104,13 @@ def status_json(
 ) -> str:
     """Status of a peer's exchange. `peers` has every member of the view, every joiner at the door, and who answers.
 
+    `votes`: those that live members have; `votes_missing`: members that do not live, and for which nobody votes.
+    `mean_lost_with`: members that do not live, one of which may have the mean of an accepted version that no live one
+    has.
     `send_bps`: how fast others take what the peer that answers sends, bits per second; 0: unknown.
     """
-    commit = machine.commit
+    commit, electorate = machine.commit, machine.electorate
+    alive = {member.peer for member in machine.alive()}
     tree: dict[str, Any] = {
         "run": machine.rules.run,
         "contract_digest": machine.rules.contract,
@@ -124,6 +128,11 @@ def status_json(
         "answering": machine.me.peer,
         "send_bps": send_bps,
         "reason": machine.reason,
+        "votes": electorate.reachable(alive),
+        "votes_needed": electorate.needed(),
+        "votes_missing": electorate.missing(alive),
+        "mean_lost_with": list(machine.mean_lost_with),
+        "barred": sorted(peer for peer in machine.roster.offences if machine.roster.barred(peer)),
         "directory": list(directory),
         "peers": [_peer(machine, member, now) for member in _known(machine)],
     }
@@ -148,6 +157,7 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "incarnation": member.incarnation,
         "in_view": member in machine.view,
         "version": machine.version if mine else beat.version if beat else -1,
+        "reached": mine or (entry is not None and entry.answered_at_s is not None and not entry.unreachable),
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
     }

@@ -38,6 +38,8 @@ class Coordinator:
         """The record of the attempt that this peer leads; None: another leads it."""
         self._without: tuple[str, ...] = ()
         """Peers whose contributions made the attempt before fail."""
+        self.mean_lost_with: tuple[str, ...] = ()
+        """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
         self._entered_at = self._resend_at = post.now
 
     # ------------------------------------------------------------ what others may ask
@@ -303,8 +305,8 @@ class Coordinator:
             tally.witnesses_asked = False
         elif lost and stall_s < waited_s <= 2 * stall_s:
             trainers = {member.peer for member in self.chain.view if not member.witness}
-            away = trainers - {member.peer for member in membership.trainers_alive()}
-            self._post.note(f"{MEAN_LOST} {', '.join(sorted(away))}")
+            self.mean_lost_with = tuple(sorted(trainers - {member.peer for member in membership.trainers_alive()}))
+            self._post.note(f"{MEAN_LOST} {', '.join(self.mean_lost_with)}")
         elif waited_s > 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"the proposal of attempt {attempt} was not accepted")
 
@@ -394,4 +396,4 @@ class Coordinator:
 
     def forget(self) -> None:
         """Drop the tally: attempts at another version come next."""
-        self._tally, self._without = None, ()
+        self._tally, self._without, self.mean_lost_with = None, (), ()

@@ -81,6 +81,7 @@ class Machine:
         self._events: Mapping[type, Callable[[Any], object]] = {
             m.Tick: self._on_tick,
             m.Unreachable: membership.on_unreachable,
+            m.Reached: membership.on_reached,
             m.StateHeld: self._on_state_held,
             m.Offered: contributor.on_offered,
             m.Withdrawn: contributor.on_withdrawn,
@@ -160,7 +161,7 @@ class Machine:
             if body.version < chain.making:
                 reply = m.Reply.STALE
         self._deliver(sender, body)
-        return reply
+        return m.Reply.UNREACHED if membership.turns_away(sender, body) else reply
 
     def _deliver(self, sender: Member, body: m.Body) -> None:
         for handler in self._messages[type(body)]:
@@ -260,6 +261,11 @@ class Machine:
     def reason(self) -> str:
         """The reason of the latest decision."""
         return self._post.reason
+
+    @property
+    def mean_lost_with(self) -> tuple[str, ...]:
+        """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
+        return self._coordinator.mean_lost_with
 
     @property
     def reducing(self) -> tuple[int, int, int] | None:

@@ -41,6 +41,8 @@ class Membership:
         self._bequests: dict[str, tuple[Member, m.Goodbye]] = {}
         """Goodbyes that came before the commit of whose view they speak."""
         self._heartbeat_at = post.now
+        self._turned_away = "", 0
+        """The latest life that was told that nobody reaches it."""
 
     # ------------------------------------------------------------ what others may ask
 
@@ -148,6 +150,20 @@ class Membership:
         self.roster.unreachable(event.member.peer)
         if event.proven:
             self.electorate.died(event.member)
+
+    def on_reached(self, event: m.Reached) -> None:
+        """Note that a peer answered."""
+        self.roster.answered(event.member, self._post.now)
+
+    def turns_away(self, joiner: Member, body: m.Body) -> bool:
+        """Whether a heartbeat is of a joiner that nobody reaches: it is told, and so are people here, once."""
+        joins = isinstance(body, m.Heartbeat) and body.joining
+        if not joins or not self.roster.is_unreached(joiner, self._post.now):
+            return False
+        if (joiner.peer, joiner.incarnation) != self._turned_away:
+            self._turned_away = joiner.peer, joiner.incarnation
+            self._post.emit(m.Note(f"nobody reaches {joiner.address}, so that {joiner.peer} cannot join", False))
+        return True
 
     # ------------------------------------------------------------ leaving
 

@@ -164,6 +164,11 @@ class Electorate:
         """Number of votes of live members of the view, and of leavers whose heir lives."""
         return sum(peer in alive or self._heirs.get(peer) in alive for peer in self.voters())
 
+    def missing(self, alive: Collection[str]) -> list[str]:
+        """Members of the view that do not live, whose vote no live member has and an operator did not take away."""
+        lost = [member.peer for member in self._view if member.peer not in alive]
+        return [peer for peer in lost if self._heirs.get(peer) not in alive and peer not in self.evicted]
+
     def held_by(self, peer: str) -> tuple[str, ...]:
         """Leavers whose vote `peer` has, besides its own."""
         return tuple(sorted(leaver for leaver, heir in self._heirs.items() if heir == peer))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Coroutine
 from contextlib import closing
 from typing import Any, TypeVar
 
-from diloco.base.errors import DilocoError, TicketError, UnreachableError, UsageError
+from diloco.base.errors import TicketError, UnreachableError, UsageError
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.transport.endpoint import Runtime, unanswered
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 T = TypeVar("T")
 
@@ -21,7 +22,8 @@ ANSWER_S = 5.0
 def ask_status(address: str) -> dict[str, Any]:
     """An operator's request to the member at `address` (HOST:PORT): its status. Raises UnreachableError."""
     with closing(Runtime(ANSWER_S)) as runtime:
-        tree: dict[str, Any] = json.loads(_ask(runtime, address, runtime.link.status(address, ANSWER_S)))
+        answer = _answer(address, runtime.link.status(address, ANSWER_S))
+        tree: dict[str, Any] = json.loads(runtime.run(answer, ANSWER_S + 5.0))
     return tree
 
 
@@ -31,36 +33,39 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
     Returns the members that took the report, those that did not answer, and the others' refusals. Raises UsageError for
     a stranger and where nobody takes the peer for dead, and UnreachableError where nobody answered."""
     with closing(Runtime(ANSWER_S)) as runtime:
-        tree = json.loads(_ask(runtime, address, runtime.link.status(address, ANSWER_S)))
-        known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
-        if peer not in known:
-            raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
-        operator = Member("operator", 0, "")
-        run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
-        envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
-        silent: dict[str, DilocoError] = {}
-        replies: dict[str, m.Reply] = {}
-        for entry in known.values():
-            if entry["alive"] and entry["peer"] != peer:
-                try:  # where one peer is dead another may be, and nobody has noticed yet
-                    deliver = runtime.link.deliver(entry["address"], envelope)
-                    replies[entry["peer"]] = _ask(runtime, entry["address"], deliver)
-                except (UnreachableError, TicketError) as error:
-                    silent[entry["peer"]] = error
-        if silent and not replies:
-            raise next(iter(silent.values()))
-        reported = [name for name, reply in replies.items() if reply is m.Reply.OK]
-        refused: dict[str, m.Reply] = {name: reply for name, reply in replies.items() if reply is not m.Reply.OK}
-        if not reported:
-            reasons = ", ".join(f"{name} ({reply.name})" for name, reply in refused.items()) or "no other member lives"
-            fix = "STALE: a later life of it is there; else see `diloco status` of a member that the others hear"
-            raise UsageError(f"nobody takes {peer} for dead: {reasons}", fix)
-    return reported, list(silent), refused
+        return runtime.run(evict(runtime.link, address, peer), 2 * ANSWER_S + 5.0)
 
 
-def _ask(runtime: Runtime, address: str, question: Coroutine[Any, Any, T]) -> T:
+async def evict(link: Link, address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
+    """An operator's report over a link that a peer is dead, as `evict_peer`, whose errors it raises."""
+    tree = json.loads(await _answer(address, link.status(address, ANSWER_S)))
+    known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
+    if peer not in known:
+        raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
+    operator = Member("operator", 0, "")
+    run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
+    envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
+    # Where one peer is dead another may be, and nobody has noticed yet.
+    asked = {name: entry["address"] for name, entry in known.items() if entry["alive"] and name != peer}
+    deliveries = [_answer(there, link.deliver(there, envelope)) for there in asked.values()]
+    answers = dict(zip(asked, await asyncio.gather(*deliveries, return_exceptions=True), strict=True))
+    replies = {name: answer for name, answer in answers.items() if isinstance(answer, m.Reply)}
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, BaseException)}
+    for error in errors.values():
+        if not (isinstance(error, UnreachableError | TicketError) and replies):
+            raise error
+    reported = [name for name, reply in replies.items() if reply is m.Reply.OK]
+    refused: dict[str, m.Reply] = {name: reply for name, reply in replies.items() if reply is not m.Reply.OK}
+    if not reported:
+        reasons = ", ".join(f"{name} ({reply.name})" for name, reply in refused.items()) or "no other member lives"
+        fix = "STALE: a later life of it is there; else see `diloco status` of a member that the others hear"
+        raise UsageError(f"nobody takes {peer} for dead: {reasons}", fix)
+    return reported, list(errors), refused
+
+
+async def _answer(address: str, question: Coroutine[Any, Any, T]) -> T:
     """The answer of the member at `address` to an operator. Raises UnreachableError, and what it refuses with."""
     try:
-        return runtime.run(question, ANSWER_S + 5.0)
+        return await question
     except (LinkDown, LinkSlow, LinkRefused) as error:
         raise unanswered(address, error) from error

@@ -35,6 +35,10 @@ class LinkRefused(Exception):
         """The reason as it travels; without one the name of the reply."""
 
 
+PROBE_S = 1.0
+"""Seconds within which a listening process takes a connection on loopback."""
+
+
 class Link(Protocol):
     """A peer's calls to others by network address. All have deadlines and raise LinkDown, LinkSlow or LinkRefused."""
 
@@ -73,6 +77,21 @@ class Link(Protocol):
 
     async def status(self, address: str, timeout_s: float) -> str:
         """Fetch the status of the peer at a network address, as JSON."""
+
+    async def nobody_listens(self, address: str) -> bool:
+        """Whether a network address refuses connections because its process is gone for certain: dead, not cut off.
+
+        Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed
+        a network may be a firewall's.
+        """
+        if not is_loopback(address):
+            return False
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
+            writer.close()
+        except OSError as error:  # of which TimeoutError is one
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
     async def close(self) -> None:
         """Close all connections of the link, and end its calls."""
@@ -117,23 +136,3 @@ class Service(Protocol):
 
     def on_status(self) -> str:
         """Answer a call of `Link.status`: this peer's status as JSON."""
-
-
-PROBE_S = 1.0
-"""Seconds within which a listening process takes a connection on loopback."""
-
-
-async def nobody_listens(address: str) -> bool:
-    """Whether a network address refuses connections because its process is gone for certain: dead and not cut off.
-
-    Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed a
-    network may be a firewall's.
-    """
-    if not is_loopback(address):
-        return False
-    try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
-        writer.close()
-    except OSError as error:  # of which TimeoutError is one
-        return isinstance(error, ConnectionRefusedError)
-    return False

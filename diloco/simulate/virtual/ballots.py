@@ -78,6 +78,14 @@ class SimulatedBallots:
             names = ", ".join(sorted(uncast))
             raise Violation("I1", f"{host.name} counts a vote of {names} for {_name(commit, tally.attempt)}, not cast")
 
+    def accepted_by(self, previous: str, voters: set[str]) -> list[Commit]:
+        """Commits after the one with digest `previous` that one of these voters accepted last."""
+        last: dict[str, Ballot] = {}
+        for ballot, cast in self._votes.get(previous, {}).items():
+            for voter in cast & voters:
+                last[voter] = max(last.get(voter, ballot), ballot)
+        return [self._proposed[digest] for digest in {digest for _, digest in last.values()}]
+
     def closed(self, host: SimulatedProcess, commit: Commit) -> None:
         """Note that a commit had its majority in the simulation. A coordinator with all votes proposes to nobody."""
         if commit.fragment >= 0:
@@ -95,9 +103,10 @@ class SimulatedBallots:
         ballots = self._votes.get(commit.previous, {})
         cast = [voters for (_, digest), voters in ballots.items() if digest == commit.digest]
         votes = max((len((voters | mine) & members) for voters in cast), default=len(mine & members))
-        living = sum(map(self.world.lives, before.view))
-        needed = votes_needed(len(before.view), len(before.view) - living if self.world.plan.proven else 0)
-        needed = min(needed, living) if self.world.invariants.evicted else needed
+        gone = self.world.machines.proved(host, before.view)
+        evicted = {one.peer for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
+        needed = votes_needed(len(members), len(gone | evicted))
+        needed = min(needed, len(members - gone - evicted)) if evicted else needed
         if votes < needed:
             raise Violation("I1", f"{host.name} decides version {commit.version} with {votes} votes of {needed}")
 
@@ -135,7 +144,8 @@ class SimulatedBallots:
         self._led.add(place)
         self._attempt[commit.digest] = max(self._attempt.get(commit.digest, 0), propose.attempt)
         attempt, digest = self._chosen.get(commit.previous, (propose.attempt, commit.digest))
-        if propose.attempt > attempt and commit.digest != digest and not self.world.invariants.evicted:
+        other = propose.attempt > attempt and commit.digest != digest
+        if other and not self._given_up(digest):
             what = f"proposes {_name(commit, propose.attempt)} when {digest[:8]} has the votes of a majority"
             raise Violation("I1", f"{host.name} {what}")
 
@@ -150,9 +160,16 @@ class SimulatedBallots:
             raise Violation("I1", f"{host.name} {what}")
         accepting = [ready for ready in tally.ready.values() if ready.accepted is not None] if tally is not None else []
         last = max(accepting, key=lambda ready: ready.accepted_attempt, default=None)
-        if last is not None and last.accepted not in (None, commit) and not self.world.invariants.evicted:
+        known = last.accepted if last is not None else None
+        if known not in (None, commit) and not self._given_up(known.digest):
             what = f"proposes {_name(commit, propose.attempt)} and knows what was accepted later"
             raise Violation("I1", f"{host.name} {what}")
+
+    def _given_up(self, digest: str) -> bool:
+        """Whether what had votes died with lives for which an operator answers."""
+        commits = self.world.invariants.commits  # who decides alone proposes to nobody
+        commit = self._proposed.get(digest) or commits.get(digest)
+        return commit is not None and self.world.promise.given_up(commit)
 
     def _accept(self, host: SimulatedProcess, accept: m.Accept) -> None:
         commit = self._proposed.get(accept.commit_digest)
@@ -174,7 +191,7 @@ class SimulatedBallots:
         cast |= voters
         if 2 * len(cast & {member.peer for member in before.view}) > len(before.view):
             _, chosen = self._chosen.setdefault(commit.previous, ballot)
-            if chosen != commit.digest and not self.world.invariants.evicted:
+            if chosen != commit.digest and not self._given_up(chosen):
                 what = f"{_name(commit, attempt)} and {chosen[:8]}"
                 raise Violation("I1", f"of one version two commits have the votes of a majority: {what}")
 

@@ -17,10 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.accounts.audit import examine
-from diloco.accounts.books import ChainRecord, book_of, chain_of
+from diloco.accounts.books import ChainRecord
 from diloco.accounts.journal import Recording
-from diloco.accounts.ledger import LEDGER, scan
 from diloco.accounts.replay import Replay, Replayer, Verdict, shelve
 from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
@@ -66,8 +64,8 @@ class SimulationInvariants:
         fragments = world.setup.layout.fragments
         self.nothing: Masks = tuple((0,) * fragment.parts for fragment in fragments)
         self.commits: dict[str, Commit] = {}
-        self.refounded: set[str] = set()
-        """Lineages that an operator began from a checkpoint."""
+        self.refounded: dict[str, str | None] = {}
+        """Lineages that an operator began, and the commit of the checkpoint from which; None: from nothing."""
         self.trained_tokens = 0
         self.discarded_tokens = 0
         self.void_tokens = 0
@@ -77,9 +75,12 @@ class SimulationInvariants:
         self._committed: dict[str, Masks] = {}
         self._made: dict[tuple[str, int], list[Made]] = {}
         self._recomputed: set[str] = set()
-        self._closers: dict[str, list[SimulatedProcess]] = {}
-        self.evicted = False
-        """An operator declared somebody dead."""
+        self._holders: dict[str, set[tuple[SimulatedProcess, Member]]] = {}
+        """By commit, lives that closed it or copied its state."""
+        self._lost: set[str] = set()
+        """Digests of commits that died with all that had them, where another was made."""
+        self._given_up: set[int] = set()
+        """Versions of which a commit died with all that had it, and another was made."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
         self.ballots = SimulatedBallots(world)
@@ -104,9 +105,9 @@ class SimulationInvariants:
         self._stands_on[host.life] = commit
         place = commit.lineage, commit.version
         known = self._digest_of.setdefault(place, digest)
-        self._closers.setdefault(digest, []).append(host)
+        self._holders.setdefault(digest, set()).add((host, host.machine.me))
         if known != digest:
-            if not self._lost_with_the_dead(known):
+            if not self.lost_with_the_dead(known):
                 raise Violation("I1", f"{host.name} closed another version {commit.version} than others did")
             self._state_of.pop(place, None)  # theirs
         self._digest_of[place] = digest
@@ -121,19 +122,37 @@ class SimulationInvariants:
         self.world.log_commit(host, commit)
         other = self._following.setdefault(commit.previous, digest)
         if other != digest and not (self._may_fork(commit) or self._may_fork(self.commits[other])):
-            if not self._lost_with_the_dead(other):
+            if not self.lost_with_the_dead(other):
                 raise Violation("I8", f"{host.name} closed a second version {commit.version} after the same one")
-            del self.commits[other]
+            self._given_up.add(self.commits.pop(other).version)
+            self._lost.add(other)
         before = self.commits.get(commit.previous)
         tokens = (before.tokens if before else 0) + sum(counted.tokens for counted in commit.counted)
         if commit.tokens != tokens:
             raise Violation("I2", f"version {commit.version} says {commit.tokens} tokens, its entries sum to {tokens}")
+        if commit.fragment < 0 and before is not None:
+            self._check_founding(host, commit, before)
         self.commits[digest] = commit
         self._committed[digest] = self._masks_after(commit)
 
-    def _lost_with_the_dead(self, digest: str) -> bool:
-        """Whether the simulated operator declared dead, and rightly, all who had a version."""
-        return self.evicted and not any(host.alive for host in self._closers[digest])
+    def _check_founding(self, host: SimulatedProcess, commit: Commit, before: Commit) -> None:
+        """I5: a lineage begins with the version and the state of the commit that it goes on from."""
+        state = self._state_of.get((before.lineage, before.version), commit.state_digest)
+        if (commit.version, commit.state_digest) != (before.version, state):
+            what = f"version {commit.version} and state {commit.state_digest[:8]} after version {before.version}"
+            raise Violation("I5", f"{host.name} founds {commit.lineage} with {what} and state {state[:8]}")
+
+    def lost_with_the_dead(self, digest: str) -> bool:
+        """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it."""
+        commit = self.commits.get(digest)
+        before = self.commits.get(commit.previous) if commit else None
+        if commit is None:
+            return True  # it was found lost before
+        if before is None:
+            return commit.previous in self._lost and not any(host.alive for host, _ in self._holders[digest])
+        evicted = {one for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
+        held = self._holders[digest]
+        return bool(evicted) and not any(host.alive or me in set(before.view) - evicted for host, me in held)
 
     def _may_fork(self, commit: Commit) -> bool:
         apart = commit.fragment == -1 and self.world.plan.without_majority == "continue"
@@ -158,6 +177,11 @@ class SimulationInvariants:
                 masks[part] |= pieces
         return tuple(tuple(masks) if index == commit.fragment else entry for index, entry in enumerate(before))
 
+    def counts(self, commit: Commit, host: SimulatedProcess) -> int:
+        """Tokens of a simulated life that a version counts."""
+        entries = [(entry, self._maker(commit, entry)) for entry in commit.counted if entry.peer == host.name]
+        return sum(entry.tokens for entry, made in entries if made.life == host.life)
+
     def _maker(self, commit: Commit, counted: Counted) -> Made:
         before = self.commits.get(commit.previous)
         member = before.member(counted.peer) if before else None
@@ -170,7 +194,11 @@ class SimulationInvariants:
     def on_start(self, host: SimulatedProcess) -> None:
         """Note the lineage that a simulated founder founds, and check the state that it begins with."""
         if host.founder and self.commits:
-            self.refounded.add(host.machine.lineage)
+            commit, saved = host.line.commit, self.world.machines.saved_at_least(self.world.plan.checkpoint_every)
+            if host.line.state.version < saved:
+                what = f"{host.name} founds anew from version {host.line.state.version}"
+                raise Violation("I5", f"{what}, one from {saved} on must be on a disk")
+            self.refounded[host.machine.lineage] = commit.digest if commit is not None else None
             self.on_resume(host, host.line)
 
     def on_effect(self, host: SimulatedProcess, effect: m.Effect) -> None:
@@ -234,6 +262,7 @@ class SimulationInvariants:
         commit = line.commit
         if commit is None:
             return
+        self._holders.setdefault(commit.digest, set()).add((host, host.machine.me))
         key = (commit.lineage, line.state.version)
         if self._state_of.setdefault(key, line.state.digest) != line.state.digest:
             raise Violation("I1", f"{host.name} holds another state of version {line.state.version} than others")
@@ -252,28 +281,18 @@ class SimulationInvariants:
         mine, other = self._stands_on.pop(host.life, None), self._stands_on.get(there.life) if there else None
         if mine is None or other is None:
             return
-        shared = set(self._back_from(other))
-        parted = next((digest for digest in self._back_from(mine) if digest in shared), None)
+        shared = set(self.back_from(other))
+        parted = next((digest for digest in self.back_from(mine) if digest in shared), None)
         lost = mine.tokens - (self.commits[parted].tokens if parted else 0)
         if lost != void_tokens:
             raise Violation("I8", f"{host.name} says that {void_tokens} tokens are void with its lineage, {lost} are")
 
-    def _audit(self) -> None:
-        """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
-        operator may have given up for lost."""
-        if self.evicted or not self.world.keeps_disks:
-            return
-        folders = [folder for disk in self.world.disks.values() for folder in (*disk.put_away, disk.folder)]
-        ledgers = [folder / LEDGER for folder in folders if (folder / LEDGER).is_file()]
-        found = [(path.parent.name, scan(path.read_bytes())) for path in ledgers]
-        books = [
-            book_of(Path(name), scanned) for name, scanned in found if any(r.kind == "open" for r in scanned.records)
-        ]
-        for finding in examine(books, chain_of(books)).violations:
-            where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
-            raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+    def given_up(self) -> set[int]:
+        """Versions of which a commit was lost with the dead, and another may have been made."""
+        lost = {commit.version for digest, commit in self.commits.items() if self.lost_with_the_dead(digest)}
+        return lost | self._given_up
 
-    def _back_from(self, commit: Commit) -> Iterator[str]:
+    def back_from(self, commit: Commit) -> Iterator[str]:
         """Digests of the simulation's commits, from this one back to the first."""
         digest = commit.digest
         while digest in self.commits:
@@ -288,19 +307,6 @@ class SimulationInvariants:
         since_s, patience_s = host.waiting_since_s, PATIENCE_S + 1.0
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
-
-    def at_the_end(self, hosts: Sequence[SimulatedProcess]) -> None:
-        """Check the simulation's end: one chain with all that any peer ever closed, but for lineages that ended."""
-        self._audit()
-        if self.refounded or self.world.plan.without_majority == "continue":
-            return
-        for host in hosts:
-            commit = host.machine.commit
-            chain = set(self._back_from(commit)) if commit else set()
-            for digest, closed in self.commits.items():
-                kept = digest in chain or closed.version > host.machine.version
-                if not kept and not self._lost_with_the_dead(digest):
-                    raise Violation("I5", f"version {closed.version} was closed and is not in the chain of {host.name}")
 
 
 # ---------------------------------------------------------------- made once more

@@ -1,77 +1,55 @@
-"""The simulated operator of a run: declares the dead dead, and begins again when all have died."""
+"""The simulated operator of a run: evicts the dead, and begins again when all have died.
+
+It knows what peers that answer say in `diloco status`, and what a person sees on the machines: which processes run, and
+the files on the disks.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
-from diloco.base.types import Commit, Member
-from diloco.protocol import messages as m
-from diloco.protocol.coordinator import MEAN_LOST
+from diloco.base.errors import TicketError, UnreachableError, UsageError
+from diloco.run.operate import evict
+from diloco.simulate.virtual.network import SimulatedLink
+from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.timeline import ProcessLoop
 from diloco.storage.checkpoint import latest
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
     from diloco.simulate.virtual.world import SimulatedWorld
 
-OPERATOR = Member("operator", 0, "")
+Status = dict[str, Any]
 
 
 class SimulatedOperator:
-    """Acts on what is really so in the simulated world, which people can find out and peers cannot."""
+    """A person at a terminal, with the commands of `diloco`."""
+
+    name = "operator"
+    send_bps = 0
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.world = world
+        self.loop = ProcessLoop.on(world.timeline)
+        self._lineages: list[str] = []
+        """Lineages that it founded anew, the latest last."""
+        self._began: SimulatedProcess | None = None
+        """The process with which it last founded the run anew."""
 
-    def help(self) -> None:
-        """Do what a simulated run needs in which too many died."""
-        commit = self._newest_commit()
-        if commit is None and any(host.founds for host in self.world.hosts.values()):
-            self._start_all()  # a run begins, and waits for so many
-        elif commit is None or not self._can_go_on(commit):
-            self.resume()
-        else:
-            self._restart_strays(commit)
-            self._evict_if_needed(commit)
-
-    def _evict_if_needed(self, commit: Commit) -> None:
-        """Evict dead simulated peers if the living are too few, or lack a mean; resume if the dead were ahead."""
-        alive = [member for member in commit.view if self.world.lives(member)]
-        asked = any(self.world.hosts[member.peer].machine.reason.startswith(MEAN_LOST) for member in alive)
-        few = self.world.plan.without_majority == "wait" and len(alive) <= len(commit.view) // 2
-        if not (few or asked):
-            return
-        if any(version > commit.version for version in self._checkpoints().values()):
-            self.resume()
-            return
-        for member in commit.view:
-            if not self.world.lives(member):
-                self.evict(member.peer)
-
-    def _restart_strays(self, commit: Commit) -> None:
-        """Start simulated peers again whose run was founded anew meanwhile: until then they are refused."""
-        heals = self.world.plan.without_majority == "continue"
-        for host in list(self.world.hosts.values()):
-            ended = host.alive and host.up and host.machine.lineage != commit.lineage
-            if ended and not (heals and host.machine.commit):
-                host.die("the operator starts it again")
-                self.world.join(host.name, with_disk=True)
+    def look(self) -> None:
+        """Ask all peers that run for their status, and do what is needed."""
+        self._spawn(self._help)
 
     def evict(self, peer: str) -> None:
-        """A simulated `diloco evict`: declare to every live member that this peer is dead. If it lives, do nothing."""
-        commit = self._newest_commit()
-        member = commit.member(peer) if commit else None
-        if member is None or self.world.lives(member):
-            return
-        self.world.log("", f"the operator EVICTS {peer}")
-        self.world.invariants.evicted = True
-        for host in self.world.hosts.values():
-            if host.alive and host.up and host.machine.in_view:
-                rules, lineage = self.world.setup.rules, host.machine.lineage
-                body = m.Evict(peer, member.incarnation)
-                envelope = m.Envelope(rules.run, rules.contract, lineage, OPERATOR, "", 0, body)
-                self.world.network.throw_in(host, envelope)
+        """Declare a peer dead, if none of its processes is what the members take it for."""
+        self._spawn(lambda: self._evict_early(peer))
 
     def resume(self) -> None:
-        """A simulated `diloco peer --resume`: the peer with the latest checkpoint founds anew, the others join it."""
+        """`diloco peer --resume`: the peer with the latest checkpoint founds the run anew, the others join it."""
         world = self.world
         for host in (*world.hosts.values(), *world.ghosts):
             host.die("the operator begins again")
@@ -79,8 +57,34 @@ class SimulatedOperator:
         kept = self._checkpoints()
         first = max(kept, key=lambda name: kept[name], default="p0")
         world.log(first, f"begins again from {'its checkpoint' if first in kept else 'nothing'}")
-        world.start(first, founder=True, resumes=True)
+        self._began = world.start(first, founder=True, resumes=True)
         self._start_all()
+
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.loop.call_soon(lambda: self.loop.create_task(work()).add_done_callback(_raise))
+
+    # ------------------------------------------------------------ what it sees
+
+    def _running(self) -> list[SimulatedProcess]:
+        return [host for host in self.world.hosts.values() if host.alive]
+
+    async def _statuses(self) -> dict[str, Status]:
+        """What peers that run say of the run, by name."""
+        link = self._link()
+
+        async def ask(host: SimulatedProcess) -> Status | None:
+            try:
+                tree: Status = json.loads(await link.status(host.address, RPC_S))
+                return tree
+            except (LinkDown, LinkSlow, LinkRefused):
+                return None
+
+        running = self._running()
+        answers = await asyncio.gather(*map(ask, running))
+        return {host.name: answer for host, answer in zip(running, answers, strict=True) if answer is not None}
+
+    def _link(self) -> SimulatedLink:
+        return SimulatedLink(self.world.network, self, RPC_S)  # type: ignore[arg-type]
 
     def _checkpoints(self) -> dict[str, int]:
         """Version of the latest checkpoint of each simulated peer of the beginning."""
@@ -88,19 +92,114 @@ class SimulatedOperator:
         found = {name: latest(disk.folder / "checkpoints") for name, disk in disks.items()}
         return {name: int(path.name.lstrip(".v").partition(".")[0]) for name, path in found.items() if path}
 
+    # ------------------------------------------------------------ what it does
+
+    async def _help(self) -> None:
+        if all(host.witness for host in self._running()):
+            self.resume()
+            return
+        statuses = await self._statuses()
+        founded = {name: status for name, status in statuses.items() if status["founded"] and _own(status)["in_view"]}
+        if not founded:
+            waits = any(host.founder and host.founds for host in self._running())
+            self._start_all() if waits else self.resume()
+            return
+        lineage = self._lineage(founded)
+        mine = {name: status for name, status in founded.items() if status["lineage"] == lineage}
+        if self._restart_strays(statuses, lineage):
+            return
+        if self._stop_barred(statuses):
+            return
+        newest = max(status["version"] for status in mine.values())
+        if all(status["state_version"] < newest for status in mine.values()):
+            self.resume()  # nobody that runs has what was agreed on last
+            return
+        await self._evict_missing(statuses, mine, newest)
+
+    def _lineage(self, founded: dict[str, Status]) -> str:
+        """The lineage that it founded last, or else the one with the most tokens."""
+        if self._began is not None and (status := founded.get(self._began.name)):
+            return str(status["lineage"])
+        return str(max(founded.values(), key=lambda status: (status["tokens"], status["lineage"]))["lineage"])
+
+    def _restart_strays(self, statuses: dict[str, Status], lineage: str) -> bool:
+        """Start peers again whose run was founded anew meanwhile: until then they are refused."""
+        heals = self.world.plan.without_majority == "continue"
+        strays = [name for name, status in statuses.items() if status["lineage"] != lineage]
+        strays = [name for name in strays if not (heals and statuses[name]["founded"])]
+        for name in strays:
+            self.world.hosts[name].die("the operator starts it again")
+            self.world.join(name, with_disk=True)
+        return bool(strays)
+
+    def _stop_barred(self, statuses: dict[str, Status]) -> bool:
+        """Stop peers whose contributions others refuse for good."""
+        barred = {peer for status in statuses.values() for peer in status["barred"]}
+        running = [self.world.hosts[peer] for peer in sorted(barred) if self.world.hosts[peer].alive]
+        for host in running:
+            host.die("the operator stops it: it is barred")
+        return bool(running)
+
+    async def _evict_missing(self, statuses: dict[str, Status], mine: dict[str, Status], newest: int) -> None:
+        """Evict dead peers where status names their votes, or a mean that only they have; resume if they were ahead."""
+        waits = self.world.plan.without_majority == "wait"
+        asked: dict[str, list[str]] = {}
+        """By member to be asked, names of the dead."""
+        for name, status in mine.items():
+            missing = status["votes_missing"] if waits and status["votes"] < status["votes_needed"] else []
+            dead = list(dict.fromkeys((*missing, *status["mean_lost_with"])))
+            asked[name] = [peer for peer in dead if self._is_over(peer, status, statuses)]
+        lost = {peer for dead in asked.values() for peer in dead}
+        if lost and any(version > newest for version in self._checkpoints().values()):
+            self.resume()
+            return
+        for peer in sorted(lost):
+            await self._evict(peer, next(name for name in asked if peer in asked[name]), statuses)
+
+    def _is_over(self, peer: str, status: Status, statuses: dict[str, Status]) -> bool:
+        """Whether the life of a peer that a member's view names is over: no process runs it, or another life does."""
+        host = self.world.hosts.get(peer)
+        if host is None or not host.alive:
+            return True
+        named = next((entry["incarnation"] for entry in status["peers"] if entry["peer"] == peer), None)
+        return peer in statuses and _own(statuses[peer])["incarnation"] != named
+
+    async def _evict_early(self, peer: str) -> None:
+        statuses = await self._statuses()
+        knowing = [name for name, status in statuses.items() if _named(status, peer) and name != peer]
+        knowing.sort(key=lambda name: statuses[name]["version"])
+        if knowing and self._is_over(peer, statuses[knowing[-1]], statuses):
+            await self._evict(peer, knowing[-1], statuses)
+
+    async def _evict(self, peer: str, member: str, statuses: dict[str, Status]) -> None:
+        entry = _named(statuses[member], peer)
+        if entry is None:
+            return
+        self.world.log("", f"the operator EVICTS {peer}")
+        self.world.promise.evicted.add((peer, entry["incarnation"]))
+        try:
+            await evict(self._link(), self.world.hosts[member].address, peer)
+        except (UnreachableError, TicketError, UsageError) as error:
+            self.world.log("", f"the eviction of {peer} is not heard: {error}")
+
     def _start_all(self) -> None:
         """Start all simulated peers whom the founder waits for and who are not there."""
         for index in range(self.world.plan.peers):
             self.world.after(0.05, self.world.join, f"p{index}", True)
 
-    def _newest_commit(self) -> Commit | None:
-        up = [host for host in self.world.hosts.values() if host.alive and host.up]
-        commits = [host.machine.commit for host in up if host.machine.commit]
-        return max(commits, key=lambda commit: (commit.version, commit.tokens), default=None)
 
-    def _can_go_on(self, commit: Commit) -> bool:
-        """Whether an honest simulated trainer of the latest view lives, and one has its state or can make it."""
-        trainers = [member for member in commit.view if not member.witness]
-        hosts = [self.world.hosts[member.peer] for member in trainers if self.world.lives(member)]
-        honest = [host for host in hosts if host.name not in self.world.liars]
-        return bool(honest) and any(host.holds(commit) for host in hosts)
+def _own(status: Status) -> Status:
+    """What a peer that answers says of itself."""
+    entry: Status = next(entry for entry in status["peers"] if entry["peer"] == status["answering"])
+    return entry
+
+
+def _named(status: Status, peer: str) -> Status | None:
+    """What a member says of a peer of its view."""
+    found: Sequence[Status] = [entry for entry in status["peers"] if entry["peer"] == peer and entry["in_view"]]
+    return found[0] if found else None
+
+
+def _raise(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error

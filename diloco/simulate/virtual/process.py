@@ -29,7 +29,9 @@ from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
+from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plan import OMITS
 from diloco.simulate.virtual.progress import SimulatedProgress
@@ -59,11 +61,18 @@ class SimulatedProcess:
         self.loop = ProcessLoop.on(world.timeline, name)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
+        self.saving: SimulatedSaving | None = None
+        self.first: SimulatedProcess | None = None
+        """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
         self.fuse: FaultFuse | None = None
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
+        self.syncs_to_death = -1
+        """It dies after so many syncs of its next checkpoint; below 0: it does not."""
         self.lie = ""
+        self.incarnations: set[int] = set()
+        """Lives, as views name them, that this process has been."""
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
@@ -134,6 +143,11 @@ class SimulatedProcess:
         return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
+    def has_folder(self) -> bool:
+        """Whether the simulated process writes to its folder."""
+        return self.alive and self._leading is not None
+
+    @property
     def entered(self) -> bool:
         """Whether the simulated peer has taken its first inner step."""
         return self.training is not None and self.training.steps > 0
@@ -143,7 +157,8 @@ class SimulatedProcess:
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
-        task = self.loop.create_task(lived(self._life()))
+        life = self._life()
+        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
         task.add_done_callback(self._over)
 
     def _over(self, task: Any) -> None:
@@ -154,7 +169,7 @@ class SimulatedProcess:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
-            self.die(f"{type(error).__name__}: {error.cause}")
+            self.die(f"{type(error).__name__}: {error.cause}".replace(f"{self.disk.root}/", ""))
         else:
             raise error
 
@@ -222,6 +237,15 @@ class SimulatedProcess:
             yield from run.stepping(1, None, fresh)
         self.ended = "the run is done" if run.done else "left"
         yield from run.leaves()
+        if run.done:
+            self.world.ends(self, run)
+
+    def _behind_disk(self, life: Life[None]) -> Life[None]:
+        """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""
+        for wanted in life:
+            if owed_s := self.disk.owed():
+                yield Wait(None, owed_s)
+            yield wanted
 
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
@@ -253,15 +277,20 @@ class SimulatedProcess:
         island = Island(0, 1, torch.device("cpu"))
         training = self.training = SimulatedTraining(self)
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
-        self._rank = rank
+        self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
         entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
+            if self.first is not None and not self.first.has_folder:
+                self.die("the first process has ended meanwhile")
             leading = self._leading = lead(entrance, rank, parts, closing)
-            self.progress = SimulatedProgress(self, rank.line)
+            if self.first is not None:
+                raise Violation("I5", f"two processes of {self.name} write to the same folder")
+            assert isinstance(leading.life, PeerLife)
+            self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
             run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
@@ -280,6 +309,7 @@ class SimulatedProcess:
     def serve(self, service: ExchangeService) -> None:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
+        self.world.machines.listens(self)
         exchange, machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
@@ -294,6 +324,9 @@ class SimulatedProcess:
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
+            if isinstance(envelope.body, m.Evict) and reply is m.Reply.OK:
+                self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
+            self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             return reply, effects
 
@@ -315,6 +348,7 @@ class SimulatedProcess:
     def _seen(self, effects: Sequence[m.Effect]) -> None:
         """The state machine of the simulated peer is about to have these effects carried out."""
         invariants = self.world.invariants
+        self.incarnations.add(self.machine.me.incarnation)
         for effect in effects:
             self.world.performed(self, effect)
             invariants.on_effect(self, effect)
@@ -346,6 +380,7 @@ class SimulatedProcess:
         peer = life.peer
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
+        closed = journal.closed
         offer, exchanged, line = exchange.offer, life.exchanged, peer.line
 
         def on_opened(contract: Any) -> None:
@@ -367,6 +402,10 @@ class SimulatedProcess:
             discarded(tokens, reason)
             progress.dropped(tokens)
 
+        def on_closed(reason: str) -> None:
+            closed(reason)
+            progress.closes()
+
         def on_offer(contribution: Contribution, leaving: bool) -> Future[Skip | None]:
             assert line.sent is not None
             if contribution is not self._offered:
@@ -385,6 +424,7 @@ class SimulatedProcess:
 
         journal.opened, journal.committed = on_opened, on_committed  # type: ignore[method-assign]
         journal.adopted, journal.discarded = on_adopted, on_discarded  # type: ignore[method-assign]
+        journal.closed = on_closed  # type: ignore[method-assign]
         exchange.offer, life.exchanged = on_offer, on_exchanged  # type: ignore[method-assign]
 
     def _stands(self) -> None:

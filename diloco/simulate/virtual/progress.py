@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import Totals
 from diloco.base.types import Commit, Counted
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
@@ -36,8 +38,9 @@ def bits(mask: int) -> Iterator[int]:
 class SimulatedProgress:
     """The pieces of one simulated life: which are in its weights, to compare with what production code has."""
 
-    def __init__(self, host: SimulatedProcess, line: Line) -> None:
+    def __init__(self, host: SimulatedProcess, line: Line, journal: Journal) -> None:
         self.host = host
+        self.journal = journal
         self.line = line
         self.invariants = host.world.invariants
         self.uncommitted: list[list[int]] = [list(masks) for masks in self.invariants.nothing]
@@ -47,6 +50,10 @@ class SimulatedProgress:
         self.discarded: list[list[int]] = [list(masks) for masks in self.invariants.nothing]
         self.tokens = 0
         """Trained in this life or brought from a checkpoint, and neither counted nor discarded by now."""
+        self.trained = self.committed = self.given_up = 0
+        """All tokens of this life, and where those went that are not here any more."""
+        self.booked: list[Totals] = []
+        """What each record of the ledger must say of this life."""
         self._sent_fragment = 0
         self._sent_pieces: tuple[int, ...] = ()
         self._sent_parts: Sequence[bytes] = ()
@@ -58,8 +65,9 @@ class SimulatedProgress:
         """The uncommitted pieces of each part of each fragment, for a checkpoint."""
         return [list(map(hex, masks)) for masks in self.uncommitted]
 
-    def restored(self, pieces: Sequence[Sequence[str]]) -> None:
+    def restored(self, pieces: Sequence[Sequence[str]], tokens: int) -> None:
         """Take the pieces of progress that a checkpoint holds. Before the line has the rest of it."""
+        self.tokens = tokens
         if pieces:
             self.uncommitted = [[int(text, 16) for text in masks] for masks in pieces]
         for fragment, masks, total in zip(self.line.layout.fragments, self.uncommitted, self.sums, strict=True):
@@ -70,7 +78,7 @@ class SimulatedProgress:
 
     def opened(self) -> None:
         """The life begins, with what its line has."""
-        self.tokens = self.line.trained.tokens
+        self.trained = self.tokens
         self._residuals = [
             self.line.residuals.get(fragment.index, residual).clone()
             for fragment, residual in zip(self.line.layout.fragments, self._residuals, strict=True)
@@ -85,6 +93,7 @@ class SimulatedProgress:
             self.sums[fragment.index] += flat_noise(piece % NOISES, fragment)
             self.uncommitted[fragment.index] = [masks | 1 << piece for masks in self.uncommitted[fragment.index]]
         self.tokens += tokens
+        self.trained += tokens
         self.invariants.trained_tokens += tokens
         return noises()[piece % NOISES]
 
@@ -101,6 +110,11 @@ class SimulatedProgress:
 
     def applied(self, commit: Commit, mine: Counted | None) -> None:
         """Check the pieces of a simulated peer after it applied a version."""
+        counted_tokens = self.invariants.counts(commit, self.host)
+        if counted_tokens != (mine.tokens if mine is not None else 0):
+            what = f"{self.host.name} takes version {commit.version} to count {mine}, it counts {counted_tokens} tokens"
+            raise Violation("I2", f"{what} of this life")
+        self.committed += counted_tokens
         if mine is not None:
             self.tokens -= mine.tokens
             fragment = self.line.layout.fragments[commit.fragment]
@@ -148,8 +162,10 @@ class SimulatedProgress:
             fragment = self.line.layout.fragments[self._sent_fragment]
             self._discard(fragment.index, self._sent_pieces)
             self._take_out(fragment, range(fragment.parts))
-        self.tokens -= discarded_tokens + (mine.tokens if mine is not None else 0)
-        self.invariants.discarded_tokens += discarded_tokens
+        counted_tokens = mine.tokens if mine is not None else 0
+        self.tokens -= discarded_tokens + counted_tokens
+        self.committed += counted_tokens
+        self._gives_up(discarded_tokens)
         old, new = self.invariants.committed(before), self.invariants.committed(self.line.commit)
         for index, (was, now) in enumerate(zip(old, new, strict=True)):
             self._discard(index, [a & ~b for a, b in zip(was, now, strict=True)])  # of a lineage that ended
@@ -165,17 +181,32 @@ class SimulatedProgress:
             self.uncommitted[index] = [0] * len(masks)
             self.sums[index].zero_()
         self.tokens -= discarded_tokens
-        self.invariants.discarded_tokens += discarded_tokens
-        self._check("discarding")
+        self._gives_up(discarded_tokens)
+        self._check("discarding", records=discarded_tokens > 0)
+
+    def closes(self) -> None:
+        """The life ends in good order."""
+        self._check("its end")
+
+    def _gives_up(self, tokens: int) -> None:
+        self.given_up += tokens
+        self.invariants.discarded_tokens += tokens
 
     def _discard(self, index: int, masks: Sequence[int]) -> None:
         self.discarded[index] = [a | b for a, b in zip(self.discarded[index], masks, strict=True)]
 
-    def _check(self, after: str) -> None:
-        """I2 and I4: a simulated peer's weights are the anchor and exactly the pieces that are still its own."""
+    def _check(self, after: str, records: bool = True) -> None:
+        """I2 and I4: a simulated peer's weights are the anchor and exactly the pieces that are still its own.
+
+        `records`: the ledger has a record of it.
+        """
         name, line = self.host.name, self.line
         if line.trained.tokens != self.tokens or self.tokens < 0:
             raise Violation("I2", f"{name} after {after}: {line.trained.tokens} tokens of progress, not {self.tokens}")
+        totals = Totals(self.trained, self.committed, self.given_up, self.tokens)
+        if not totals.balanced or self.journal.totals != totals:
+            raise Violation("I2", f"{name} after {after}: the books say {self.journal.totals}, it was {totals}")
+        self.booked += [totals] * records
         committed = self.invariants.committed(line.commit)
         for index, masks in enumerate(self.uncommitted):
             for part, (ours, theirs, gone) in enumerate(

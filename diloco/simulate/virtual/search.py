@@ -21,7 +21,8 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.plan import FaultPlan, draw, parse
+from diloco.simulate.virtual.draw import SIZES, draw
+from diloco.simulate.virtual.plan import FaultPlan, parse
 from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
@@ -42,20 +43,26 @@ class SeedOptions:
     """A planted bug, see `diloco.simulate.virtual.planted`."""
     speeds: str = ""
     """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
+    size: str = "usual"
+    """One of `diloco.simulate.virtual.plan.SIZES`."""
     rare: bool = True
     """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> FaultPlan:
         """A seed's plan of faults, with these options."""
         speeds = speed_range(self.speeds) if self.speeds else None
-        return draw(seed, self.policy, self.without_majority, speeds, self.rare)
+        return draw(seed, self.policy, self.without_majority, speeds, self.rare, self.size)
 
     def check(self) -> None:
         """Raises UsageError where `diloco virtual` has no such option."""
-        known = {"--policy": ("", "sync", "quorum", "async"), "--without-majority": ("", "wait", "continue")}
-        for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
-            if value not in known[option]:
-                raise UsageError(f"{option} is {value!r}", f"known: {', '.join(known[option][1:])}")
+        known = {
+            "--policy": (self.policy, ("", "sync", "quorum", "async")),
+            "--without-majority": (self.without_majority, ("", "wait", "continue")),
+            "--size": (self.size, tuple(SIZES)),
+        }
+        for option, (value, values) in known.items():
+            if value not in values:
+                raise UsageError(f"{option} is {value!r}", f"known: {', '.join(filter(None, values))}")
         if self.speeds:
             speed_range(self.speeds)
 
@@ -167,6 +174,7 @@ def search(
     options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
     options += [f"--speeds {choice.speeds}"] if choice.speeds else []
     options += ["--until-found"] if until_found else []
+    options += [f"--size {choice.size}"] if choice.size != "usual" else []
     command = " ".join(["diloco virtual --seeds", f"{first}:{last}", *options])
     return tally.as_json(command, monotonic_s() - started_s)
 
@@ -337,6 +345,7 @@ def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
 SETTINGS = (
     "loss", "witnesses", "fragments", "merge", "overlap", "feedback", "codec", "optimizer", "weighting", "uplinks",
     "sized_by", "speeds", "policy", "proven", "delay_s", "most_peers", "radial", "fixed_addresses",
+    "bandwidth", "stragglers", "total_tokens", "calm_s",
 )  # fmt: skip
 
 

@@ -69,9 +69,10 @@ class SimulatedTraining:
         return {"local": [held(name, one.detach()) for name, one in self.weights.parameters.items()]} if local else {}
 
     def kept(self) -> Contents:
-        """The pieces of progress in the weights."""
-        assert self._process.progress is not None
-        return {}, {"pieces": self._process.progress.as_json()}
+        """The pieces of progress in the weights, and their tokens."""
+        progress = self._process.progress
+        assert progress is not None
+        return {}, {"pieces": progress.as_json(), "pieces_tokens": progress.tokens}
 
     def restore(self, opened: Callable[[], Checkpoint]) -> None:
         """Take the weights and the pieces of progress in them from a checkpoint."""
@@ -80,7 +81,10 @@ class SimulatedTraining:
         for name, parameter in self.weights.parameters.items() if weights else ():
             weights.read(held(name, parameter.detach()))
         assert self._process.progress is not None
-        self._process.progress.restored(checkpoint.value("pieces", list) if weights else [])
+        if weights:
+            self._process.progress.restored(checkpoint.value("pieces", list), checkpoint.value("pieces_tokens", int))
+        else:
+            self._process.progress.restored([], 0)
 
     def evaluate(self) -> float | None:
         """None: there is nothing to learn."""

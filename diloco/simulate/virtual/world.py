@@ -22,23 +22,29 @@ from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
+from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
+from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
 from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.invariants import SimulationInvariants
+from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
+from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
+from diloco.simulate.virtual.promise import SimulatedPromise
+from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
 """After the last fault everybody must be together again, and versions must close, within this time; where there are
 slow peers, within three of their rounds more. A life that its clock makes an earlier one must first be forgotten."""
-OPERATOR_S = 8.0
-"""An operator looks again this often."""
+FIRST_LOOK_S, OPERATOR_S = 3.0, 8.0
+"""A person comes so long after the last fault where one is needed, and looks again this often."""
+MAX_HELP = 4
+"""Times `HEAL_S` for which a person helps."""
 LOOK_S = 0.25
 RETRY_S = 0.5
 CLOCK_S = 1000.0
@@ -75,16 +81,27 @@ class SimulatedWorld:
         self.timeline = Timeline()
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
+        self.machines = SimulatedMachines(self)
+        self.promise = SimulatedPromise(self)
+        self.operator = SimulatedOperator(self)
         self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
         self.invariants = SimulationInvariants(self)
         self.hosts: dict[str, SimulatedProcess] = {}
         self.ghosts: list[SimulatedProcess] = []
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
+        self.slow_disks = any(fault.kind == "disk" and fault.how.startswith("late") for fault in plan.faults)
         self.liars: set[str] = set()
+        self.plan_names = [f"p{index}" for index in range(plan.peers)]
+        """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
+        if plan.total_tokens:  # all of them, by a few peers
+            rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
+            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.finished: dict[str, str] = {}
+        """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
         """Peers whose clock begins anew at each start, and how often they started so."""
         self.faults: Counter[str] = Counter()
@@ -151,7 +168,13 @@ class SimulatedWorld:
 
     def _disk_now(self) -> SimulatedDisk | None:
         running = self.timeline.running
-        return self._owner[running].disk if running is not None and not running.dead else None
+        owner = self._owner.get(running) if running is not None and not running.dead else None
+        return owner.disk if owner is not None else None
+
+    def running(self) -> SimulatedProcess:
+        """The simulated process to which something happens now."""
+        assert self.timeline.running is not None
+        return self._owner[self.timeline.running]
 
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
@@ -160,7 +183,7 @@ class SimulatedWorld:
     # ------------------------------------------------------------ the plan
 
     def _begin(self) -> None:
-        names = [f"p{index}" for index in range(self.plan.peers)]
+        names = self.plan_names
         self.start(names[0], founder=True)
         for name in (*names[1:], *(f"w{index}" for index in range(self.plan.witnesses))):
             self.after(0.01, self.join, name, False)
@@ -173,17 +196,40 @@ class SimulatedWorld:
         for ghost in self.ghosts:
             ghost.die("the operator ends it: another one has its name")
         self.log("", "the faults are over")
-        SimulatedOperator(self).help()
-        goal, end_s = self._newest() + 2, self.now + self.heal_s
-        while not self._until(self.now + OPERATOR_S, lambda: self._well(goal)):
-            if self.now >= end_s:
-                raise Violation("I7", self._not_well(goal))
-            SimulatedOperator(self).help()
-        self.invariants.at_the_end(self._honest())
+        self._until_well()
+        SimulatedAftermath(self).check(self._honest())
         self.invariants.replayed()
+
+    def _until_well(self) -> None:
+        """Wait until all is well: without help for as long as the rules of the protocol promise that it comes."""
+        goal, end_s = self._newest() + 2, self.now + self.heal_s
+        last_s, look_s = end_s + MAX_HELP * self.heal_s, self.now + FIRST_LOOK_S
+        while not self._until(min(look_s, end_s), lambda: self._well(goal)):
+            look_s = self.now + OPERATOR_S
+            needed = self.promise.person_needed()
+            if needed and self.now < last_s:
+                self.log_once("", f"a person is needed: {needed}")
+                self.operator.look()
+                end_s = self.now + self.heal_s
+            elif self.now >= end_s:
+                raise Violation("I7", self._not_well(goal))
+
+    def ends(self, host: SimulatedProcess, run: Run) -> None:
+        """A simulated peer has seen the end of the run: all must have the same."""
+        self.count("ends")
+        line = host.line
+        lineage = line.commit.lineage if line.commit else ""
+        if self.finished.setdefault(lineage, run.digest) != run.digest:
+            raise Violation("I1", f"{host.name} ends with another state than others")
+        if run.tokens < self.plan.total_tokens:
+            raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
+        if line.trained.tokens:
+            raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
 
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
+        if self.plan.total_tokens:
+            return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
         well = together and not self._failed and min(host.machine.version for host in hosts) >= goal
@@ -211,11 +257,13 @@ class SimulatedWorld:
         """The simulated process at an address, if it lives."""
         return self.network.at(member.address)
 
+    def living(self) -> Iterator[SimulatedProcess]:
+        """Simulated processes that live."""
+        return (host for host in (*self.hosts.values(), *self.ghosts) if host.alive)
+
     def lives(self, member: Member) -> bool:
         """Whether this very life of a simulated peer goes on."""
-        host = self.hosts.get(member.peer)
-        lives = [host, *self.ghosts] if host is not None else self.ghosts
-        return any(one.alive and one.up and one.machine.me == member for one in lives)
+        return any(one.up and one.machine.me == member for one in self.living())
 
     def start(self, name: str, founder: bool = False, resumes: bool = False) -> SimulatedProcess:
         """Start a simulated process. `resumes`: from what its disk holds."""
@@ -225,11 +273,20 @@ class SimulatedWorld:
         host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
         self._owner[host.loop] = host
         host.loop.offset_s = CLOCK_S
+        self.machines.starts(host)
         if name in self.clockless:
             self.clockless[name] += 1
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
         host.begin()
         return host
+
+    def start_second(self, first: SimulatedProcess) -> None:
+        """Start another process in the folder of a simulated peer that lives. It must not get far."""
+        life = next(self._lives)
+        second = SimulatedProcess(self, first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
+        second.first, second.disk = first, first.disk
+        self._owner[second.loop] = second
+        second.begin()
 
     def _address(self, name: str, life: int) -> str:
         """The address of a simulated process: that of the one before it, or another."""

@@ -1,0 +1,103 @@
+"""Checks when a simulation is over: the ledgers on all disks (I2 and `diloco audit`), and what was to be kept (I5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.accounts.audit import examine
+from diloco.accounts.books import Book, RecordedLife, book_of, chain_of
+from diloco.accounts.ledger import LEDGER, Totals, scan
+from diloco.base.types import Commit
+from diloco.simulate.virtual.gate import Violation
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+
+class SimulatedAftermath:
+    """What must be so in a simulated world when all is well again."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world, self.invariants = world, world.invariants
+
+    def check(self, hosts: Sequence[SimulatedProcess]) -> None:
+        """Check the ledgers, and the chains of these simulated peers."""
+        books = list(self._books())
+        for book in books:
+            for life in book.lives:
+                self._check_totals(book, life)
+        self._audit(books)
+        for host in hosts:
+            if host.up and host.machine.commit is not None:
+                self._check_kept(host, host.machine.commit)
+
+    def _books(self) -> Iterator[Book]:
+        folders = [folder for disk in self.world.disks.values() for folder in (*disk.put_away, disk.folder)]
+        for path in (folder / LEDGER for folder in folders):
+            scanned = scan(path.read_bytes()) if path.is_file() else None
+            if scanned is not None and any(record.kind == "open" for record in scanned.records):
+                yield book_of(Path(path.parent.name), scanned)
+
+    # ------------------------------------------------------------ I2: the ledgers
+
+    def _check_totals(self, book: Book, life: RecordedLife) -> None:
+        """I2: a simulated life's ledger has the totals that were counted apart, record by record."""
+        found = [record.totals for record in life.records if record.kind != "gap"]
+        lives = self.world.machines.lives_of(book.peer, int(life.opening["incarnation"]))
+        lives = [one for one in lives if one.progress is not None]
+        counted = [one.progress.booked for one in lives if one.progress is not None]
+        if not any(_in_order(found, true) for true in counted):
+            raise Violation("I2", f"the ledger of {book.peer} has totals that were not so: {found[-1]}")
+        here = len(lives) == 1 and lives[0].disk.folder.name == book.directory.name
+        if here and not lives[0].disk.loses and len(found) != len(counted[0]):
+            raise Violation("I2", f"the ledger of {book.peer} has {len(found)} records of a life, of {len(counted[0])}")
+
+    def _audit(self, books: Sequence[Book]) -> None:
+        """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
+        operator may have given up for lost: of that version there may be two."""
+        given_up = self.invariants.given_up()
+        for finding in examine(books, chain_of(books)).violations if books else ():
+            if finding.rule in ("I1", "I8") and finding.version in given_up:
+                continue
+            where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
+            raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+
+    # ------------------------------------------------------------ I5: what was agreed on stays
+
+    def _check_kept(self, host: SimulatedProcess, head: Commit) -> None:
+        """I5: all that anybody closed is in a simulated peer's chain, but for what parted from it where it may."""
+        commits = self.invariants.commits
+        chain = list(self.invariants.back_from(head))
+        after = {commits[digest].previous: commits[digest] for digest in chain}
+        kept = set(chain)
+        for digest, closed in commits.items():
+            if digest in kept or closed.version > head.version:
+                continue
+            branch = closed
+            while branch.previous in commits and branch.previous not in kept:
+                branch = commits[branch.previous]
+            if not self._may_part(branch, after.get(branch.previous)):
+                what = f"version {closed.version} was closed and is not in the chain of {host.name}"
+                raise Violation("I5", what)
+
+    def _may_part(self, branch: Commit, kept: Commit | None) -> bool:
+        """Whether a commit that is not in a chain may be out of it, which goes on with `kept` after the same one."""
+        invariants = self.invariants
+        if invariants.lost_with_the_dead(branch.digest):
+            return True
+        if self.world.plan.without_majority == "continue":
+            forks = [commit for commit in (branch, kept) if commit is not None and commit.fragment < 0]
+            if forks:
+                return True
+        if kept is None or kept.fragment >= 0 or kept.lineage not in invariants.refounded:
+            return False
+        return invariants.refounded[kept.lineage] in (None, kept.previous)
+
+
+def _in_order(found: Sequence[Totals], counted: Sequence[Totals]) -> bool:
+    """Whether these are among the counted ones, in their order."""
+    rest = iter(counted)
+    return all(one in rest for one in found)

@@ -1,0 +1,83 @@
+"""The machines under the simulated processes: which of them share one, and which deaths its kernel proves.
+
+What a peer may take for proven is decided here, by the answers that it got, and not by what is really so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Member
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+
+class SimulatedMachines:
+    """Machines of a simulation: one for all processes, or one for each name."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world = world
+        self._processes: dict[str, list[SimulatedProcess]] = {}
+        """By name, the latest last."""
+        self._listened: dict[str, SimulatedProcess] = {}
+        """By address: the process that listens there, or was the last to do so."""
+        self._proofs: set[tuple[int, int]] = set()
+        """Life of a process that asked, and life whose death the answer proves."""
+
+    def starts(self, process: SimulatedProcess) -> None:
+        """A process starts on its machine."""
+        self._processes.setdefault(process.name, []).append(process)
+
+    def listens(self, process: SimulatedProcess) -> None:
+        """A process listens at its address from now on."""
+        self._listened[process.address] = process
+
+    def shared(self, name: str, other: str) -> bool:
+        """Whether the processes of these names run on one machine."""
+        return name == other or self.world.plan.proven
+
+    def process_of(self, member: Member) -> SimulatedProcess | None:
+        """The process that is, or was, this life of a peer."""
+        for process in reversed(self._processes.get(member.peer, [])):
+            if process.address == member.address and member.incarnation in process.incarnations:
+                return process
+        return None
+
+    def saved_at_least(self, versions: int) -> int:
+        """Version that some disk, of those that lost nothing, must have a checkpoint of, or of a later one: each life
+        saves one after so many versions, and may die while it does."""
+        found = [
+            process.line.state.version - 2 * versions
+            for name, processes in self._processes.items()
+            for process in processes
+            if process.entered and name in self.world.plan_names and not process.disk.loses
+            if process.disk is self.world.disks[name]
+        ]
+        return max(found, default=-1)
+
+    def lives_of(self, name: str, incarnation: int) -> list[SimulatedProcess]:
+        """Processes of this name that began their life under this number."""
+        return [process for process in self._processes.get(name, []) if incarnation in process.incarnations]
+
+    def refuses(self, asker: SimulatedProcess, address: str) -> bool:
+        """The kernel's answer to a process: whether nobody listens at an address of its own machine."""
+        gone = self._listened.get(address)
+        if gone is None or gone.alive or gone.loses_power or not self.shared(asker.name, gone.name):
+            return False
+        self._proofs.add((asker.life, gone.life))
+        return True
+
+    def proved(self, process: SimulatedProcess, view: Sequence[Member]) -> set[str]:
+        """Members of a view whose deaths were proven to a process."""
+        found = ((member.peer, self.process_of(member)) for member in view)
+        return {peer for peer, gone in found if gone is not None and (process.life, gone.life) in self._proofs}
+
+    def provable(self, name: str, member: Member) -> bool:
+        """Whether a process of this name would be told that this life of a peer is dead, if it asked."""
+        gone = self._listened.get(member.address)
+        same = gone is not None and gone is self.process_of(member)
+        over = gone is not None and not gone.alive and not gone.loses_power
+        return same and over and self.shared(name, member.peer)

@@ -1,0 +1,120 @@
+"""What the rules of the protocol promise about a simulated run when its faults are over: that versions go on closing
+without a person, or why one is needed. Judged by what is really so, and by the rules in `docs/how/protocol.md`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import messages as m
+from diloco.protocol.view import votes_needed
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+    from diloco.simulate.virtual.world import SimulatedWorld
+
+
+class SimulatedPromise:
+    """The rules of the protocol that promise liveness (I7)."""
+
+    def __init__(self, world: SimulatedWorld) -> None:
+        self.world = world
+        self._goodbyes: dict[tuple[str, int, str], dict[str, str]] = {}
+        """By leaver, its incarnation and the commit that it stood on: members that heard its goodbye, and the heir."""
+        self.evicted: set[tuple[str, int]] = set()
+        """Lives that an operator declared dead."""
+
+    def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply) -> None:
+        """Note a goodbye that a simulated peer hears."""
+        body, sender = envelope.body, envelope.sender
+        if isinstance(body, m.Goodbye) and reply in (m.Reply.OK, m.Reply.STALE):
+            for leaver in (sender.peer, *body.votes):
+                heard = self._goodbyes.setdefault((leaver, sender.incarnation, envelope.view), {})
+                heard[host.name] = body.heir
+
+    def person_needed(self) -> str:
+        """The reason why versions may not close without a person's help; empty where the rules promise that they do."""
+        world = self.world
+        up = [host for host in world.hosts.values() if host.alive and host.up]
+        inside = [host for host in up if host.machine.commit is not None and host.machine.in_view]
+        if not any(not host.witness and host.alive for host in world.hosts.values()):
+            return "no trainer runs"
+        if not inside:
+            return self._beginning()
+        newest = max((host.machine.commit for host in inside if host.machine.commit), key=_height)
+        heals = world.plan.without_majority == "continue"
+        strays = [host.name for host in up if host.machine.lineage != newest.lineage]
+        if strays and not heals:
+            return f"{', '.join(strays)} speak of another lineage"
+        if not any(host.holds(newest) for host in self._trainers(newest)):
+            return f"version {newest.version} is with no trainer that lives"
+        votes, needed = self._votes(newest)
+        if len(votes) < needed:  # under `continue` the living found a lineage of their own
+            return "" if heals else f"{len(votes)} of {needed} votes for version {newest.version + 1} live"
+        return self._means(newest, votes)
+
+    def _trainers(self, commit: Commit) -> list[SimulatedProcess]:
+        """Honest trainers of a commit's view that live."""
+        members = [member for member in commit.view if not member.witness and self.world.lives(member)]
+        return [self.world.hosts[member.peer] for member in members if member.peer not in self.world.liars]
+
+    def _beginning(self) -> str:
+        """A founder waits for so many peers before anything is agreed on."""
+        hosts = [host for host in self.world.hosts.values() if host.alive and not host.witness]
+        founders = [host for host in hosts if host.founds]
+        if not founders:
+            return "nobody that lives is in a view"
+        lineages = {host.machine.lineage for host in founders if host.up}
+        here = [host for host in hosts if not host.up or host.machine.lineage in lineages]
+        enough = len(here) >= self.world.plan.peers and len(here) == len(hosts)
+        return "" if enough else f"a founder waits for {self.world.plan.peers}, {len(here)} are here"
+
+    def _votes(self, commit: Commit) -> tuple[set[str], int]:
+        """Members whose vote on the next version a live member has, and how many of them decide."""
+        world, view = self.world, commit.view
+        living = {member.peer for member in view if world.lives(member)}
+        gone = {member.peer for member in view if self._is_gone(member, living)}
+        needed = votes_needed(len(view), len(gone))
+        if any((member.peer, member.incarnation) in self.evicted for member in view):
+            needed = min(needed, len(view) - len(gone))
+        votes = {member.peer for member in view if member.peer in living or self._has_heir(commit, member, living)}
+        return votes - gone, needed
+
+    def _is_gone(self, member: Member, living: set[str]) -> bool:
+        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does."""
+        if member.peer in living:
+            return False
+        evicted = (member.peer, member.incarnation) in self.evicted
+        return evicted or all(self.world.machines.provable(name, member) for name in living)
+
+    def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
+        """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""
+        heard = self._goodbyes.get((leaver.peer, leaver.incarnation, commit.digest), {})
+        return any(peer in living and heir in ("", peer) for peer, heir in heard.items())
+
+    def _means(self, commit: Commit, voters: set[str]) -> str:
+        """Whether a mean that a living voter accepted for the next version lives, too: it may be needed again."""
+        for accepted in self.world.invariants.ballots.accepted_by(commit.digest, voters):
+            if any(host.holds_mean(accepted.mean_digest) for host in self._trainers(commit)):
+                continue
+            if not self._may_give_up(commit):
+                return f"the mean of {accepted.digest[:8]}, which was accepted, is with no trainer that lives"
+        return ""
+
+    def given_up(self, commit: Commit) -> bool:
+        """Whether a commit may be given up: an operator answers for all who may have had it, and no live trainer has
+        its mean."""
+        before = self.world.invariants.commits.get(commit.previous)
+        trainers = [host for host in self.world.living() if host.up and not host.witness]
+        has_it = any(host.holds_mean(commit.mean_digest) for host in trainers)
+        return before is not None and not has_it and self._may_give_up(before)
+
+    def _may_give_up(self, commit: Commit) -> bool:
+        """Whether an operator answers for all trainers of a view that do not live."""
+        lost = [member for member in commit.view if not member.witness and not self.world.lives(member)]
+        return bool(lost) and all((member.peer, member.incarnation) in self.evicted for member in lost)
+
+
+def _height(commit: Commit) -> tuple[int, int, bool]:
+    return commit.tokens, commit.version, commit.fragment < 0

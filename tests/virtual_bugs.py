@@ -1,0 +1,160 @@
+"""Wrong behaviour to plant in production code, each of which some invariant of the simulator must notice.
+
+Here, and only here, these tests know names inside of production's classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from diloco.accounts.journal import Journal
+from diloco.accounts.ledger import Ledger
+from diloco.base.types import Commit, Counted
+from diloco.exchange import service
+from diloco.protocol import messages as m
+from diloco.protocol import view
+from diloco.protocol.machine import Machine
+from diloco.protocol.reduction import Tally
+from diloco.protocol.roster import Admission, Roster
+from diloco.protocol.view import Electorate
+from diloco.run.past import PastRun
+from diloco.simulate.virtual.network import SimulatedLink
+from diloco.storage.saving import CheckpointSchedule
+
+Instead = Sequence[tuple[object, str, Any]]
+"""Owner, name, and what is there meanwhile."""
+
+
+@contextmanager
+def planted(bug: str) -> Iterator[None]:
+    """Have production behave wrongly meanwhile."""
+    with ExitStack() as undo:
+        for owner, name, wrong in BUGS[bug]():
+            before = vars(owner)[name]
+            undo.callback(setattr, owner, name, before)
+            setattr(owner, name, wrong)
+        yield
+
+
+def _no_heirs() -> Instead:
+    return [(Electorate, "bequeath", lambda electorate, leavers, heir: None)]
+
+
+def _no_proofs() -> Instead:
+    return [(Electorate, "died", lambda electorate, member: None)]
+
+
+def _oldest_accepted() -> Instead:
+    def oldest(tally: Tally) -> Commit | None:
+        accepting = [ready for ready in tally.ready.values() if ready.accepted is not None]
+        first = min(accepting, key=lambda ready: ready.accepted_attempt, default=None)
+        return first.accepted if first is not None else None
+
+    return [(Tally, "accepted", oldest)]
+
+
+def _proposes_anew() -> Instead:
+    return [(Tally, "accepted", lambda tally: None)]
+
+
+def _forgets_promise() -> Instead:
+    receive = Machine.receive
+
+    def forgetting(machine: Any, envelope: m.Envelope, now: float) -> Any:
+        body, promised = envelope.body, machine.attempt
+        if not (isinstance(body, m.Propose) and body.attempt < promised and body.version == machine.making):
+            return receive(machine, envelope, now)
+        machine.attempt = body.attempt
+        try:
+            return receive(machine, envelope, now)
+        finally:
+            machine.attempt = max(promised, machine.attempt) if machine.making == body.version else machine.attempt
+
+    return [(Machine, "receive", forgetting)]
+
+
+def _believes_suspicion() -> Instead:
+    async def refuses(link: SimulatedLink, address: str) -> bool:
+        return True
+
+    return [(SimulatedLink, "nobody_listens", refuses)]
+
+
+def _half_is_enough() -> Instead:
+    return [(view, "votes_needed", lambda members, gone: max(members // 2, 1))]
+
+
+def _accepts_unseen() -> Instead:
+    receive = Machine.receive
+
+    def believing(machine: Any, envelope: m.Envelope, now: float) -> Any:
+        if isinstance(envelope.body, m.Propose):
+            machine._held.append(envelope.body.commit.mean_digest)
+        return receive(machine, envelope, now)
+
+    return [(Machine, "receive", believing)]
+
+
+def _books_twice() -> Instead:
+    committed = Journal.committed
+
+    def twice(journal: Journal, commit: Commit, mine: Counted | None) -> None:
+        committed(journal, commit, replace(mine, tokens=2 * mine.tokens) if mine else None)
+
+    return [(Journal, "committed", twice)]
+
+
+def _books_nothing_copied() -> Instead:
+    return [(Journal, "adopted", lambda journal, mine, discarded: None)]
+
+
+def _writes_no_copies() -> Instead:
+    return [(Ledger, "adopted", lambda ledger, position, counted, discarded, totals: None)]
+
+
+def _drops_unbooked() -> Instead:
+    return [(Journal, "discarded", lambda journal, tokens, reason: None)]
+
+
+def _saves_nothing() -> Instead:
+    return [(CheckpointSchedule, "due", lambda schedule, version: None)]
+
+
+def _resumes_from_nothing() -> Instead:
+    return [(PastRun, "checkpoint", lambda past: None)]
+
+
+def _voids_nothing() -> Instead:
+    return [(m.Resync, "__init__", _void_init)]
+
+
+def _void_init(effect: m.Resync, source: Any, discarded_tokens: int) -> None:
+    object.__setattr__(effect, "source", source)
+    object.__setattr__(effect, "discarded_tokens", 0)
+
+
+def _hears_twice() -> Instead:
+    return [(Admission, "replayed", lambda admission, envelope: False)]
+
+
+def _forgives() -> Instead:
+    return [(Roster, "offended", lambda roster, peer: None)]
+
+
+def _tells_no_votes() -> Instead:
+    status_json = service.status_json
+
+    def silent(*given: Any) -> str:
+        return status_json(*given).replace('"votes_missing": [', '"votes_missing": [], "was": [')
+
+    return [(service, "status_json", silent)]
+
+
+BUGS: Mapping[str, Callable[[], Instead]] = {
+    name.lstrip("_").replace("_", "-"): bug
+    for name, bug in list(globals().items())
+    if callable(bug) and getattr(bug, "__annotations__", {}).get("return") == "Instead"
+}
