@@ -24,6 +24,29 @@ WORK_S = 0.004
 """Work of another thread, as averaging or hashing a part, takes about so long."""
 MAX_AT_ONCE = 100_000
 """Callbacks at one moment: more are no progress."""
+MAX_ENDED = 64
+"""Tasks that ended and that a process still knows, besides as many as it has."""
+
+
+class Happening:
+    """A callback that is to happen to a process: what `asyncio.Handle` is, without a context of its own."""
+
+    __slots__ = ("arguments", "callback", "cancelled", "loop", "when_s")
+
+    def __init__(
+        self, loop: ProcessLoop, when_s: float, callback: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        self.loop, self.when_s, self.callback, self.arguments = loop, when_s, callback, arguments
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """It is not to happen any more."""
+        self.cancelled = True
+        self.arguments = ()  # which may be large
+
+    def when(self) -> float:
+        """When it is to happen, by the clock of its process."""
+        return self.when_s
 
 
 class Timeline:
@@ -32,12 +55,10 @@ class Timeline:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.events = 0
-        self.failure: BaseException | None = None
-        """An error that nothing caught."""
         self.running: ProcessLoop | None = None
         """The process to which something happens now."""
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.Handle]] = []
+        self._ready: deque[Happening] = deque()
+        self._timers: list[tuple[float, int, Happening]] = []
         self._order = count()
         self._outside = ProcessLoop.on(self)
         """What happens to no process."""
@@ -48,78 +69,81 @@ class Timeline:
 
     def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function of the simulation later in virtual time."""
-        self.put_at(self.now_s + delay_s, asyncio.Handle(function, arguments, self._outside))
+        when_s = self.now_s + delay_s
+        heapq.heappush(self._timers, (when_s, next(self._order), Happening(self._outside, when_s, function, arguments)))
 
-    def put(self, handle: asyncio.Handle) -> None:
+    def put(self, happening: Happening) -> None:
         """Have a callback happen now, after all others that are to happen now."""
-        self._ready.append(handle)
+        self._ready.append(happening)
 
-    def put_at(self, when_s: float, handle: asyncio.Handle) -> None:
+    def put_at(self, when_s: float, happening: Happening) -> None:
         """Have a callback happen at a virtual time."""
-        heapq.heappush(self._timers, (when_s, next(self._order), handle))
+        heapq.heappush(self._timers, (when_s, next(self._order), happening))
 
     def advance(self, loop: ProcessLoop, seconds: float) -> None:
         """The clock of a process jumps forward: what it waits for comes so much earlier."""
 
-        def sooner(entry: tuple[float, int, asyncio.Handle]) -> tuple[float, int, asyncio.Handle]:
-            when_s, order, handle = entry
-            mine = handle._loop is loop  # type: ignore[attr-defined]
-            return (max(when_s - seconds, self.now_s), order, handle) if mine else entry
+        def sooner(entry: tuple[float, int, Happening]) -> tuple[float, int, Happening]:
+            when_s, order, happening = entry
+            mine = happening.loop is loop
+            return (max(when_s - seconds, self.now_s), order, happening) if mine else entry
 
         self._timers = list(map(sooner, self._timers))
         heapq.heapify(self._timers)
 
     def until(self, end_s: float, well: Callable[[], bool], every_s: float) -> bool:
         """Let everything happen until this virtual time. True as soon as all is well, which is looked at regularly."""
-        look_s, at_once = self.now_s, 0
-        while True:
-            while self._ready:
-                self._happen(self._ready.popleft())
-                at_once += 1
-                if at_once > MAX_AT_ONCE:
-                    raise RuntimeError("the same moment goes on and on")
-            if not self._timers or self._timers[0][0] > end_s:
-                self.now_s = max(self.now_s, end_s)
-                return well()
-            when_s, _, handle = heapq.heappop(self._timers)
-            if when_s > self.now_s:
-                self.now_s, at_once = when_s, 0
-                if when_s >= look_s:
-                    look_s = when_s + every_s
-                    if well():
-                        heapq.heappush(self._timers, (when_s, -1, handle))
-                        return True
-            self._ready.append(handle)
+        look_s, at_once, ready = self.now_s, 0, self._ready
+        try:
+            while True:
+                while ready:
+                    self._happen(ready.popleft())
+                    at_once += 1
+                    if at_once > MAX_AT_ONCE:
+                        raise RuntimeError("the same moment goes on and on")
+                if not self._timers or self._timers[0][0] > end_s:
+                    self.now_s = max(self.now_s, end_s)
+                    return well()
+                when_s, _, happening = heapq.heappop(self._timers)
+                if when_s > self.now_s:
+                    self.now_s, at_once = when_s, 0
+                    if when_s >= look_s:
+                        look_s = when_s + every_s
+                        if well():
+                            heapq.heappush(self._timers, (when_s, -1, happening))
+                            return True
+                ready.append(happening)
+        finally:
+            events._set_running_loop(None)
+            self.running = None
 
-    def _happen(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
+    def _happen(self, happening: Happening) -> None:
+        loop = happening.loop
+        if happening.cancelled or loop.dead:
             return
-        loop: ProcessLoop = handle._loop  # type: ignore[attr-defined]
         if loop.stopped:
-            loop.waiting.append(handle)
-        elif not loop.dead:
-            self.events += 1
-            self.running = None if loop is self._outside else loop
-            events._set_running_loop(loop)
-            try:
-                handle._run()
-            except Died:
-                pass
-            finally:
-                events._set_running_loop(None)
-                self.running = None
-            if self.failure is not None:
-                raise self.failure
+            loop.waiting.append(happening)
+            return
+        self.events += 1
+        self.running = None if loop is self._outside else loop
+        events._set_running_loop(loop)
+        try:
+            happening.callback(*happening.arguments)
+        except Died:
+            pass
+        except Exception:
+            if not loop.dead:
+                raise
 
     def alone(self, loop: ProcessLoop, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function as if it happened to a process."""
-        before, self.running = self.running, loop
+        before, self.running = (self.running, events._get_running_loop()), loop
         events._set_running_loop(loop)
         try:
             return function(*arguments)
         finally:
-            self.running = before
-            events._set_running_loop(before)
+            self.running, going = before
+            events._set_running_loop(going)
 
 
 class Died(SystemExit):
@@ -134,9 +158,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.offset_s = 0.0
         """Of this process's clock."""
         self.stopped = self.dead = False
-        self.waiting: list[asyncio.Handle] = []
+        self.waiting: list[Happening] = []
         """Callbacks for when it goes on."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: list[asyncio.Task[Any]] = []
+        """In the order in which they began. Some have ended."""
+        self._most_tasks = MAX_ENDED
 
     @classmethod
     def on(cls, timeline: Timeline) -> ProcessLoop:
@@ -151,16 +177,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def bury(self) -> None:
         """Let go of all that a dead process was doing."""
         self.dead = True
-        for task in list(self._tasks):
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             with suppress(BaseException):
                 task.get_coro().close()
-        self._tasks.clear()
 
     def go_on(self) -> None:
         """End a stop of the process."""
         self.stopped = False
-        for handle in self.waiting:
-            self._timeline.put(handle)
+        for happening in self.waiting:
+            self._timeline.put(happening)
         self.waiting = []
 
     def jump(self, seconds: float) -> None:
@@ -176,27 +202,27 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> Happening:
         """Have a callback happen to the process, after those that are to happen now."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._timeline.put(handle)
-        return handle
+        happening = Happening(self, 0.0, callback, args)
+        self._timeline.put(happening)
+        return happening
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Happening:
         """Have a callback happen to the process so many seconds later."""
-        return self.call_at(self.time() + delay, callback, *args, context=context)
+        return self.call_at(self.time() + delay, callback, *args)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Happening:
         """Have a callback happen to the process at a time of its clock."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._timeline.put_at(max(when - self.offset_s, self._timeline.now_s), handle)
-        return handle
+        happening = Happening(self, when, callback, args)
+        self._timeline.put_at(max(when - self.offset_s, self._timeline.now_s), happening)
+        return happening
 
     def create_future(self) -> asyncio.Future[Any]:
         """A future of the process."""
@@ -206,8 +232,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """A task of the process."""
         task = asyncio.Task(coro, loop=self, **named)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.append(task)
+        if len(self._tasks) > self._most_tasks:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._most_tasks = 2 * len(self._tasks) + MAX_ENDED
         return task
 
     def run_in_executor(  # type: ignore[override]
@@ -219,13 +247,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return later
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nothing in a callback of the process caught ends the simulation."""
-        if "handle" in context and not self.dead:
-            self._timeline.failure = self._timeline.failure or context["exception"]
+        """Does nothing: what nothing caught goes through the timeline."""
 
-    def get_debug(self) -> bool:
-        """No: it would take time."""
-        return False
+    get_debug = staticmethod(bool)  # type: ignore[assignment]
+    """No, by a call that costs nothing: asyncio asks for every future."""
 
     def is_running(self) -> bool:
         """Whether the process lives."""
@@ -234,9 +259,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """Whether the process is dead."""
         return self.dead
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Does nothing: a callback that was cancelled is passed over in its turn."""
 
 
 def _settle(later: asyncio.Future[T], done: Any) -> None:

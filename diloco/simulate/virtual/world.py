@@ -15,6 +15,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from diloco.base.clock import going_by
 from diloco.base.files import on_disk
 from diloco.base.threads import in_place
@@ -108,6 +110,7 @@ class SimulatedWorld:
         """Call a function later in virtual time."""
         self.timeline.after(delay_s, function, *arguments)
 
+    @torch.inference_mode()
     def run(self) -> Outcome:
         """Simulate until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
