@@ -87,6 +87,10 @@ class SimulatedCall:
             self.answer.set_exception(error)
             self.answer.exception()  # the caller may look at it, or not
 
+    def expire(self, within_s: float) -> None:
+        """There was no answer in time."""
+        self.settle(None, LinkSlow(f"{self.address}: no answer within {within_s:g} s"))
+
     def end(self) -> None:
         """The caller waits no more. A stream is broken off; a message that has arrived is taken all the same."""
         self.over = self.stream
@@ -401,12 +405,11 @@ class SimulatedLink(Link):
 
 async def _answer(call: SimulatedCall, within_s: float) -> Any:
     """What a call comes to. Raises LinkDown, LinkSlow, LinkRefused."""
+    late = call.caller.loop.call_later(within_s, call.expire, within_s)
     try:
-        async with asyncio.timeout(within_s):
-            return await call.answer
-    except TimeoutError:
-        raise LinkSlow(f"{call.address}: no answer within {within_s:g} s") from None
+        return await call.answer
     finally:
+        late.cancel()
         call.end()
 
 
