@@ -60,25 +60,20 @@ class Timeline:
         self._ready: deque[Happening] = deque()
         self._timers: list[tuple[float, int, Happening]] = []
         self._order = count()
+        self._at_once = 0
+        """Of what happened, how much did at this moment."""
         self._outside = ProcessLoop.on(self)
         """What happens to no process."""
 
     def clock_s(self) -> float:
         """The clock of the process to which something happens now."""
-        return self.running.time() if self.running is not None else self.now_s
+        running = self.running
+        return self.now_s + running.offset_s if running is not None else self.now_s
 
     def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function of the simulation later in virtual time."""
         when_s = self.now_s + delay_s
         heapq.heappush(self._timers, (when_s, next(self._order), Happening(self._outside, when_s, function, arguments)))
-
-    def put(self, happening: Happening) -> None:
-        """Have a callback happen now, after all others that are to happen now."""
-        self._ready.append(happening)
-
-    def put_at(self, when_s: float, happening: Happening) -> None:
-        """Have a callback happen at a virtual time."""
-        heapq.heappush(self._timers, (when_s, next(self._order), happening))
 
     def advance(self, loop: ProcessLoop, seconds: float) -> None:
         """The clock of a process jumps forward: what it waits for comes so much earlier."""
@@ -93,47 +88,50 @@ class Timeline:
 
     def until(self, end_s: float, well: Callable[[], bool], every_s: float) -> bool:
         """Let everything happen until this virtual time. True as soon as all is well, which is looked at regularly."""
-        look_s, at_once, ready = self.now_s, 0, self._ready
+        look_s = self.now_s
         try:
             while True:
-                while ready:
-                    self._happen(ready.popleft())
-                    at_once += 1
-                    if at_once > MAX_AT_ONCE:
-                        raise RuntimeError("the same moment goes on and on")
+                self._happen()
                 if not self._timers or self._timers[0][0] > end_s:
                     self.now_s = max(self.now_s, end_s)
                     return well()
                 when_s, _, happening = heapq.heappop(self._timers)
                 if when_s > self.now_s:
-                    self.now_s, at_once = when_s, 0
+                    self.now_s, self._at_once = when_s, 0
                     if when_s >= look_s:
                         look_s = when_s + every_s
                         if well():
                             heapq.heappush(self._timers, (when_s, -1, happening))
                             return True
-                ready.append(happening)
+                self._ready.append(happening)
         finally:
             events._set_running_loop(None)
             self.running = None
 
-    def _happen(self, happening: Happening) -> None:
-        loop = happening.loop
-        if happening.cancelled or loop.dead:
-            return
-        if loop.stopped:
-            loop.waiting.append(happening)
-            return
-        self.events += 1
-        self.running = None if loop is self._outside else loop
-        events._set_running_loop(loop)
-        try:
-            happening.callback(*happening.arguments)
-        except Died:
-            pass
-        except Exception:
-            if not loop.dead:
-                raise
+    def _happen(self) -> None:
+        """Let everything happen that is to happen now."""
+        ready, outside, enter = self._ready, self._outside, events._set_running_loop
+        while ready:
+            happening = ready.popleft()
+            loop = happening.loop
+            if happening.cancelled or loop.dead:
+                continue
+            if loop.stopped:
+                loop.waiting.append(happening)
+                continue
+            self.events += 1
+            self._at_once += 1
+            self.running = None if loop is outside else loop
+            enter(loop)
+            try:
+                happening.callback(*happening.arguments)
+            except Died:
+                pass
+            except Exception:
+                if not loop.dead:
+                    raise
+            if self._at_once > MAX_AT_ONCE:
+                raise RuntimeError("the same moment goes on and on")
 
     def alone(self, loop: ProcessLoop, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function as if it happened to a process."""
@@ -185,8 +183,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def go_on(self) -> None:
         """End a stop of the process."""
         self.stopped = False
-        for happening in self.waiting:
-            self._timeline.put(happening)
+        self._timeline._ready.extend(self.waiting)
         self.waiting = []
 
     def jump(self, seconds: float) -> None:
@@ -205,7 +202,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     ) -> Happening:
         """Have a callback happen to the process, after those that are to happen now."""
         happening = Happening(self, 0.0, callback, args)
-        self._timeline.put(happening)
+        self._timeline._ready.append(happening)
         return happening
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -214,14 +211,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> Happening:
         """Have a callback happen to the process so many seconds later."""
-        return self.call_at(self.time() + delay, callback, *args)
+        return self.call_at(self._timeline.now_s + self.offset_s + delay, callback, *args)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> Happening:
         """Have a callback happen to the process at a time of its clock."""
         happening = Happening(self, when, callback, args)
-        self._timeline.put_at(max(when - self.offset_s, self._timeline.now_s), happening)
+        timeline = self._timeline
+        at_s = max(when - self.offset_s, timeline.now_s)
+        heapq.heappush(timeline._timers, (at_s, next(timeline._order), happening))
         return happening
 
     def create_future(self) -> asyncio.Future[Any]:

@@ -72,6 +72,8 @@ class SimulatedWorld:
         self.plan = plan
         self.record = record
         self.timeline = Timeline()
+        self.after = self.timeline.after
+        """Calls a function later in virtual time."""
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
         self.network = SimulatedNetwork(self, Random(f"{plan.seed}/network"), plan.delay_s, plan.loss)
@@ -105,10 +107,6 @@ class SimulatedWorld:
     def now(self) -> float:
         """Virtual time, in seconds."""
         return self.timeline.now_s
-
-    def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function later in virtual time."""
-        self.timeline.after(delay_s, function, *arguments)
 
     @torch.inference_mode()
     def run(self) -> Outcome:
