@@ -16,6 +16,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any, TypeVar
 
+from diloco.base.life import Life
 from diloco.base.threads import InPlace
 
 T = TypeVar("T")
@@ -161,6 +162,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         """In the order in which they began. Some have ended."""
         self._most_tasks = MAX_ENDED
+        self._life: Life[None] | None = None
+        self._next: Happening | None = None
+        """When its life goes on at the latest."""
 
     @classmethod
     def on(cls, timeline: Timeline) -> ProcessLoop:
@@ -176,9 +180,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Let go of all that a dead process was doing."""
         self.dead = True
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
+        lives = [self._life] if self._life is not None else []
+        for work in (*lives, *(task.get_coro() for task in tasks)):
             with suppress(BaseException):
-                task.get_coro().close()
+                work.close()
 
     def go_on(self) -> None:
         """End a stop of the process."""
@@ -190,6 +195,30 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """The clock of the process jumps forward."""
         self._timeline.advance(self, seconds)
         self.offset_s += seconds
+
+    def live(self, life: Life[None], over: Callable[[Exception | None], None]) -> None:
+        """Push a life on, as `diloco.run.blocking.block` does. In the end `over` gets its error, or None."""
+        self._life = life
+
+        def go_on() -> None:
+            self._next = None
+            try:
+                wanted = next(life)
+            except StopIteration:
+                over(None)
+            except Exception as error:
+                over(error)
+            else:
+                latest = self._next = self.call_later(wanted.seconds, go_on)
+                if wanted.future is not None:
+                    wanted.future.add_done_callback(lambda _: go_on_now(latest))
+
+        def go_on_now(latest: Happening) -> None:
+            if latest is self._next:
+                latest.cancel()
+                self._next = self.call_soon(go_on)
+
+        go_on()
 
     # ------------------------------------------------------------ what asyncio asks of a loop
 
@@ -248,7 +277,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Does nothing: what nothing caught goes through the timeline."""
 
-    get_debug = staticmethod(bool)  # type: ignore[assignment]
+    get_debug = staticmethod(bool)
     """No, by a call that costs nothing: asyncio asks for every future."""
 
     def is_running(self) -> bool:
