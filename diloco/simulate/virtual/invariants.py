@@ -260,7 +260,7 @@ class SimulationInvariants:
     def _audit(self) -> None:
         """Audit the ledgers that all simulated lives wrote, by the code of `diloco audit`. What the dead had alone, the
         operator may have given up for lost."""
-        if self.evicted:
+        if self.evicted or not self.world.keeps_disks:
             return
         folders = [folder for disk in self.world.disks.values() for folder in (*disk.put_away, disk.folder)]
         ledgers = [folder / LEDGER for folder in folders if (folder / LEDGER).is_file()]

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +120,11 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
+    def _folder(self) -> Path | None:
+        """The folder of a simulated peer, where peers have one."""
+        return self.disk.folder if self.world.keeps_disks else None
+
+    @property
     def line(self) -> Line:
         """The line of a simulated trainer."""
         assert self._rank is not None
@@ -209,7 +215,7 @@ class SimulatedProcess:
         yield from run.leaves()
 
     def _checkpoint(self) -> Checkpoint | None:
-        past = past_of(self.disk.folder)
+        past = past_of(self._folder) if self._folder is not None else None
         return past.checkpoint() if past is not None else None
 
     def _welcome(self) -> Life[Welcome]:
@@ -240,14 +246,14 @@ class SimulatedProcess:
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank = rank
         rank.counter = NoSockets()
-        entrance = Entrance(setup.contract, endpoint, self.name, self.disk.folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        entrance = Entrance(setup.contract, endpoint, self.name, self._folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
             leading = self._leading = lead(entrance, rank, parts, closing)
             self.progress = SimulatedProgress(self, rank.line)
             self._observe(leading)
-            run = Run(rank, self.name, self.disk.folder, 0, leading)
+            run = Run(rank, self.name, self._folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run

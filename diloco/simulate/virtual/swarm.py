@@ -143,13 +143,14 @@ class SimulatedSwarm(SimulatedWorld):
     def measure(self) -> dict[str, Any]:
         """Simulate the swarm and return its figures. Raises Violation."""
         options = self.options
-        self._begin()
-        first, events = self._mark_at(options.warm_s), self.timeline.events
-        self.meter = SwarmMeter()
-        middle = self._mark_at(options.warm_s + options.seconds / 2)
-        last = self._mark_at(options.warm_s + options.seconds)
-        result = figures(self, first, middle, last) | {"events": self.timeline.events - events}
-        self._heal()
+        with self.surroundings():
+            self._begin()
+            first, events = self._mark_at(options.warm_s), self.timeline.events
+            self.meter = SwarmMeter()
+            middle = self._mark_at(options.warm_s + options.seconds / 2)
+            last = self._mark_at(options.warm_s + options.seconds)
+            result = figures(self, first, middle, last) | {"events": self.timeline.events - events}
+            self._heal()
         return result
 
     def newest_commit(self) -> Commit | None:
