@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,6 @@ from diloco.simulate.virtual.progress import SimulatedProgress
 from diloco.simulate.virtual.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
-from diloco.simulate.virtual_time import lived
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -76,7 +76,9 @@ class SimulatedProcess:
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
-        """Its answers to others, once it listens."""
+        """Its answers to others, once it listens. From then on it has an exchange and a state machine, too."""
+        self.exchange: Exchange
+        self.machine: Machine
         self.calls: dict[Any, None] = {}
         """Calls of others that it is answering."""
         self.training: SimulatedTraining | None = None
@@ -123,13 +125,9 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
-    def exchange(self) -> Exchange:
-        assert self.service is not None
-        return self.service.exchange
-
-    @property
-    def machine(self) -> Machine:
-        return self.exchange.machine
+    def _folder(self) -> Path | None:
+        """The folder of a simulated peer, where peers have one."""
+        return self.disk.folder if self.world.keeps_disks else None
 
     @property
     def line(self) -> Line:
@@ -154,17 +152,12 @@ class SimulatedProcess:
 
     def begin(self) -> None:
         """Start the simulated process."""
-        self.loop.call_soon(self._start)
-
-    def _start(self) -> None:
         life = self._life()
-        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
-        task.add_done_callback(self._over)
+        self.loop.call_soon(self.loop.live, self._behind_disk(life) if self.world.slow_disks else life, self._over)
 
-    def _over(self, task: Any) -> None:
+    def _over(self, error: Exception | None) -> None:
         if not self.alive:
             return
-        error = task.exception() if not task.cancelled() else None
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
@@ -248,7 +241,7 @@ class SimulatedProcess:
             yield wanted
 
     def _checkpoint(self) -> Checkpoint | None:
-        past = past_of(self.disk.folder)
+        past = past_of(self._folder) if self._folder is not None else None
         return past.checkpoint() if past is not None else None
 
     def _welcome(self) -> Life[Welcome]:
@@ -279,8 +272,7 @@ class SimulatedProcess:
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
-        folder = self.disk.folder if self.world.keeps_disks else None
-        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        entrance = Entrance(setup.contract, endpoint, self.name, self._folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -292,7 +284,7 @@ class SimulatedProcess:
             assert isinstance(leading.life, PeerLife)
             self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
-            run = Run(rank, self.name, folder, 0, leading)
+            run = Run(rank, self.name, self._folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run
@@ -310,7 +302,7 @@ class SimulatedProcess:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
         self.world.machines.listens(self)
-        exchange, machine = service.exchange, service.exchange.machine
+        exchange, machine = self.exchange, self.machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
 
