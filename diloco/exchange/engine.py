@@ -90,6 +90,7 @@ class Exchange(ExchangeTasks):
         self._closes: Future[None] | None = None
         """Done when there are some."""
         self._closed_changed = threading.Lock()
+        self._next_tick: asyncio.Handle | None = None
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
@@ -283,14 +284,9 @@ class Exchange(ExchangeTasks):
         node; `lanes`: where other ranks of ours listen (`assign`)."""
         self.directory, self.lane_addresses = directory, lanes
 
-        async def tick() -> None:
-            while True:
-                self._feed(m.Tick())
-                await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
-
         def begin() -> None:
             self.machine.listen_at(address)
-            self._spawn(tick())
+            self._tick()
 
         self._call(begin)
 
@@ -310,6 +306,20 @@ class Exchange(ExchangeTasks):
         slack_s = self.overlap_tokens / pace if pace > 0 and not leaving else 0.0
         offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.lanes.send_bps, slack_s)
         self._feed(m.Offered(offer))
+
+    def _tick(self) -> None:
+        try:
+            self._feed(m.Tick())
+        except Exception as error:
+            self.failed(error)
+        else:
+            pause_s = self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT
+            self._next_tick = self._loop.call_later(pause_s, self._tick)
+
+    async def _stop(self) -> None:
+        if self._next_tick is not None:
+            self._next_tick.cancel()
+        await super()._stop()
 
     def _feed(self, event: m.Event) -> None:
         self._perform(self.machine.handle(event, monotonic_s()))
