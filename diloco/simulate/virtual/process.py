@@ -38,7 +38,6 @@ from diloco.simulate.virtual.progress import SimulatedProgress
 from diloco.simulate.virtual.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
-from diloco.simulate.virtual_time import lived
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -76,7 +75,9 @@ class SimulatedProcess:
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
-        """Its answers to others, once it listens."""
+        """Its answers to others, once it listens. From then on it has an exchange and a state machine, too."""
+        self.exchange: Exchange
+        self.machine: Machine
         self.calls: dict[Any, None] = {}
         """Calls of others that it is answering."""
         self.training: SimulatedTraining | None = None
@@ -123,15 +124,6 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
-    def exchange(self) -> Exchange:
-        assert self.service is not None
-        return self.service.exchange
-
-    @property
-    def machine(self) -> Machine:
-        return self.exchange.machine
-
-    @property
     def line(self) -> Line:
         """The line of a simulated trainer."""
         assert self._rank is not None
@@ -154,17 +146,10 @@ class SimulatedProcess:
 
     def begin(self) -> None:
         """Start the simulated process."""
-        self.loop.call_soon(self._start)
-
-    def _start(self) -> None:
         life = self._life()
-        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
-        task.add_done_callback(self._over)
+        self.loop.call_soon(self.loop.live, self._behind_disk(life) if self.world.slow_disks else life, self._over)
 
-    def _over(self, task: Any) -> None:
-        if not self.alive:
-            return
-        error = task.exception() if not task.cancelled() else None
+    def _over(self, error: Exception | None) -> None:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
@@ -310,7 +295,7 @@ class SimulatedProcess:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
         self.world.machines.listens(self)
-        exchange, machine = service.exchange, service.exchange.machine
+        exchange, machine = self.exchange, self.machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
 

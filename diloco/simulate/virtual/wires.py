@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -104,15 +104,23 @@ def flipped(envelope: Envelope, dice: Random) -> Envelope:
     return parsed(convert.unseal, message)
 
 
-def taking(envelope: Envelope) -> Callable[[Service], Awaitable[Reply]]:
-    """The answer of a simulated peer to a message."""
-    return lambda service: service.on_envelope(envelope)
+def taking(envelope: Envelope) -> Callable[[Service], Reply]:
+    """The answer of a simulated peer to a message, which it takes at once."""
+
+    def answer(service: Service) -> Reply:
+        try:
+            service.on_envelope(envelope).send(None)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        raise RuntimeError("a message waits for something")
+
+    return answer
 
 
-def refusing(error: LinkRefused) -> Callable[[Service], Awaitable[Reply]]:
+def refusing(error: LinkRefused) -> Callable[[Service], Reply]:
     """The answer of a simulated peer to what it cannot read."""
 
-    async def answer(service: Service) -> Reply:
+    def answer(service: Service) -> Reply:
         raise error
 
     return answer

@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+
+import torch
 
 from diloco.base.clock import going_by
 from diloco.base.files import on_disk
@@ -79,6 +80,8 @@ class SimulatedWorld:
         self.plan = plan
         self.record = record
         self.timeline = Timeline()
+        self.after = self.timeline.after
+        """Calls a function later in virtual time."""
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
         self.machines = SimulatedMachines(self)
@@ -126,10 +129,7 @@ class SimulatedWorld:
         """Virtual time, in seconds."""
         return self.timeline.now_s
 
-    def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function later in virtual time."""
-        self.timeline.after(delay_s, function, *arguments)
-
+    @torch.inference_mode()
     def run(self) -> Outcome:
         """Simulate until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
