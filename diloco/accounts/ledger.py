@@ -303,7 +303,8 @@ class Ledger:
 
     def committed(self, commit: Commit, state_digest: str, own: bool, totals: Totals) -> None:
         """Record in the ledger that the peer applied a version. `state_digest`: of the state after it."""
-        fields = {"commit": asdict(commit), "digest": commit.digest, "state": state_digest, "own": own}
+        # Its bytes are there already, and parsing takes a tenth of the time of `asdict`.
+        fields = {"commit": json.loads(commit.to_bytes()), "digest": commit.digest, "state": state_digest, "own": own}
         self.write("commit", fields, totals)
 
     def adopted(self, position: Position, counted: int, discarded: int, totals: Totals) -> None:

@@ -325,16 +325,15 @@ class SimulatedStream:
         if network.uplinks.limited and batch:
             delay_s += network.uplinks.takes_s(sender, bytes_in(batch), network.world.now)
         network.world.after(delay_s, self._cross, batch, taken)
-        late = self._caller.loop.call_later(
-            stall_s, self.over, LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
-        )
+        stalled = LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
+        late = self._caller.loop.call_later(stall_s, self.over, stalled)
         try:
             await taken
         finally:
             late.cancel()
 
     def over(self, error: LinkSlow | None = None) -> None:
-        """The batch under way is taken, or will never be."""
+        """What is under way is taken, or will never be."""
         if self._taken is None or self._taken.done():
             return
         if error is None:

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,11 +124,6 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
-    def _folder(self) -> Path | None:
-        """The folder of a simulated peer, where peers have one."""
-        return self.disk.folder if self.world.keeps_disks else None
-
-    @property
     def line(self) -> Line:
         """The line of a simulated trainer."""
         assert self._rank is not None
@@ -156,8 +150,6 @@ class SimulatedProcess:
         self.loop.call_soon(self.loop.live, self._behind_disk(life) if self.world.slow_disks else life, self._over)
 
     def _over(self, error: Exception | None) -> None:
-        if not self.alive:
-            return
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
@@ -241,7 +233,7 @@ class SimulatedProcess:
             yield wanted
 
     def _checkpoint(self) -> Checkpoint | None:
-        past = past_of(self._folder) if self._folder is not None else None
+        past = past_of(self.disk.folder)
         return past.checkpoint() if past is not None else None
 
     def _welcome(self) -> Life[Welcome]:
@@ -272,7 +264,8 @@ class SimulatedProcess:
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
-        entrance = Entrance(setup.contract, endpoint, self.name, self._folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        folder = self.disk.folder if self.world.keeps_disks else None
+        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -284,7 +277,7 @@ class SimulatedProcess:
             assert isinstance(leading.life, PeerLife)
             self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
-            run = Run(rank, self.name, self._folder, 0, leading)
+            run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run

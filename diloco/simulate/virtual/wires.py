@@ -105,20 +105,20 @@ def flipped(envelope: Envelope, dice: Random) -> Envelope:
 
 
 def taking(envelope: Envelope) -> Callable[[Service], Reply]:
-    """The reply of a simulated peer to a message, which it takes at once, as a state machine does."""
+    """The answer of a simulated peer to a message, which it takes at once."""
 
     def answer(service: Service) -> Reply:
         try:
             service.on_envelope(envelope).send(None)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
-        raise RuntimeError("a message is not taken at once")
+        raise RuntimeError("a message waits for something")
 
     return answer
 
 
 def refusing(error: LinkRefused) -> Callable[[Service], Reply]:
-    """The reply of a simulated peer to what it cannot read."""
+    """The answer of a simulated peer to what it cannot read."""
 
     def answer(service: Service) -> Reply:
         raise error
