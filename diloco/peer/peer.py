@@ -231,6 +231,8 @@ class Peer:
         copying = self.exchange.copy_state(sources, self.line.state, self.line.stands_at, self._on_copied)
         state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave)
         line, before = self.line, self.line.commit
+        if line.sent is not None:
+            line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
         taken = adoption(line, offer.commit)
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)
