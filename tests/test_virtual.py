@@ -91,6 +91,12 @@ def test_seeds_that_once_broke_something_hold() -> None:
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations
 
 
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="the ledger of a life that begins on a full disk lacks its opening record")
+def test_a_life_that_begins_on_a_full_disk() -> None:
+    assert not run_seeds([9000541]).violations
+
+
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
     """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
     faults = (Fault(3.0, "cut", "p1", 6.0), Fault(5.0, "kill", "p0", how="before Committed"))
