@@ -184,7 +184,6 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="it listens, trains, and its ledger never begins")
 def test_a_disk_too_full_for_the_ledgers_first_record(tmp_path: Path) -> None:
     """Nothing starts: what is trained would be in no life of the ledger."""
     contract = tiny_contract(tmp_path, tokens=12_288)

@@ -172,7 +172,6 @@ def begin(ledger: Ledger) -> None:
     ledger.opened(Opening("p0", 1, "run", "", "", True, False), {}, Position(0, "", ""), NOTHING)
 
 
-@pytest.mark.xfail(strict=True, reason="the opening record is dropped, and the life goes on without one")
 @pytest.mark.parametrize("before", [b"", WHOLE], ids=["new", "continued"])
 def test_a_life_that_a_full_disk_does_not_record_does_not_begin(before: bytes) -> None:
     """Its tokens would belong to the life before, or to none. Nothing of the record stays behind."""

@@ -92,7 +92,6 @@ def test_seeds_that_once_broke_something_hold() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the ledger of a life that begins on a full disk lacks its opening record")
 def test_a_life_that_begins_on_a_full_disk() -> None:
     assert not run_seeds([9000541]).violations
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger, Opening, Position
+from diloco.base.errors import ResourceError
 from diloco.base.types import Closed, Commit, Counted, Member, Skip
 from diloco.compress import PayloadError
 from diloco.config.site import StorageSection
@@ -139,8 +140,9 @@ class SimulatedTraining:
 
     # ------------------------------------------------------------ entering
 
-    def _open(self) -> None:
-        """Begin the ledger of this simulated life, with what a checkpoint brought."""
+    def _open(self) -> bool:
+        """Begin the ledger of this simulated life, with what a checkpoint brought. False: its disk is full; the process
+        ends, and is started again until there is room."""
         host, rules, line = self.host, self.host.world.setup.rules, self.line
         me, founds = host.machine.me, host.machine.founder
         opening = Opening(host.name, me.incarnation, rules.run, rules.contract, host.machine.lineage, founds, False)
@@ -148,7 +150,13 @@ class SimulatedTraining:
         self.journal = Journal(opening, line, None, StorageSection(), lambda text: None, ledger)
         if ledger is not None:
             stands = Position(line.state.version, line.commit.digest if line.commit else "", line.state.digest)
-            ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
+            try:
+                ledger.opened(opening, host.world.setup.contract, stands, self.journal.totals)
+            except ResourceError as error:
+                self.host.die(error.cause)
+                self.host.world.after(POLL_S, self.host.world.join, self.host.name, True)
+                return False
+        return True
 
     def _drop(self, reason: str) -> None:
         """Give up all progress of the simulated peer."""
@@ -159,14 +167,15 @@ class SimulatedTraining:
 
     def found(self) -> None:
         """Begin a simulated run, or go on with one from a checkpoint."""
-        if self.journal is None:
-            self._open()
+        if self.journal is None and not self._open():
+            return
         self.host.hold(self.line.state, self.line.commit, copied=True)
         self._enter()
 
     def join(self, members: Sequence[Member]) -> None:
         """Copy the state from these simulated members, unless the run goes on from ours."""
-        self._open()
+        if not self._open():
+            return
         self._drop("the run may have counted it before the restart")
         commit = self.line.commit
         if commit is not None and commit.lineage == self.host.machine.lineage:
