@@ -96,6 +96,11 @@ def test_seeds_that_once_broke_something_hold() -> None:
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations
 
 
+@pytest.mark.slow
+def test_a_life_that_begins_on_a_full_disk() -> None:
+    assert not run_seeds([9000541]).violations
+
+
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
     """p0 and the witness accept a version, and p0 dies with it; p1 is told to go on, and asks the witness anew."""
     faults = (Fault(3.0, "cut", "p1", 6.0), Fault(4.2, "kill", "p0", how="before Committed"))
