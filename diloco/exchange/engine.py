@@ -74,11 +74,11 @@ class Exchange(ExchangeTasks):
         self.lanes = Lanes(self.lane)
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
         self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state)
-        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
+        self.hasher = one_thread("hash")
+        """Hashes states that joiners ask for, and means that were fetched."""
+        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
-        self.hasher = one_thread("hash")
-        """Hashes states that joiners ask for."""
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
         self._copying = asyncio.Lock()
