@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from diloco.simulate.virtual.plan import (
     CHECKPOINT_S,
@@ -168,19 +169,10 @@ def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> 
 
 def _gossiping(dice: Random, plan: FaultPlan) -> FaultPlan:
     """The plan of a seed under gossip: peers that never wait, some of them slow, and a run that ends."""
-    settings = (
-        "seed",
-        "policy",
-        "peers",
-        "delay_s",
-        "loss",
-        "round_s",
-        "bandwidth",
-        "fixed_addresses",
-        "calm_s",
-        "faults",
-    )
-    plan = FaultPlan(**{name: getattr(plan, name) for name in settings}, codec=dice.choice(("fp32", "fp16", "bf16")))
+    names = ("seed", "policy", "peers", "delay_s", "loss", "round_s", "bandwidth", "fixed_addresses", "calm_s")
+    kept: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    faults = tuple(fault for fault in plan.faults if not fault.peer.startswith("w"))  # nobody votes
+    plan = FaultPlan(**kept, faults=faults, codec=dice.choice(("fp32", "fp16", "bf16")))
     rounds = (plan.quiet_s + dice.uniform(0.0, 10.0)) / (plan.round_s + EXCHANGE_S)
     speeds = draw_speeds(dice, plan.peers, (0.3, 1.0)) if dice.random() < SLOW_GOSSIP_SHARE else ""
     return replace(plan, total_tokens=max(1, round(rounds)) * plan.peers * 4, speeds=speeds)

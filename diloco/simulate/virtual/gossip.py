@@ -1,4 +1,4 @@
-"""Simulated peers under gossip: production's `GossipLife` on the same network, disks and timeline, with checks of its own.
+"""Simulated peers under gossip: `GossipLife` on the same network, disks and timeline, with checks of its own.
 
 There is no ledger, no vote and no view. Instead:
 
@@ -19,7 +19,7 @@ from diloco.base.life import Life
 from diloco.base.types import Member
 from diloco.gossip.pairing import spread
 from diloco.gossip.peer import GossipLife, GossipPeer
-from diloco.gossip.swapping import Swapping
+from diloco.gossip.swapping import MAX_STEP_S, Swapping
 from diloco.island.slices import Pieces, held
 from diloco.observe.events import Stamped, SwapApplied
 from diloco.outer.fragments import read_fragment
@@ -51,6 +51,8 @@ class GossipWorld(SimulatedWorld):
         super().__init__(plan, record)
         rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
         self.heal_s = HEAL_S + FINAL_S + rounds * (plan.longest_round_s + EXCHANGE_S)
+        if any(fault.kind == "jump" for fault in plan.faults):
+            self.heal_s += 2 * MAX_STEP_S  # whose clock jumps seems as slow, and is waited for
         self.trained: dict[str, int] = {}
         """Tokens of all lives, by peer."""
         self.swaps = 0
