@@ -18,6 +18,7 @@ from diloco.exchange.service import ExchangeService
 from diloco.exchange.work import LanePayloads
 from diloco.island import Island
 from diloco.observe.event_log import Events
+from diloco.observe.events import Stamped
 from diloco.outer.line import Line
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
@@ -51,6 +52,9 @@ RETRY_S = 0.5
 
 class SimulatedProcess:
     """The process of a simulated peer: it runs, is stopped, or is dead. A restart makes another of the same name."""
+
+    listeners: Sequence[Callable[[Stamped], None]] = ()
+    """They hear the events of the peer."""
 
     def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, founder: bool, resumes: bool) -> None:
         """`resumes`: it goes on from what its folder holds."""
@@ -260,12 +264,14 @@ class SimulatedProcess:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""
         setup = self.world.setup
         island = Island(0, 1, torch.device("cpu"))
-        training = self.training = SimulatedTraining(self)
+        training = self.training = self._training()
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
-        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        entrance = Entrance(
+            setup.contract, endpoint, self.name, folder, checkpoint, self.listeners, self.wants_to_leave
+        )  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -274,13 +280,14 @@ class SimulatedProcess:
             leading = self._leading = lead(entrance, rank, parts, closing)
             if self.first is not None:
                 raise Violation("I5", f"two processes of {self.name} write to the same folder")
-            assert isinstance(leading.life, PeerLife)
-            self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
             run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run
+
+    def _training(self) -> SimulatedTraining:
+        return SimulatedTraining(self)
 
     def _witness(self) -> Life[None]:
         welcome = yield from self._welcome()
@@ -359,10 +366,10 @@ class SimulatedProcess:
 
     def _observe(self, leading: Leading) -> None:
         """Observe the accounts and the offers of a simulated peer."""
-        life, progress = leading.life, self.progress
-        assert progress is not None
+        life = leading.life
         assert isinstance(life, PeerLife)
         peer = life.peer
+        progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed = journal.closed
