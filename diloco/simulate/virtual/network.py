@@ -15,12 +15,16 @@ from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, Strea
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,
     SimulatedCut,
+    SimulatedDeadlines,
     SimulatedUplinks,
     arrives,
     bytes_in,
+    check_means,
+    check_sizes,
     flipped,
     name_at,
     refusing,
+    state_chunk,
     taking,
 )
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
@@ -366,7 +370,7 @@ class SimulatedStream:
                 raise batch
             receiver.on_bytes(self._header)
             for part in batch:
-                _check_sizes([part.payload], receiver.max_part_bytes)
+                check_sizes([part.payload], receiver.max_part_bytes)
                 yield part
             self.over()
             if not batch:
@@ -377,7 +381,9 @@ class SimulatedLink(Link):
     """Calls of one simulated process to others."""
 
     def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, rpc_s: float) -> None:
-        self._network, self._process, self._rpc_s = network, process, rpc_s
+        self._network, self._process = network, process
+        self._deadlines = SimulatedDeadlines(process.loop, rpc_s)
+        """Of messages."""
 
     @property
     def send_bps(self) -> int:
@@ -386,8 +392,12 @@ class SimulatedLink(Link):
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
         call = SimulatedCall(self._process, address, taking(envelope), waits=False)
         self._network.send(call, envelope)
-        reply: Reply = await _answer(call, self._rpc_s)
-        return reply
+        self._deadlines.add(call)
+        try:
+            reply: Reply = await call.answer
+            return reply
+        finally:
+            call.end()
 
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
@@ -425,7 +435,7 @@ class SimulatedLink(Link):
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
         await arrives(self._network, self._process.name, address, found, stall_s)
-        _check_means([closed.parts for closed in found], limits)
+        check_means([closed.parts for closed in found], limits)
         return found
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
@@ -433,7 +443,7 @@ class SimulatedLink(Link):
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
         await arrives(self._network, self._process.name, address, payloads, stall_s)
-        _check_means([payloads], limits)
+        check_means([payloads], limits)
         return list(payloads)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
@@ -443,11 +453,11 @@ class SimulatedLink(Link):
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
     ) -> AsyncIterator[tuple[int, bytes]]:
         for index in chunks:
-            payload = await self._ask(address, stall_s, _state_chunk(digest, index), more=index != chunks[0])
+            payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             await arrives(self._network, self._process.name, address, payload, stall_s)
-            _check_sizes([payload], max_chunk_bytes)
+            check_sizes([payload], max_chunk_bytes)
             yield index, payload
 
     async def status(self, address: str, timeout_s: float) -> str:
@@ -483,28 +493,3 @@ async def _answer(call: SimulatedCall, within_s: float) -> Any:
     finally:
         late.cancel()
         call.end()
-
-
-def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes | None]]:
-    async def answer(service: Service) -> bytes | None:
-        payload = await service.on_state_chunk(digest, index)
-        if payload is not None:
-            await service.on_state_bytes(len(payload))
-        return payload
-
-    return answer
-
-
-def _check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:
-    for mean in means:
-        _check_sizes(mean, limits.part_bytes)
-        if len(mean) > limits.parts:
-            raise LinkRefused(Reply.MALFORMED, f"a mean of {len(mean)} parts, at most {limits.parts} may be")
-    if sum(len(part) for mean in means for part in mean) > limits.total_bytes:
-        raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
-
-
-def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
-    longest = max(map(len, payloads), default=0)
-    if longest > max_bytes:
-        raise LinkRefused(Reply.MALFORMED, f"a part has {longest} bytes, at most {max_bytes} may be")
