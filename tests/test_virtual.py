@@ -42,10 +42,9 @@ from tests.peers import run_cli
 from tests.references import ROOT, TRANSCRIPTS, transcript_now
 
 PLANS = sorted((ROOT / "tests" / "plans").glob("*.txt"))
-KNOWN = {"seed-9000541": "I5", "seed-405608": "I2"}
-"""Plans that break an invariant until their bug is mended: a full disk cuts a ledger's opening record, and what follows
-belongs to nobody, or to the life before."""
-SEEDS, PER_TEST = 200, 25
+KNOWN = {"seed-7003563": "I7", "seed-8079071": "I7"}
+"""Plans that break an invariant until heirs are gone."""
+SEEDS, PER_TEST = 200, 10
 slow = pytest.mark.slow(queued=False)
 NOTICED_WITHIN = {
     "no-majority": 20,
@@ -59,7 +58,6 @@ NOTICED_WITHIN = {
     "shared-lease": 10,
     "early-witness": 40,
     "strange-vote": 60,
-    "believed-omission": 40,
     "replay-heard": 10,
     "plain-radial": 50,
 }
@@ -67,7 +65,7 @@ NOTICED_WITHIN = {
 SLOW = {"deaf-coordinator", "early-divisor"}
 NOTICED_IN = {
     "broken-promise": """
-        seed 148
+        seed 13
         delay_s 0.3
         round_s 1.2
         overlap 1
@@ -77,6 +75,7 @@ NOTICED_IN = {
         6.28 twin p0: blank
         7.62 jump p2: 3
     """,
+    "believed-omission": "3 lie p1 for 5: omits",
     "forgiven-offence": "3 lie p1 for 5: absurd",
     "clock-believed": """
         3 kill p1
@@ -96,7 +95,7 @@ def every(seeds: int, quick: int) -> list[Any]:
     return [pytest.param(first, marks=slow if first >= quick else ()) for first in range(0, seeds, PER_TEST)]
 
 
-@pytest.mark.parametrize("first", every(SEEDS, quick=25))
+@pytest.mark.parametrize("first", every(SEEDS, quick=10))
 def test_seeds_hold(first: int) -> None:
     tally = run_seeds(range(first, first + PER_TEST))
     assert not tally.violations
@@ -107,15 +106,21 @@ def test_seeds_hold(first: int) -> None:
     "path", [pytest.param(path, id=path.stem, marks=slow if index % 4 else ()) for index, path in enumerate(PLANS)]
 )
 def test_plans_that_once_broke_something_hold(path: Path) -> None:
-    """Each as its seed was drawn when it broke, by a simulator that had a model of a peer in place of a whole one."""
+    """Each as its seed was drawn when it broke, by a simulator that had a model of a peer in place of a whole one, with
+    rounds of four delays at least."""
     violation = SimulatedWorld(read_plan(path)).run().violation
-    assert violation.partition(":")[0] == KNOWN.get(path.stem, ""), violation
+    assert violation.partition(":")[0] in {"", KNOWN.get(path.stem)}, violation
 
 
 def test_every_seed_of_the_table_of_bugs_has_its_plan() -> None:
     rows = re.findall(r"^\| B\d+ \| ([\d ]+) \|", (ROOT / "docs" / "how" / "bugs.md").read_text(), re.MULTILINE)
     assert len(rows) > 30
     assert {f"seed-{seed}" for row in rows for seed in row.split()} | KNOWN.keys() <= {path.stem for path in PLANS}
+
+
+@pytest.mark.slow
+def test_a_life_that_begins_on_a_full_disk() -> None:
+    assert not run_seeds([9000541]).violations
 
 
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:
@@ -153,6 +158,31 @@ def test_seeds_hold_with_speeds_over_a_range_of_ten(first: int) -> None:
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
 def test_transcript(path: Path) -> None:
     assert transcript_now(path) == path.read_text()
+
+
+TOLD = {
+    "all_die_and_resume": "begins again from its checkpoint.*CLOSES version 3",
+    "coordinator_dies_after_propose": "p1 +DIES.*proposing again what was accepted.*CLOSES version 2 counting p0 p1",
+    "cut_off_peer_keeps_its_vote": "CUT OFF.*CLOSES .* counting p0 p2;.*p2 +DIES.*reachable.*CLOSES .* counting p0 p1;",
+    "fork_and_healing": "FOUNDS version 1.*FOUNDS version 1.*goes on; [1-9].* tokens of ours are void.*copies",
+    "half_against_half_waits": "CUT OFF.* a commit takes 3.*reachable.*CLOSES version 2 counting p0 p1 p2 p3",
+    "joiner_copies_while_a_member_dies": "j0 +copies the state from p1.*p1 +DIES.*j0 +has copied version",
+    "killed_owner_is_repaired": "Begin 2.0 .* p0:0-1.*p0 +DIES.*Repair 2.0 number 1 without p0.*CLOSES version 2",
+    "leaver_gives_its_vote": "CLOSES version 1.*Goodbye at 2.0, my vote to p0.*CLOSES version 2",
+    "liar_is_left_out": "absurdly large.*refuses Heartbeat of p1: BARRED",
+    "operator_evicts_the_dead": "1 of 2 voters can be reached.*an operator declared p1 dead.*CLOSES version",
+    "started_twice": "is STARTED TWICE.*thaws.*refuses Heartbeat of p1: FENCED.*asking to be taken in again",
+    "stopped_peer_thaws": "p3 +is STOPPED.*p3 +thaws.*asking to be taken in again.*view p0 p1 p2 p3",
+    "two_without_a_link": "have NO LINK.*CLOSES .*CLOSES .*is reachable again.*CLOSES .* counting p0 p1 p2;",
+    "witness_lets_one_of_two_go_on": "p1 +DIES.*CLOSES .* counting p0; view p0 p1 w0",
+}
+"""The turn that each story takes, in the words of its transcript: a plan must be fitted where times have moved."""
+
+
+@pytest.mark.parametrize("story", TOLD)
+def test_a_transcript_tells_the_story_of_its_name(story: str) -> None:
+    (path,) = (path for path in TRANSCRIPTS if path.stem == story)
+    assert re.search(TOLD[story], path.read_text().partition(RULE)[2], re.DOTALL)
 
 
 AWAY = {
@@ -240,7 +270,7 @@ def test_planted_bug_is_noticed_in_its_plan(bug: str) -> None:
     plan = parse(NOTICED_IN[bug])
     assert not kind_of(plan)
     with planted.plant(bug):
-        assert kind_of(plan) in {"I1", "I6", "I7"}
+        assert kind_of(plan) in {"I1", "I3", "I6", "I7"}
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=slow if bug in SLOW else ()) for bug in NOTICED_WITHIN])
@@ -280,19 +310,17 @@ def test_a_plan_that_makes_no_sense_is_an_error(text: str) -> None:
         parse(text)
 
 
-def test_what_is_rare_is_added_to_some_plans_and_changes_no_other() -> None:
-    plans = [(draw(seed), draw(seed, rare=False)) for seed in range(400)]
-    changed = [plan for plan, before in plans if plan != before]
-    assert 0.3 < len(changed) / len(plans) < 0.5
-    assert {fault.kind for plan in changed for fault in plan.faults} >= {"link", "late", "twin", "evict"}
-    assert {fault.how for plan in changed for fault in plan.faults if fault.kind == "restart"} >= {"old"}
-    assert any(fault.how for plan in changed for fault in plan.faults if fault.kind == "leave")
-    assert {plan.codec for plan in changed} >= set(OTHER_CODECS)
-    assert {plan.fixed_addresses for plan in changed} == {True, False}
-    assert max(plan.most_peers for plan in changed) > 2
-    assert any(plan.radial for plan in changed)
-    assert any(fault.kind == "stranger" for plan in changed for fault in plan.faults)
-    assert {fault.how for plan in changed for fault in plan.faults} >= {OMITS, NO_CLOCK}
+def test_what_is_rare_is_in_some_plans() -> None:
+    plans = [draw(seed) for seed in range(400)]
+    assert {fault.kind for plan in plans for fault in plan.faults} >= {"link", "late", "twin", "evict"}
+    assert {fault.how for plan in plans for fault in plan.faults if fault.kind == "restart"} >= {"old"}
+    assert any(fault.how for plan in plans for fault in plan.faults if fault.kind == "leave")
+    assert {plan.codec for plan in plans} >= set(OTHER_CODECS)
+    assert {plan.fixed_addresses for plan in plans} == {True, False}
+    assert max(plan.most_peers for plan in plans) > 2
+    assert any(plan.radial for plan in plans)
+    assert any(fault.kind == "stranger" for plan in plans for fault in plan.faults)
+    assert {fault.how for plan in plans for fault in plan.faults} >= {OMITS, NO_CLOCK}
 
 
 @pytest.mark.parametrize(("how", "ways"), [("both", [("a", "b"), ("b", "a")]), ("out", [("a", "b")])])

@@ -39,7 +39,8 @@ class Backlog:
 
     A copy over a slow link takes more versions than are kept otherwise, and would be too old whenever it is here. So
     all since the oldest snapshot stay, too, while their means fit in the memory of one state: 8 versions of int8, 16 of
-    int4. A link that takes whole rounds for its part of the syncs brings a state in as many.
+    int4. A link that takes whole rounds for its part of the syncs brings a state in as many. The same holds for a copy
+    that this peer itself makes.
 
     Args:
         versions: kept in any case.
@@ -51,11 +52,21 @@ class Backlog:
         self._max_bytes = max_bytes
         self._closed: deque[Closed] = deque()
         self._bytes = 0
+        self.copying_from: int | None = None
+        """The oldest version that this peer would copy now; None: it copies no state, and has taken what closed since
+        it did."""
+
+    @property
+    def leads_from(self) -> int:
+        """The oldest version from which the backlog leads on; 0 while it keeps none."""
+        return self._closed[0].commit.version - 1 if self._closed else 0
 
     def add(self, closed: Closed, read_version: int | None) -> None:
         """Add a version to the backlog. `read_version`: of the oldest snapshot that is being copied; None: none is."""
         self._closed.append(closed)
         self._bytes += _payload_bytes(closed)
+        if self.copying_from is not None:
+            read_version = min(self.copying_from, self.copying_from if read_version is None else read_version)
         while len(self._closed) > self._versions and not self._is_read(self._closed[0], read_version):
             self._bytes -= _payload_bytes(self._closed.popleft())
 

@@ -49,7 +49,7 @@ class Membership:
     @property
     def in_view(self) -> bool:
         """Whether this life of this peer is a member."""
-        return any(member == self.me for member in self.chain.view)
+        return self.me in self.chain.view
 
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect."""

@@ -33,7 +33,7 @@ class FaultFuse:
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:
     """Let a fault of the seed's plan happen to the simulated world now."""
-    if _STRIKES[fault.kind](world, fault):
+    if world.happens(fault) and _STRIKES[fault.kind](world, fault):
         world.count(fault.kind)
 
 
