@@ -101,7 +101,6 @@ def alone(peer: PeerProcess) -> bool:
     return any(len(event["counted"]) < len(PORTS) for event in peer.events("version"))
 
 
-@pytest.mark.xfail(strict=True, reason="a refused connection to a loopback address counts as proof of a death")
 def test_peers_behind_a_dead_tunnel_are_no_dead_peers(tunnel: tuple[Tunnel, list[PeerProcess]]) -> None:
     """The other's address refuses connections, on loopback, and yet it lives: neither of two goes on alone."""
     forwarders, (a, b) = tunnel

@@ -25,6 +25,7 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.archive import Archive
 from diloco.exchange.background import ExchangeTasks, settle
+from diloco.exchange.deaths import Deaths
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteLane
 from diloco.exchange.missed import Fetcher
@@ -35,7 +36,7 @@ from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m
 from diloco.protocol.machine import Machine
 from diloco.protocol.streams import Kind, StateOffer, StreamHeader
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, nobody_listens
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Exchange(ExchangeTasks):
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
         self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state)
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
+        self._deaths = Deaths(link, terms.timing.heartbeat_s)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
         self.hasher = one_thread("hash")
@@ -320,6 +322,8 @@ class Exchange(ExchangeTasks):
         """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
         reply, effects = self.machine.receive(envelope, monotonic_s())
         self._perform(effects)
+        if reply is m.Reply.OK and not self._deaths.asked(envelope.sender):
+            self._spawn(self._deaths.ask(envelope.sender))
         return reply
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
@@ -377,9 +381,8 @@ class Exchange(ExchangeTasks):
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        proven = await nobody_listens(member.address)
-        if proven or not await self._answers(member.address):
-            self._feed(m.Unreachable(member, proven))
+        if self._deaths.proven(member) or not await self._answers(member.address):
+            self._feed(m.Unreachable(member, self._deaths.proven(member)))
 
     async def _answers(self, address: str) -> bool:
         try:
