@@ -270,8 +270,14 @@ class SimulatedProcess:
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
         entrance = Entrance(
-            setup.contract, endpoint, self.name, folder, checkpoint, self.listeners, self.wants_to_leave
-        )  # type: ignore[arg-type]
+            setup.contract,
+            endpoint,  # type: ignore[arg-type]
+            self.name,
+            folder,
+            checkpoint,
+            self.listeners,
+            self.wants_to_leave,
+        )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
