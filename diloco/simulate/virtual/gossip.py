@@ -25,10 +25,10 @@ from diloco.observe.events import Stamped, SwapApplied
 from diloco.outer.fragments import read_fragment
 from diloco.outer.line import Line
 from diloco.run.run import Leading, Run
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.plans.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.simulate.virtual.world import HEAL_S, SimulatedWorld
 from diloco.storage.checkpoint import Checkpoint

@@ -32,13 +32,14 @@ from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
-from diloco.simulate.virtual.plan import OMITS
-from diloco.simulate.virtual.progress import SimulatedProgress
-from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
+from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
+from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
