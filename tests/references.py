@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from diloco.simulate.virtual.draw import draw
+from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.search import RULE, narrate, outcome_lines, read_plan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,10 +25,10 @@ from diloco.observe.events import Stamped, SwapApplied
 from diloco.outer.fragments import read_fragment
 from diloco.outer.line import Line
 from diloco.run.run import Leading, Run
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.plans.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.simulate.virtual.world import HEAL_S, SimulatedWorld
 from diloco.storage.checkpoint import Checkpoint
@@ -116,7 +116,7 @@ class GossipProcess(SimulatedProcess):
     """The process of a simulated peer under gossip."""
 
     @property
-    def listeners(self) -> Any:
+    def listeners(self) -> Any:  # type: ignore[override]
         """They hear the events of the peer."""
         return (self.on_event,)
 
@@ -125,7 +125,7 @@ class GossipProcess(SimulatedProcess):
     """Virtual time at which its final average began."""
 
     @property
-    def exchange(self) -> Any:
+    def exchange(self) -> Any:  # type: ignore[override]
         return self.swapping
 
     def standing(self) -> str:
@@ -182,7 +182,7 @@ class GossipProcess(SimulatedProcess):
             self.averaged_since_s = self.world.now
             return average()
 
-        peer._count, peer._apply, peer.average = on_count, on_apply, on_average  # type: ignore[method-assign]
+        peer._count, peer._apply, peer.average = on_count, on_apply, on_average  # type: ignore[assignment, method-assign]
 
 
 class GossipTraining(SimulatedTraining):

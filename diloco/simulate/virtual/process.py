@@ -32,13 +32,14 @@ from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
-from diloco.simulate.virtual.plan import OMITS
-from diloco.simulate.virtual.progress import SimulatedProgress
-from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
+from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
+from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -270,8 +271,14 @@ class SimulatedProcess:
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
         entrance = Entrance(
-            setup.contract, endpoint, self.name, folder, checkpoint, self.listeners, self.wants_to_leave
-        )  # type: ignore[arg-type]
+            setup.contract,
+            endpoint,  # type: ignore[arg-type]
+            self.name,
+            folder,
+            checkpoint,
+            self.listeners,
+            self.wants_to_leave,
+        )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)

@@ -1,4 +1,4 @@
-"""What a simulated network does to bytes: it is cut, has uplinks that all streams of a peer share, and flips bits."""
+"""Wires of a simulated network: they are cut, share a peer's uplink between its streams, and flip bits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from diloco.wire.v1 import control_pb2
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.network import SimulatedCall, SimulatedNetwork
-    from diloco.simulate.virtual.plan import FaultPlan
+    from diloco.simulate.virtual.plans.plan import FaultPlan
     from diloco.simulate.virtual.timeline import ProcessLoop
 
 RETRANSMIT_S = 0.4
-"""What a stream sends over a path that is cut is sent again this often, as TCP does, until its deadline."""
+"""Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
 """Shorter waits may be none to a clock that has jumped far."""
 BUFFER_S = 0.2

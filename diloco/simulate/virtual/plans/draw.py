@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from diloco.simulate.virtual.plan import (
+from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
     FLIPPED,
@@ -179,7 +179,7 @@ def _gossiping(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the simulations are that are drawn."""
+    """Size of the simulations that are drawn."""
 
     max_peers: int
     versions: int
