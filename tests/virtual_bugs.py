@@ -10,10 +10,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
+from diloco.exchange.work import LanePayloads
+from diloco.outer import line
 from diloco.storage.saving import CheckpointSchedule
 from diloco.protocol import messages as m
 from diloco.protocol import view
@@ -142,6 +146,25 @@ def _hears_twice() -> Instead:
 
 def _forgives() -> Instead:
     return [(Roster, "offended", lambda roster, peer: None)]
+
+
+def _leaves_out_uncounted() -> Instead:
+    fold = LanePayloads.fold
+
+    def of_fewer(work: LanePayloads, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
+        others = [entry.peer for entry in work.begin.contributors if entry.peer not in omitted]
+        return fold(work, part, (*omitted, *others[1:]))
+
+    return [(LanePayloads, "fold", of_fewer)]
+
+
+def _forgets_residual() -> Instead:
+    left_over = line.left_over
+
+    def nothing(*given: Any) -> torch.Tensor:
+        return left_over(*given).zero_()
+
+    return [(line, "left_over", nothing)]
 
 
 def _tells_no_votes() -> Instead:
