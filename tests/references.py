@@ -1,8 +1,11 @@
-"""Compares what this version computes with what bb50371 computed, recorded in tests/data/bb50371/digests.json.
+"""Compares what this version computes with what was recorded.
 
-quick, demo: the state digest and the loss at the end of a simulation of `configs/`. Torch and the processor's
-instructions decide how inner steps round, and the text trained on is Python's own library: on a machine of another
-kind these are not compared, and say why. logs: the log of each of the first seeds in virtual time, by its hash.
+quick, demo: the state digest and the loss at the end of a simulation of `configs/`, as bb50371 had them
+(tests/data/bb50371/digests.json). Torch and the processor's instructions decide how inner steps round, and the text
+trained on is Python's own library: on a machine of another kind these are not compared, and say why.
+
+logs: the log of each of the first seeds in virtual time, by its hash (tests/data/virtual_logs.json). A change of the
+protocol or of the simulator changes logs; `record` writes down the present ones.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from typing import Any
 
 import torch
 
-from diloco.simulate.virtual.plan import draw
+from diloco.simulate.virtual.draw import draw
 from diloco.simulate.virtual.search import narrate
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "bb50371" / "digests.json").read_text())
+LOGS = ROOT / "tests" / "data" / "virtual_logs.json"
+SEEDS = 50
 
 
 def machine() -> dict[str, str]:
@@ -64,11 +69,12 @@ def hash_of_log(seed: int) -> str:
 
 def differing_logs(seeds: Iterable[int]) -> list[int]:
     """The seeds whose log is not the recorded one."""
-    return [seed for seed in seeds if hash_of_log(seed) != RECORDED["logs"][seed]]
+    recorded = json.loads(LOGS.read_text())
+    return [seed for seed in seeds if hash_of_log(seed) != recorded[seed]]
 
 
 def _logs() -> str:
-    differing = differing_logs(range(len(RECORDED["logs"])))
+    differing = differing_logs(range(SEEDS))
     return f"the logs of seeds {differing} differ" if differing else ""
 
 
@@ -87,11 +93,14 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 def main(chosen: list[str]) -> int:
     """The command; its exit code."""
+    torch.set_num_threads(1)
+    if chosen == ["record"]:
+        LOGS.write_text(json.dumps([hash_of_log(seed) for seed in range(SEEDS)], indent=0) + "\n")
+        return 0
     unknown = set(chosen) - CHECKS.keys()
     if unknown:
-        print(f"references: no {', '.join(sorted(unknown))}; known: {', '.join(CHECKS)}", file=sys.stderr)
+        print(f"references: no {', '.join(sorted(unknown))}; known: record, {', '.join(CHECKS)}", file=sys.stderr)
         return 2
-    torch.set_num_threads(1)
     failed = False
     for name in chosen or CHECKS:
         elsewhere = other_machine() if name in ("quick", "demo") else ""

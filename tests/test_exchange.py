@@ -17,7 +17,7 @@ from diloco.compress import bundle
 from diloco.exchange.archive import IDLE_S
 from diloco.exchange.service import ExchangeService
 from diloco.outer.state import OuterState
-from diloco.protocol import coordinating
+from diloco.protocol import coordinator
 from diloco.protocol.messages import FetchMean, Offered, Reply
 from diloco.protocol.streams import Kind, Part, StreamHeader
 from diloco.transport.link import LinkDown, LinkRefused
@@ -227,7 +227,7 @@ def test_a_peer_that_missed_too_many_versions_copies_the_state(world: LocalWorld
     sleeper.inner_step()
     copies = sleeper.copies
     sleeper.peer.exchange.machine.timing = timing
-    sleeper.peer.exchange.machine._heartbeat_at = 0.0
+    sleeper.peer.exchange.machine._membership._heartbeat_at = 0.0
     world.call(lambda: world.network.thaw(sleeper.address))
 
     def come_back() -> list[str]:
@@ -383,7 +383,7 @@ def test_who_leaves_and_is_not_in_the_group_is_counted_in_the_next_version(
     def first_without(group: Sequence[str], most: int | None, turn: int) -> tuple[str, ...]:
         return tuple(peer for peer in group if peer != leaver.name or turn > 0)
 
-    monkeypatch.setattr(coordinating, "in_turn", first_without)
+    monkeypatch.setattr(coordinator, "in_turn", first_without)
     last = world.pool.submit(leaver.round, True)
     world.rounds(staying, 2)
     last.result(DEADLINE_S)

@@ -26,7 +26,7 @@ from diloco.exchange.service import ExchangeService
 from diloco.island import Island
 from diloco.observe.event_log import read_lines
 from diloco.observe.events import VersionClosed
-from diloco.protocol.coordinating import Coordinating
+from diloco.protocol.coordinator import Coordinator
 from diloco.run import run as run_module
 from diloco.run.blocking import block
 from diloco.run.door import Entrance, OwnLoop, Parts, open_run
@@ -306,15 +306,15 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
 @contextmanager
 def nobody_reaches(name: str) -> Iterator[None]:
     """Its connections are broken whenever a version closes: it may be counted, and is left out of the view."""
-    next_commit: Callable[..., Any] = Coordinating._next_commit
+    next_commit: Callable[..., Any] = Coordinator._next_commit
 
-    def without(machine: Coordinating, *rest: Any) -> Any:
-        assert machine.me.peer != name
-        machine.roster.unreachable(name)
-        return next_commit(machine, *rest)
+    def without(coordinator: Coordinator, *rest: Any) -> Any:
+        assert coordinator.membership.me.peer != name
+        coordinator.membership.roster.unreachable(name)
+        return next_commit(coordinator, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordinating, "_next_commit", without)
+        patch.setattr(Coordinator, "_next_commit", without)
         yield
 
 

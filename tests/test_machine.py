@@ -418,7 +418,7 @@ def test_a_copy_of_the_version_that_we_stand_at_forgets_no_promise() -> None:
     machine = standing(7)
     commit = machine.commit
     assert commit is not None
-    seated = machine._seat(1)
+    seated = machine._acceptor.seat(1)
     assert seated in (B, C)
     machine.receive(m.Envelope("run", "contract", "lineage", seated, commit.digest, 1, m.Gather(8, 1, "again")), 0.1)
     assert machine.attempt == 1
@@ -434,7 +434,7 @@ def test_who_said_goodbye_promises_and_accepts_nothing_more(asks: type) -> None:
     machine = standing(7)
     commit = machine.commit
     assert commit is not None
-    attempt = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    attempt = next(attempt for attempt in (1, 2, 3) if machine._acceptor.seat(attempt) == C)
     machine.handle(m.MeanHeld("mean"), 0.1)
     goodbyes = [e.envelope.body for e in machine.handle(m.LeaveWanted(), 0.2) if isinstance(e, m.Send)]
     assert [body.heir for body in goodbyes if isinstance(body, m.Goodbye)] == ["b", "b"]
@@ -453,7 +453,7 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
     goodbye = m.Goodbye(8, 1, "a", (), 0, accepted)
     machine.receive(m.Envelope("run", "contract", "lineage", B, commit.digest, 1, goodbye), 0.1)
     assert machine.attempt == 1
-    later = next(attempt for attempt in (1, 2, 3) if machine._seat(attempt) == C)
+    later = next(attempt for attempt in (1, 2, 3) if machine._acceptor.seat(attempt) == C)
     gather = m.Gather(8, later, "again")
     _, effects = machine.receive(m.Envelope("run", "contract", "lineage", C, commit.digest, 1, gather), 0.2)
     (ready,) = (e.envelope.body for e in effects if isinstance(e, m.Send) and isinstance(e.envelope.body, m.Ready))
@@ -467,11 +467,11 @@ def test_an_heir_is_bound_by_what_the_leaver_accepted_and_promised() -> None:
 )
 def test_a_commit_with_its_majority_waits_for_those_that_are_silent(policy: Policy, until_s: float) -> None:
     machine, tally = standing(7, policy), Tally(0)
-    assert machine._patient_until_s(tally) == math.inf
+    assert machine._coordinator._patient_until_s(tally) == math.inf
     for peer, slack_s in (("a", 5.0), ("b", 9.0)):
         tally.hear(peer, m.Ready(8, 0, m.Offer(7, 1, 2, 3, slack_s=slack_s), "state"), 7.0)
     tally.majority_at_s = 10.0
-    assert machine._patient_until_s(tally) == until_s
+    assert machine._coordinator._patient_until_s(tally) == until_s
 
 
 def test_an_earlier_life_is_not_heard_again() -> None:
@@ -517,29 +517,35 @@ def test_a_mean_is_given_up_only_when_an_operator_answers_for_all_who_may_have_i
     """One of them was evicted, and another, which was only out of reach, had made the version that was given up."""
     rules = Rules("run", "contract", (6,), 3, 2, SYNC, 4)
     machine = Machine(A, rules, Timing(0.5, 1.0, 4.0), "lineage", False, 0.0)
-    view = (A, B, C, WITNESS)
+    view = (A, B, C, D, WITNESS)
     commit = Commit(7, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
     machine.handle(m.StateHeld(7, "state", commit), 0.0)
     attempt = next(attempt for attempt in range(1, 9) if coordinator("run", 8, attempt, view) == A)
     accepted = replace(commit, version=8, previous=commit.digest, mean_digest="with b and c")
     now, sequence = 0.5, 0
+    notes: list[str] = []
 
-    def hear(body: m.Body) -> None:
+    def hear(sender: Member, body: m.Body) -> None:
         nonlocal sequence
         sequence += 1
-        machine.receive(m.Envelope("run", "contract", "lineage", WITNESS, commit.digest, sequence, body), now)
+        envelope = m.Envelope("run", "contract", "lineage", sender, commit.digest, sequence, body)
+        note(machine.receive(envelope, now)[1])
+
+    def note(effects: list[m.Effect]) -> None:
+        notes.extend(effect.reason for effect in effects if isinstance(effect, m.Note))
 
     for peer in gone:
         operator = Member("operator", 0, "")
         evict = m.Evict(peer, {"b": B, "c": C}[peer].incarnation)
         machine.receive(m.Envelope("run", "contract", "lineage", operator, "", 0, evict), now)
-    notes: list[str] = []
     lost_with: set[str] = set()
     while now < 11.5:
         now += 0.25
-        hear(m.Heartbeat(7, True, False, Progress()))
-        hear(m.Ready(8, attempt, None, "state", 0, accepted))
-        notes += [effect.reason for effect in machine.handle(m.Tick(), now) if isinstance(effect, m.Note)]
+        for sender in (D, WITNESS):
+            hear(sender, m.Heartbeat(7, True, False, Progress()))
+        hear(D, m.Ready(8, attempt, None, "state"))
+        hear(WITNESS, m.Ready(8, attempt, None, "state", 0, accepted))
+        note(machine.handle(m.Tick(), now))
         lost_with.update(json.loads(status_json(machine, None, 0, (), 0, now))["mean_lost_with"])
     assert any("died with an evicted peer" in note for note in notes) is given_up
     assert lost_with == (set() if given_up else {"c"})
@@ -563,7 +569,9 @@ def test_a_suspected_peer_refutes_with_its_next_word() -> None:
     roster.unreachable("b")
     assert not roster.alive(B, 4.3)
     roster.heard(B, 4.4)
-    assert roster.alive(B, 4.5)
+    assert not roster.alive(B, 4.5)  # one that is heard may still be out of reach
+    roster.answered(B, 4.6)
+    assert roster.alive(B, 4.7)
 
 
 @pytest.mark.parametrize(("sequence", "reply", "alive"), [(1, m.Reply.REPLAYED, False), (2, m.Reply.OK, True)])
@@ -579,6 +587,7 @@ def test_what_a_dead_peer_said_once_is_no_sign_of_life_when_it_comes_again(
     assert hear(1, 0.5) is m.Reply.OK
     assert machine.roster.alive(B, 1.0)
     machine.handle(m.Unreachable(B), 1.0)
+    machine.handle(m.Reached(B), 98.0)
     assert hear(sequence, 99.0) is reply
     assert machine.roster.alive(B, 99.0) is alive
 
@@ -651,7 +660,7 @@ def test_more_peers_than_a_version_takes_contribute_in_turn() -> None:
 
 @pytest.mark.slow(queued=False)
 def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
-    outcome = narrate(parse("peers 4\nmost_peers 2\nfragments 2\ncalm_s 7"))
+    outcome = narrate(parse("peers 4\ncodec topk\nmost_peers 2\nfragments 2\ncalm_s 7"))
     begins = [line.partition("Begin ")[2] for line in outcome_lines(outcome) if "Begin" in line]
     counted = {(int(begin.partition(".")[0]) % 2, begin.partition("with ")[2].partition(",")[0]) for begin in begins}
     assert not outcome.violation
@@ -661,7 +670,9 @@ def test_each_fragment_has_the_contributions_of_all_peers_in_turn() -> None:
 def test_the_status_tells_of_who_answers_also_outside_the_view() -> None:
     """Else there is no address to print, and `diloco status` of a peer at the door failed. A former life is another."""
     machine = Machine(B, Rules("run", "contract", (6,), 1, 2, SYNC, 4), Timing(0.5, 4.0, 4.0), "lineage", False, 0.0)
-    machine.commit = Commit(1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), "")
+    machine._chain.commit = Commit(
+        1, "", "lineage", 0, (A, replace(B, incarnation=1), C), (), (), "", 0, Leases(0, {}), ""
+    )
     peers = {one["peer"]: one for one in json.loads(status_json(machine, None, 0, (), 0, 0.0))["peers"]}
     assert {name: one["in_view"] for name, one in peers.items()} == {"a": True, "c": True, "b": False}
     assert peers["b"]["address"] == B.address

@@ -54,6 +54,7 @@ def test_the_wheel_holds_the_package_and_the_contracts_and_nothing_else(wheel: z
     missing = {*wanted, *contracts, "diloco/py.typed"} - files
     assert not missing
     assert {name.split("/")[0] for name in files} == {"diloco"}
+    assert not {name for name in files if name.endswith("/mutants.toml")}
 
 
 @pytest.mark.slow(queued=False)

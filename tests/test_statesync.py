@@ -559,7 +559,7 @@ def test_a_peer_that_missed_a_few_versions_catches_up_by_their_commits(world: Lo
     world.rounds(awake, 3)
     copies = sleeper.copies
     sleeper.peer.exchange.machine.timing = timing
-    sleeper.peer.exchange.machine._heartbeat_at = 0.0
+    sleeper.peer.exchange.machine._membership._heartbeat_at = 0.0
     world.call(lambda: world.network.thaw(sleeper.address))
     assert len(world.settle(world.peers)) == 1
     assert [commit.version for commit in sleeper.commits[-3:]] == [2, 3, 4]

@@ -235,7 +235,7 @@ def test_with_nothing_left_to_train_nobody_skips_rounds_at_the_door(world: Train
     world.rounds(world.peers)
     for peer in world.peers:
         peer.peer.ending.last_version = 999  # all tokens are there
-    world.call(outside.peer.exchange.machine._new_incarnation)
+    world.call(outside.peer.exchange.machine._membership._new_incarnation)
     waiting = world.pool.submit(outside.round)
     until(lambda: world.rounds(others) and waiting.done(), "a version takes it in", 20.0)
     waiting.result()

@@ -18,7 +18,6 @@ from diloco.base.types import Commit, Counted
 from diloco.exchange import service
 from diloco.exchange.work import LanePayloads
 from diloco.outer import line
-from diloco.storage.saving import CheckpointSchedule
 from diloco.protocol import messages as m
 from diloco.protocol import view
 from diloco.protocol.machine import Machine
@@ -27,6 +26,7 @@ from diloco.protocol.roster import Admission, Roster
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
 from diloco.simulate.virtual.network import SimulatedLink
+from diloco.storage.saving import CheckpointSchedule
 
 Instead = Sequence[tuple[object, str, Any]]
 """Owner, name, and what is there meanwhile."""
@@ -71,11 +71,12 @@ def _forgets_promise() -> Instead:
         body, promised = envelope.body, machine.attempt
         if not (isinstance(body, m.Propose) and body.attempt < promised and body.version == machine.making):
             return receive(machine, envelope, now)
-        machine.attempt = body.attempt
+        machine._acceptor.attempt = body.attempt
         try:
             return receive(machine, envelope, now)
         finally:
-            machine.attempt = max(promised, machine.attempt) if machine.making == body.version else machine.attempt
+            if machine.making == body.version:
+                machine._acceptor.attempt = max(promised, machine.attempt)
 
     return [(Machine, "receive", forgetting)]
 
@@ -96,7 +97,7 @@ def _accepts_unseen() -> Instead:
 
     def believing(machine: Any, envelope: m.Envelope, now: float) -> Any:
         if isinstance(envelope.body, m.Propose):
-            machine._held.append(envelope.body.commit.mean_digest)
+            machine._contributor._held.append(envelope.body.commit.mean_digest)
         return receive(machine, envelope, now)
 
     return [(Machine, "receive", believing)]

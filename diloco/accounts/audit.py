@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.books import Book, Chain, RecordedLife, chain_of, open_books, peer_folders
+from diloco.accounts.books import Book, ChainRecord, RecordedLife, chain_of, open_books, peer_folders
 from diloco.accounts.ledger import Record
 from diloco.base.errors import StateError
 from diloco.base.readable import readable_text
@@ -99,7 +99,7 @@ def audit(directories: Sequence[Path]) -> Audit:
     return result
 
 
-def examine(books: Sequence[Book], chain: Chain) -> Audit:
+def examine(books: Sequence[Book], chain: ChainRecord) -> Audit:
     """Audit of ledgers without checkpoints, from files or from memory; `chain` is built from their commits."""
     result = Audit(lineages=len({commit.lineage for commit in chain.commits.values()}))
     lives = [(book.peer, life) for book in books for life in book.lives]
@@ -118,7 +118,7 @@ def examine(books: Sequence[Book], chain: Chain) -> Audit:
 # ---------------------------------------------------------------- I1
 
 
-def _agreement(chain: Chain) -> Iterator[Finding]:
+def _agreement(chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I1: several commits of a version, or several states of a commit, in the ledgers' chain."""
     for (lineage, version), digests in chain.places.items():
         if len(digests) > 1:
@@ -137,7 +137,7 @@ def _agreement(chain: Chain) -> Iterator[Finding]:
 # ---------------------------------------------------------------- I2
 
 
-def _exactly_once(chain: Chain) -> list[Finding]:
+def _exactly_once(chain: ChainRecord) -> list[Finding]:
     """Audit of I2 on every path from a root of the ledgers' chain to a head. Paths share commits: each finding once."""
     paths = (list(chain.path(head))[::-1] for head in chain.heads())
     return list(dict.fromkeys(finding for path in paths for finding in _counted_twice(path)))
@@ -197,7 +197,7 @@ def _balances(lives: Iterable[tuple[str, RecordedLife]]) -> Iterator[Finding]:
             yield Finding("I2", peer, version, last, text)
 
 
-def _kept_and_counted(lives: Iterable[tuple[str, RecordedLife]], chain: Chain) -> Iterator[Finding]:
+def _kept_and_counted(lives: Iterable[tuple[str, RecordedLife]], chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I2 where a ledger passes over a version, for instance when the peer copied a later state.
 
     If that version counts progress of this life, and the life neither booked it as committed nor discarded it, then the
@@ -222,7 +222,7 @@ def _kept_and_counted(lives: Iterable[tuple[str, RecordedLife]], chain: Chain) -
             before, given_up = at, 0
 
 
-def _first_after(before: str, record: Record, chain: Chain) -> Commit | None:
+def _first_after(before: str, record: Record, chain: ChainRecord) -> Commit | None:
     """First commit on the chain from a ledger's last commit `before` to a record's; None where no path is known."""
     if before not in chain.commits:
         return None
@@ -236,7 +236,7 @@ MAX_LIVES_OF_A_PROCESS = 1000
 """A peer that was away for a while takes the next incarnation; that of another process is a time in microseconds."""
 
 
-def _contribution(life: RecordedLife, before: str, passed: Commit, chain: Chain) -> Counted | None:
+def _contribution(life: RecordedLife, before: str, passed: Commit, chain: ChainRecord) -> Counted | None:
     """Entry in commit `passed` for a contribution of this ledger's life, which the view before names; None without."""
     peer = life.opening["peer"]
     member = chain.commits[before].member(peer)
@@ -248,7 +248,7 @@ def _contribution(life: RecordedLife, before: str, passed: Commit, chain: Chain)
 # ---------------------------------------------------------------- I5
 
 
-def _missing(chain: Chain) -> Iterator[Finding]:
+def _missing(chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I5: no ledger has a commit's predecessor, though one has an older commit."""
     for commit in chain.roots():
         older = [other.version for other in chain.commits.values() if other.version < commit.version]
@@ -257,7 +257,7 @@ def _missing(chain: Chain) -> Iterator[Finding]:
             yield Finding("I5", "", commit.version, 0, text)
 
 
-def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> None:
+def _audit_checkpoints(paths: Iterable[Path], chain: ChainRecord, result: Audit) -> None:
     """Audit of I5: checkpoints that are damaged, of an unknown commit, or of another state than the ledgers'.
 
     A damaged one beside a whole one is a note: resuming passes it over, and a peer that is killed while it deletes an
@@ -292,7 +292,7 @@ def _audit_checkpoints(paths: Iterable[Path], chain: Chain, result: Audit) -> No
 # ---------------------------------------------------------------- I8 and forks
 
 
-def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
+def _lineage_findings(books: Sequence[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit of I8. Both where the ledgers' chain forks and where a lineage begins, only a founding may do it."""
     for children in chain.forks():
         plain = [commit for commit in children if commit.fragment >= 0]
@@ -317,7 +317,7 @@ def _lineage_findings(books: Sequence[Book], chain: Chain) -> Iterator[Finding]:
             yield Finding("I8", "", commit.version, 0, f"lineage {commit.lineage} begins here, and nobody founded it")
 
 
-def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
+def _forks(books: Sequence[Book], chain: ChainRecord) -> Iterator[ChainFork]:
     """Audit: forks of the ledgers' chain, which only `continue` allows, with the tokens that they discarded."""
     main = {commit.digest for head in chain.heads()[:1] for commit in chain.path(head)}
     for found in chain.forks():
@@ -337,7 +337,7 @@ def _forks(books: Sequence[Book], chain: Chain) -> Iterator[ChainFork]:
 # ---------------------------------------------------------------- notes and the table
 
 
-def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
+def _notes(books: Iterable[Book], chain: ChainRecord) -> Iterator[Finding]:
     """Audit notes: ledgers that begin late, end in half a record, or miss records for which the disk had no room."""
     for first in chain.roots()[:1]:
         if first.version > 0 or first.fragment >= 0:  # else it founds the run
@@ -351,7 +351,7 @@ def _notes(books: Iterable[Book], chain: Chain) -> Iterator[Finding]:
                 yield Finding("", book.peer, -1, gap.line, f"{gap.fields['dropped']} records found no room on the disk")
 
 
-def _row(book: Book, chain: Chain) -> dict[str, Any]:
+def _row(book: Book, chain: ChainRecord) -> dict[str, Any]:
     """Audit sums over all lives in a peer's ledger."""
     totals, last = [life.totals for life in book.lives], book.lives[-1]
     # What a life took over from a checkpoint, it counts as trained. So did the life before, which left it uncommitted.

@@ -17,7 +17,7 @@ from diloco.base.types import Commit
 
 
 @dataclass
-class Chain:
+class ChainRecord:
     """Tree of the commits that the ledgers of a run hold, each once."""
 
     commits: dict[str, Commit] = field(default_factory=dict)
@@ -171,9 +171,9 @@ def book_of(directory: Path, found: Scan) -> Book:
     return Book(last["peer"], directory, same, found.torn_bytes)
 
 
-def chain_of(books: Iterable[Book]) -> Chain:
-    """Chain of all commits in these books, which are the peers' ledgers."""
-    chain = Chain()
+def chain_of(books: Iterable[Book]) -> ChainRecord:
+    """ChainRecord of all commits in these books, which are the peers' ledgers."""
+    chain = ChainRecord()
     for book in books:
         for life in book.lives:
             for record in life.of("commit"):

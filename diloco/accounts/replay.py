@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from diloco.accounts.books import Chain, chain_of, read_books
+from diloco.accounts.books import ChainRecord, chain_of, read_books
 from diloco.accounts.journal import Recording, recordings
 from diloco.base.errors import StateError, UsageError
 from diloco.base.readable import readable_text
@@ -93,7 +93,7 @@ Shelf = Mapping[tuple[str, int, int], Sequence[Recording]]
 class Replayer:
     """Replays the chain of a run: its commits, recorded contributions, and all else that makes versions again."""
 
-    chain: Chain
+    chain: ChainRecord
     shelf: Shelf
     codecs: Sequence[Codec]
     """Codecs by group of parameters."""

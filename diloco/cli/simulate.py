@@ -68,11 +68,16 @@ def simulate(
 def virtual(
     file: Annotated[Path | None, Argument(help="With --json: write it to this file.")] = None,
     seed: Annotated[int | None, Option(help="Run one seed and tell what happened.")] = None,
-    seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded) on all cores.")] = None,
+    seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded).")] = None,
     plan: Annotated[Path | None, Option(help="Run what this text says (tests/transcripts).")] = None,
     policy: Annotated[str, Option(help="Only sync, only quorum or only async.")] = "",
     without_majority: Annotated[str, Option(help="Only wait or only continue.")] = "",
     speeds: Annotated[str, Option(help="Of the peers, drawn from LOW:HIGH; 0.1:1 for async, else all the same.")] = "",
+    jobs: Annotated[int | None, Option(min=1, help="With --seeds: processes; one for each core.")] = None,
+    until_found: Annotated[
+        bool, Option("--until-found", help="With --seeds: stop at the first seed that breaks an invariant.")
+    ] = False,
+    size: Annotated[str, Option(help="Of the runs: usual (2 to 8 peers, 30 versions), nightly (16, 100).")] = "usual",
     planted: Annotated[bool, Option("--planted", help="How many seeds it takes to notice each bug.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,10 +88,12 @@ def virtual(
     from diloco.simulate.virtual import search
 
     raise_when_stopped()  # what was found until then is told
-    choice = search.SeedOptions(policy, without_majority, speeds=speeds)
+    choice = search.SeedOptions(policy, without_majority, speeds=speeds, size=size)
     choice.check()
     if file is not None and (file.suffix == ".toml" or not as_json):  # a contract, which must not be written over
         raise UsageError(f"virtual time does not read {file}", "leave it out; --json FILE writes a file")
+    if seeds is None and (jobs or until_found):
+        raise UsageError(f"{'--jobs' if jobs else '--until-found'} is for many seeds", "add --seeds A:B")
     if planted:
         table = list(search.catch_planted(PLANTED_SEEDS))
         lines = [f"{caught.bug:16} {caught.seeds or 'not noticed':>6}  {caught.violation}" for caught in table]
@@ -94,7 +101,7 @@ def virtual(
         raise Exit(0 if all(caught.seeds for caught in table) else 1)
     if seeds is not None:
         first, last = search.seed_range(seeds)
-        report = search.search(first, last, choice, _print_tally)
+        report = search.search(first, last, choice, _print_tally, jobs, until_found)
         _print_or_write(search.report_lines(report), report, as_json, file)
         raise Exit(130 if report["interrupted"] else 1 if report["violations"] else 0)
     outcome = search.narrate(search.read_plan(plan) if plan else choice.draw(seed or 0))

@@ -92,6 +92,8 @@ class ExchangeTasks:
 
     def _end_tasks(self) -> None:
         """End the tasks of this exchange or lane. Another thread than the loop's waits until they have ended."""
+        if self._loop.is_closed():
+            return
         ended = asyncio.run_coroutine_threadsafe(self._stop(), self._loop)
         try:
             asyncio.get_running_loop()

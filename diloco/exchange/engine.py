@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -62,8 +61,7 @@ class Exchange(ExchangeTasks):
         super().__init__(loop)
         self.terms = terms
         self.link = link
-        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s())
-        self.machine.forks = forks
+        self.machine = Machine(me, terms.rules, terms.timing, lineage, founder, monotonic_s(), forks)
         self.directory: tuple[str, ...] = ()
         self.overlap_tokens = 0
         """Tokens of the inner steps that go on while a contribution is on its way."""
@@ -190,7 +188,7 @@ class Exchange(ExchangeTasks):
 
     def report(self, progress: Progress) -> None:
         """Set the progress that the exchange's heartbeats carry."""
-        self.machine.progress = progress
+        self.machine.report(progress)
 
     def copy_state(
         self, sources: Sequence[str], local: OuterState, commit: Commit | None, progress: Callable[[int, int], None]
@@ -291,7 +289,7 @@ class Exchange(ExchangeTasks):
                 await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
 
         def begin() -> None:
-            self.machine.me = self.machine.roster.me = replace(self.machine.me, address=address)
+            self.machine.listen_at(address)
             self._spawn(tick())
 
         self._call(begin)
@@ -359,18 +357,22 @@ class Exchange(ExchangeTasks):
         step = _FAILPOINTS.get(type(effect.envelope.body))
         if step:
             failpoints.hit(f"before-{step}")
-        reply = m.Reply.STALE
+        reply, to, since_s = m.Reply.STALE, effect.to, monotonic_s()
         try:
-            reply = await self.link.deliver(effect.to.address, effect.envelope)
+            reply = await self.link.deliver(to.address, effect.envelope)
+            self._feed(m.Reached(to))
         except LinkDown:
-            await self._lost(effect.to)
+            await self._lost(to)
         except LinkSlow:
-            logger.debug("%s did not answer %s", effect.to.peer, type(effect.envelope.body).__name__)
+            logger.debug("%s did not answer %s", to.peer, type(effect.envelope.body).__name__)
+            if not self.machine.roster.answered_since(to, since_s):
+                self._feed(m.Unreachable(to))
         except LinkRefused as error:
             reply = error.reply
+            self._feed(m.Reached(to))
         if reply not in (m.Reply.STALE, m.Reply.REPLAYED):  # of these it has only moved on meanwhile
             if reply is not m.Reply.OK and reply is not self.refused:
-                logger.warning("%s refuses: %s", effect.to.peer, reply.name)
+                logger.warning("%s refuses: %s", to.peer, reply.name)
             self.refused = reply
         if step:
             failpoints.hit(f"after-{step}")

@@ -157,6 +157,7 @@ def _peer(machine: Machine, member: Member, now: float) -> dict[str, Any]:
         "incarnation": member.incarnation,
         "in_view": member in machine.view,
         "version": machine.version if mine else beat.version if beat else -1,
+        "reached": mine or (entry is not None and entry.answered_at_s is not None and not entry.unreachable),
         "heard_s_ago": 0.0 if mine or entry is None else round(now - entry.heard_at_s, 1),
         **asdict(progress),
     }

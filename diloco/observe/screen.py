@@ -33,6 +33,8 @@ from diloco.observe.run_state import Notice, PeerState, RunState, Version
 MAX_NOTES = 6
 REDRAW_S = 0.12
 """Between two redraws of the live table: eight a second look smooth, more only burn the trainers' CPU."""
+HEARD_S = 5.0
+"""A peer that was heard so lately is there, whether or not it can be reached."""
 STRAGGLER_S = 3.0
 """Seconds for which a version's plain line waits for peers that have not reported it."""
 RATE_VERSIONS = 8
@@ -335,6 +337,8 @@ def status_text(status: Mapping[str, Any]) -> str:
 
 def _standing(peer: Mapping[str, Any]) -> str:
     """A peer on the screen of `diloco status`: its phase, or why it has none."""
+    if not peer.get("reached", True) and peer["heard_s_ago"] < HEARD_S:  # under gossip nobody asks
+        return "not reached"
     if not peer["alive"]:
         return "silent"
     return readable_text(peer["phase"]) if peer["in_view"] else "at the door"

@@ -20,7 +20,7 @@ from diloco.accounts.ledger import Opening
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s, new_incarnation
 from diloco.base.decisions import Adopt, Drop, KeepLocal, Meet, Restore, Save, Withdraw
-from diloco.base.errors import EvictedError, StateError
+from diloco.base.errors import EvictedError, StateError, UnreachableError
 from diloco.base.life import POLL_S, Life, Wait, answered
 from diloco.base.types import Closed, Commit, Contribution, Counted, Member, Phase, Progress
 from diloco.config.site import Site
@@ -255,17 +255,14 @@ class Peer:
 
     def enter(self, patience: Callable[[], bool]) -> Life[bool]:
         """Wait until the view includes us: for the run to start, or for the next version. False: out of patience."""
-        refused_s = monotonic_s()
+        refusal = Refusal(self.exchange, self.site)
         while not (self.stands_in_view or self.done):
             if not patience():
                 return False
             yield from self.catch_up()
             if not (self.stands_in_view or self.done):
                 yield Wait(self.exchange.closes(), POLL_S)
-            if self.exchange.refused is not Reply.FENCED:
-                refused_s = monotonic_s()
-            elif monotonic_s() - refused_s > 3 * self.site.timeouts.suspect_s:
-                raise EvictedError(f"the run has a live peer named {self.name}", "choose another peer.name")
+            refusal.check()
         return True
 
     @property
@@ -416,6 +413,27 @@ def _reasons(
     if before is not None:
         in_good_order |= handed_back(before.leases, used, after.leases)
     return {peer: "left" if in_good_order.get(peer) else "lost" for peer in gone}
+
+
+class Refusal:
+    """Watch on the members' refusals of a peer that waits to be taken in: some of them only a person can mend."""
+
+    def __init__(self, exchange: Exchange, site: Site) -> None:
+        self._exchange, self._timeouts = exchange, site.timeouts
+        self._since_s, self._reply = monotonic_s(), exchange.refused
+
+    def check(self) -> None:
+        """Raises EvictedError or UnreachableError, once the members have refused this peer for long enough."""
+        exchange, now_s = self._exchange, monotonic_s()
+        if exchange.refused is not self._reply:
+            self._since_s, self._reply = now_s, exchange.refused
+        refused_s = now_s - self._since_s
+        if self._reply is Reply.FENCED and refused_s > 3 * self._timeouts.suspect_s:
+            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
+        if self._reply is Reply.UNREACHED and refused_s > 2 * self._timeouts.heartbeat_s:
+            cause = f"nobody reaches {exchange.me.address}: the members hear this peer, and it does not hear them"
+            fix = "let connections in at that port, or set network.advertise to an address and port that others reach"
+            raise UnreachableError(cause, fix)
 
 
 def settled(exchange: Exchange, site: Site) -> Life[None]:

@@ -12,356 +12,358 @@ lists the contributors that it omits. When the coordinator itself is gone, or so
 begins. Every wait is bounded by `Timing`. Nothing here blocks training: a peer that cannot commit gives up the round
 and keeps its progress. `docs/how/protocol.md` has the picture and the argument why this is safe.
 
-The machine is one class in layers: `MachineState`, `Committing`, `Coordinating`, `Reducing`, and here `Lineages`
-(foundings and lineages) and `Machine` (inputs, time, joining and leaving).
+The machine is six roles and a router. A role owns its state: nobody else assigns it. It asks others by named queries,
+has another go on by a call, and several at once by `Post`, which leads to the sequences at the end of this file.
+
+    membership     who this peer is, who lives, who may speak, whose votes count
+    chain          the latest commit, the state held, commits that are missing
+    lineage        the founding of a run or of a part of it, and which of two parts goes on
+    acceptor       promises and votes
+    coordinator    the attempt that this peer leads, and the next commit
+    contributor    offer, reduction, means that are here
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from diloco.base.types import Commit, Member
-from diloco.protocol import leases
+from diloco.base.types import Commit, Member, Progress
 from diloco.protocol import messages as m
-from diloco.protocol.committing import Committing
-from diloco.protocol.coordinating import Coordinating
-from diloco.protocol.reducing import Reducing
-from diloco.protocol.view import Electorate, goes_on, parted_at
+from diloco.protocol.acceptor import Acceptor
+from diloco.protocol.chain import Chain
+from diloco.protocol.contributor import Contributor
+from diloco.protocol.coordinator import Coordinator
+from diloco.protocol.lineage import Lineage
+from diloco.protocol.membership import Membership
+from diloco.protocol.post import Post
+from diloco.protocol.roster import Roster
+from diloco.protocol.view import Electorate, Rules, Timing
 
 
-class Lineages(Reducing):
-    """Lineages of a run that was cut in parts under `without_majority = "continue"`: chains of commits until they meet.
+class Machine:
+    """The protocol's state machine. `receive` and `handle` are its inputs; properties may be read any time."""
 
-    A lineage is named by its founding. Where two meet, the one with more committed tokens goes on. Peers of the other
-    copy its state, keep their uncommitted progress, and report the committed tokens that are void.
-    """
+    def __init__(
+        self,
+        me: Member,
+        rules: Rules,
+        timing: Timing,
+        lineage: str,
+        founder: bool,
+        now: float,
+        forks: tuple[m.Fork, ...] = (),
+    ) -> None:
+        """`lineage` and the `forks` that led to it: the founder's own, or those of the member that welcomed us."""
+        self.rules, self.timing = rules, timing
+        self._post = post = Post(rules, now)
+        self._membership = membership = Membership(me, founder, rules, timing, post)
+        self._chain = chain = Chain(rules, timing, post)
+        self._lineage = lineages = Lineage(lineage, forks, rules, timing, post)
+        self._acceptor = acceptor = Acceptor(rules, timing, post)
+        self._contributor = contributor = Contributor(rules, timing, post)
+        self._coordinator = coordinator = Coordinator(rules, timing, post)
+        self._introduce()
+        self._messages: Mapping[type, tuple[Callable[[Member, Any], None], ...]] = {
+            m.Heartbeat: (membership.on_heartbeat, lineages.on_heartbeat, chain.on_heartbeat),
+            m.Ready: (coordinator.on_ready,),
+            m.Gather: (acceptor.on_gather,),
+            m.Begin: (contributor.on_begin,),
+            m.Stalled: (coordinator.on_stalled,),
+            m.Repair: (contributor.on_repair,),
+            m.Abort: (coordinator.on_abort,),
+            m.Propose: (acceptor.on_propose,),
+            m.Accept: (coordinator.on_accept,),
+            m.Committed: (chain.on_committed,),
+            m.Goodbye: (membership.on_goodbye, lambda sender, body: coordinator.coordinate()),
+        }
+        """Handlers of each kind of message, in order."""
+        self._events: Mapping[type, Callable[[Any], object]] = {
+            m.Tick: self._on_tick,
+            m.Unreachable: membership.on_unreachable,
+            m.Reached: membership.on_reached,
+            m.StateHeld: self._on_state_held,
+            m.Offered: contributor.on_offered,
+            m.Withdrawn: contributor.on_withdrawn,
+            m.ContributionArrived: contributor.on_contribution,
+            m.ContributionRefused: contributor.on_refused,
+            m.PartFolded: contributor.on_folded,
+            m.MeanArrived: contributor.on_mean,
+            m.MeanHeld: self._on_mean_held,
+            m.Learned: chain.on_learned,
+            m.LeaveWanted: membership.on_leave_wanted,
+        }
+        """Handler of each kind of event."""
 
-    def _founding(self, view: Sequence[Member], before: Commit | None, lineage: str) -> Commit:
-        """The first commit of a lineage, its view and leases: it moves no anchor."""
-        names = [member.peer for member in view if not member.witness]
-        need = self.rules.lease_blocks
-        granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
-        return Commit(
-            version=self._state.version,
-            previous=before.digest if before else self.rules.contract,
-            lineage=lineage,
-            fragment=-1,
-            view=tuple(view),
-            counted=(),
-            omitted=(),
-            mean_digest="",
-            tokens=before.tokens if before else 0,
-            leases=granted,
-            state_digest=self._state.digest,
-        )
+    def _introduce(self) -> None:
+        """Give each role the others that it asks."""
+        roles = {
+            "acceptor": self._acceptor,
+            "chain": self._chain,
+            "contributor": self._contributor,
+            "coordinator": self._coordinator,
+            "lineage": self._lineage,
+            "membership": self._membership,
+        }
+        for role in (self._post, *roles.values()):
+            for name in role.__annotations__.keys() & roles.keys():
+                setattr(role, name, roles[name])
+        post = self._post
+        post.deliver, post.next_attempt = self._deliver_here, self._next_attempt
+        post.adopt, post.leave_lineage = self._adopt, self._leave_lineage
 
-    def _check_majority(self) -> None:
-        """Without a majority of votes commits wait, or this view's live members found a lineage apart."""
-        no_majority = self._no_majority() if self.in_view else ""
-        if not no_majority:
-            self._alone_since = None
-            return
-        if self._alone_since is None:
-            self._alone_since = self._now
-        if self._offer is not None and self._now - self._offered_at > self.timing.stall_s:
-            self._give_up(no_majority)
-        after_s = self.rules.continue_after_s
-        if after_s is None or self._now - self._alone_since < after_s:
-            return
-        # The first trainer that lives founds a lineage with the members that it can reach.
-        alive = self.alive()
-        trainers = [member for member in alive if not member.witness]
-        if not trainers or trainers[0] != self.me or self._state.version != self.version:
-            return
-        assert self.commit is not None
-        founder = f"{self.commit.digest}/{self.me.peer}/{self.me.incarnation}"  # no two founders choose the same name
-        commit = self._founding(alive, self.commit, hashlib.sha256(founder.encode()).hexdigest()[:16])
-        self._note(f"going on apart with {len(alive)} of {len(self.view)} members as lineage {commit.lineage}")
-        self._announce(commit, alive)
-
-    def _meet_lineage(self, envelope: m.Envelope) -> None:
-        """A peer of another lineage of the run spoke: the lineage with more tokens goes on, peers of the other join."""
-        beat, lineage = envelope.body, envelope.lineage
-        if self.rules.continue_after_s is None or not isinstance(beat, m.Heartbeat):
-            return
-        if (self.founder and self.commit is None) or self.roster.is_earlier(envelope.sender, self._now):
-            return
-        self.roster.introduce(envelope.sender, self._now)  # so that it hears of us, too
-        # A peer outside the view follows the lineage that it asked to join, while its members or its founder speak.
-        members = [entry.member for entry in self.roster if entry.heartbeat and not entry.heartbeat.joining]
-        hears_members = any(self.roster.alive(member, self._now) for member in members)
-        # No peer of the lineage to copy may send heartbeats: an old conversation, heard again, led there. Then any live
-        # lineage goes on, also that of a founder that still waits for its first members.
-        copying = self.commit is None and bool(self._target_lineage)
-        silent = copying and not hears_members and self._now - self._target_since_s > self.timing.suspect_s
-        if not (beat.founded or silent) or beat.joining or (not self.in_view and hears_members):
-            return
-        # While a state is being copied, the lineage that it comes from is compared; a mere joiner follows anybody.
-        mine = (*self.forks, m.Fork(self.lineage, self.commit.tokens if self.commit else -1))
-        if copying and not silent:
-            mine = self._target_lineage
-        others = (*beat.forks, m.Fork(lineage, beat.committed_tokens))
-        if goes_on(mine, others):
-            return
-        discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if self.commit is not None else 0
-        self._note(f"lineage {lineage} has more tokens and goes on; {discarded:,} tokens of ours are void")
-        if self._offer is not None:
-            self._give_up("our lineage ends here")
-        self._forget_version()  # but not that we are exposed: that lineage may go on, with what we sent counted
-        self.commit = None
-        self._state = m.StateHeld(-1, "")
-        self.electorate = Electorate()  # a peer that is dead there may live here
-        self.roster.part_with(())
-        self.lineage, self.forks = lineage, beat.forks
-        self._alone_since = None
-        self._new_incarnation()
-        self._target_lineage, self._target_since_s = others, self._now
-        self._out.append(m.Resync(envelope.sender, discarded))
-
-
-class Machine(Lineages):
-    """The protocol's state machine. `receive` and `handle` are its inputs; public attributes may be read any time."""
+    # ------------------------------------------------------------ what goes in
 
     def handle(self, event: m.Event, now: float) -> list[m.Effect]:
         """Take an event into the state machine at local time `now` (seconds, monotonic); return effects in order."""
-        self._now = now
-        self._out = []
-        if not self._gone:
-            self._events[type(event)](self, event)
-        return self._out
+        self._post.begin(now)
+        if not self._membership.gone:
+            self._events[type(event)](event)
+        return self._post.effects
 
     def receive(self, envelope: m.Envelope, now: float) -> tuple[m.Reply, list[m.Effect]]:
         """Take another peer's message into the state machine; return the protocol's reply and effects, in order."""
-        self._now = now
-        self._out = []
-        return self._receive(envelope), self._out
+        self._post.begin(now)
+        return self._receive(envelope), self._post.effects
+
+    def admits(self, run: str, contract: str, lineage: str, sender: Member, now: float) -> m.Reply:
+        """The protocol's reply to a peer that wants to stream parts now. OK: the roster notes a sign of life."""
+        self._post.begin(now)
+        reply = self._membership.may_speak(run, contract, lineage, sender)
+        if reply is m.Reply.OK:
+            self._membership.heard(sender)
+        return reply
 
     def _receive(self, envelope: m.Envelope) -> m.Reply:
         """Check a message against roster, lineage and view: refuse it, or give it to its protocol handler."""
-        sender, body = envelope.sender, envelope.body
-        if self._gone:
+        sender, body, membership, chain = envelope.sender, envelope.body, self._membership, self._chain
+        if membership.gone:
             return m.Reply.STALE
         if isinstance(body, m.Greeting | m.Invite):
             return m.Reply.MALFORMED  # it is of another policy
         if isinstance(body, m.Evict):
-            return self._evict(envelope, body)
-        reply = self._may_speak(envelope.run, envelope.contract, envelope.lineage, sender)
-        if reply is m.Reply.OTHER_LINEAGE and not self._leads_here(body):
-            self._meet_lineage(envelope)
+            return membership.evict(envelope, body)
+        reply = membership.may_speak(envelope.run, envelope.contract, envelope.lineage, sender)
+        if reply is m.Reply.OTHER_LINEAGE and not chain.leads_here(body):
+            self._lineage.meet(envelope)
             return reply
         decided = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # a commit holds, whoever sends it
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not decided:
             return reply
-        if self._admission.replayed(envelope):
+        if membership.admission.replayed(envelope):
             return m.Reply.REPLAYED
         if reply is m.Reply.OK:
-            self.roster.heard(sender, self._now)
+            membership.heard(sender)
         reply = m.Reply.OK
         if not isinstance(body, m.Heartbeat | m.Committed):  # all others are about a version being made
-            if body.version == self.making and self.commit is not None and envelope.view != self.commit.digest:
+            if body.version == chain.making and chain.commit is not None and envelope.view != chain.commit.digest:
                 return m.Reply.OTHER_VIEW
-            if body.version < self.making:
+            if body.version < chain.making:
                 reply = m.Reply.STALE
-        self._messages[type(body)](self, sender, body)
-        return reply
+        self._deliver(sender, body)
+        return m.Reply.UNREACHED if membership.turns_away(sender, body) else reply
 
-    def admits(self, run: str, contract: str, lineage: str, sender: Member, now: float) -> m.Reply:
-        """The protocol's reply to a peer that wants to stream parts now. OK: the roster notes a sign of life."""
-        self._now = now
-        reply = self._may_speak(run, contract, lineage, sender)
-        if reply is m.Reply.OK:
-            self.roster.heard(sender, now)
-        return reply
+    def _deliver(self, sender: Member, body: m.Body) -> None:
+        for handler in self._messages[type(body)]:
+            handler(sender, body)
 
-    def _may_speak(self, run: str, contract: str, lineage: str, sender: Member) -> m.Reply:
-        """OK if run, lineage and roster let this sender speak, else the protocol's reason for the refusal."""
-        reply = self._admission.same_training(run, contract)
-        if reply is not m.Reply.OK:
-            return reply
-        if lineage != self.lineage:
-            return m.Reply.OTHER_LINEAGE
-        if self.roster.barred(sender.peer) and not self._is_member(sender):
-            return m.Reply.BARRED
-        return m.Reply.OK if self.roster.may_speak(sender, self._now) else m.Reply.FENCED
+    def _deliver_here(self, body: m.Body) -> None:
+        self._deliver(self._membership.me, body)
 
-    # ------------------------------------------------------------ time
+    # ------------------------------------------------------------ what others may ask
+
+    @property
+    def me(self) -> Member:
+        """This life of this peer."""
+        return self._membership.me
+
+    @property
+    def founder(self) -> bool:
+        """Whether this life founds the run, or its lineage."""
+        return self._membership.founder
+
+    @property
+    def progress(self) -> Progress:
+        """Progress that heartbeats carry."""
+        return self._membership.progress
+
+    @property
+    def roster(self) -> Roster:
+        """All peers heard of."""
+        return self._membership.roster
+
+    @property
+    def electorate(self) -> Electorate:
+        """The voters on the next version."""
+        return self._membership.electorate
+
+    @property
+    def commit(self) -> Commit | None:
+        """The latest commit known; None before the founding."""
+        return self._chain.commit
+
+    @property
+    def version(self) -> int:
+        """Version of the latest commit known; before the founding of the lineage, that of the state it holds."""
+        return self._chain.version
+
+    @property
+    def making(self) -> int:
+        """The version for which attempts are made and votes are taken: the next after the latest commit."""
+        return self._chain.making
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the next commit moves; fragments take turns by version."""
+        return self._chain.fragment
+
+    @property
+    def view(self) -> tuple[Member, ...]:
+        """The view: members that the latest commit names, in order of admission."""
+        return self._chain.view
+
+    @property
+    def in_view(self) -> bool:
+        """Whether this life of this peer is a member."""
+        return self._membership.in_view
+
+    @property
+    def lineage(self) -> str:
+        """Name of the lineage that this peer follows."""
+        return self._lineage.name
+
+    @property
+    def forks(self) -> tuple[m.Fork, ...]:
+        """Lineages that led to ours."""
+        return self._lineage.forks
+
+    @property
+    def alone(self) -> bool:
+        """Whether most voters of the view cannot be reached: it may go on elsewhere, so others are to be asked."""
+        return self._lineage.alone
+
+    @property
+    def attempt(self) -> int:
+        """The latest attempt known at the version being made."""
+        return self._acceptor.attempt
+
+    @property
+    def attempts(self) -> int:
+        """Attempts it took to make the latest version, as far as this peer knows."""
+        return self._chain.attempts
+
+    @property
+    def sync_s(self) -> float:
+        """Seconds to make a version, from `Begin` to the commit: the longest of late, forgotten slowly."""
+        return self._chain.sync_s
+
+    @property
+    def reason(self) -> str:
+        """The reason of the latest decision."""
+        return self._post.reason
+
+    @property
+    def mean_lost_with(self) -> tuple[str, ...]:
+        """Trainers that do not live and may have the mean of a version that was accepted, which no live one has."""
+        return self._coordinator.mean_lost_with
+
+    @property
+    def reducing(self) -> tuple[int, int, int] | None:
+        """(version, attempt, generation) of the reduction that the state machine has under way."""
+        reduction = self._contributor.reduction
+        return (*reduction.key, reduction.generation) if reduction else None
+
+    @property
+    def names(self) -> int:
+        """Number of peers whose protocol messages are remembered, so that none is taken twice."""
+        return len(self._membership.admission)
+
+    def alive(self) -> list[Member]:
+        """Members of the view that the roster does not suspect."""
+        return self._membership.alive()
+
+    def settled(self) -> bool:
+        """Whether every live member of the view has reported this version in a heartbeat."""
+        return self._membership.settled()
+
+    def awaited(self) -> bool:
+        """Whether heartbeats show most other live trainers of the view at this version, their inner steps done."""
+        return self._membership.awaited()
+
+    def fastest(self) -> float:
+        """The largest pace in heartbeats of other live trainers of the view, tokens per second; 0 while unknown."""
+        return self._membership.fastest()
+
+    # ------------------------------------------------------------ what the driver tells
+
+    def report(self, progress: Progress) -> None:
+        """Set the progress that heartbeats carry."""
+        self._membership.report(progress)
+
+    def listen_at(self, address: str) -> None:
+        """Tell others from now on that this peer listens at that address."""
+        self._membership.listen_at(address)
+
+    # ------------------------------------------------------------ sequences of several roles
 
     def _on_tick(self, _: m.Tick) -> None:
-        if self._now >= self._heartbeat_at:
-            self._heartbeat_at = self._now + self.timing.heartbeat_s
-            tokens = self.commit.tokens if self.commit else 0
-            founded, deaf = self.commit is not None, self.roster.deaf(self._now)
-            beat = m.Heartbeat(self.version, founded, self.joining, self.progress, tokens, self.forks, deaf)
-            self.roster.forget({member.peer for member in self.view}, self._now)
-            self._admission.forget({entry.member.peer for entry in self.roster})
-            known = [entry.member for entry in self.roster if not entry.left]
-            for member in (*known, *self.roster.strangers(self._now)):
-                self._send(member, beat)
-        self._found_if_complete()
-        if self.commit is None:
+        self._membership.beat()
+        self._lineage.found_if_complete()
+        if self._chain.commit is None:
             return
-        self._check_reduction()
-        self._follow_coordinator()
-        self._coordinate()
-        self._check_majority()
-        if self._now >= self._resend_at:
-            self._resend_at = self._now + self.timing.heartbeat_s
-            self._resend()
-
-    def _resend(self) -> None:
-        """Emit `Begin`, `Repair`, `Propose`, `Gather` or `Ready` again for those that have not answered."""
-        tally = self._tally
-        if tally is not None and (tally.begin is not None or tally.proposal is not None):
-            again: Sequence[m.Body | None] = (tally.begin, tally.repair)
-            if tally.proposal is not None:
-                again = (m.Propose(self.making, self.attempt, tally.proposal),)
-            silent = [member for member in tally.audience if member != self.me and member.peer not in tally.accepts]
-            for member in silent:
-                for body in again:
-                    if body is not None:
-                        self._send(member, body)
-        elif tally is not None and self.attempt > 0:
-            for member in self.view:
-                if member.peer not in tally.ready:
-                    self._send(member, m.Gather(self.making, self.attempt, self.reason))
-        elif self._offer is not None and self._reduction is None:
-            self._send_ready()
-
-    # ------------------------------------------------------------ founding and joining
+        self._contributor.check()
+        self._acceptor.follow_coordinator()
+        self._coordinator.coordinate()
+        self._lineage.check_majority()
+        self._coordinator.resend()
 
     def _on_state_held(self, event: m.StateHeld) -> None:
-        self._state = event
-        refounding = self.founder and self.commit is None  # a new view takes over from this commit
-        commit = event.commit if event.commit != self.commit else None  # what was promised for the next version holds
-        if commit is not None and not refounding and commit.version >= self.version:
+        chain, commit = self._chain, event.commit
+        chain.hold(event)
+        refounding = self._membership.founder and chain.commit is None  # a new view takes over from this commit
+        news = commit is not None and commit != chain.commit  # else what was promised for the next version holds
+        if commit is not None and news and not refounding and commit.version >= chain.version:
             self._adopt(commit)
-        self._found_if_complete()
+        self._lineage.found_if_complete()
 
-    def _found_if_complete(self) -> None:
-        """As founder, begin the run when enough peers on the roster hold its state."""
-        if not self.founder or self.commit is not None or self._state.version < 0:
-            return
-        here = [self.me, *(member for member in self.roster.at_the_door(0, self._now) if not member.witness)]
-        if len(here) < self.rules.start_peers:
-            self._note(f"{len(here)} of {self.rules.start_peers} peers are here")
-            return
-        self._note(f"founded with {len(here)} peer{'s' if len(here) > 1 else ''}")
-        self._announce(self._founding(here, self._state.commit, self.lineage), here)
-
-    def _on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
-        self.roster.heard(sender, self._now, body, self.version)
-        if len(body.forks) > len(self.forks):
-            self.forks = body.forks
-        # Those that made a version send its commit to all, and a heartbeat may have crossed with it a moment ago. Else
-        # each peer would get it from all: n^2 commits of O(n) bytes each time.
-        recent = self._now - self._stands_since < self.timing.heartbeat_s
-        crossed = recent and body.version == self.version - 1
-        behind = not body.founded or (body.version < self.version and not crossed)
-        if self.commit is not None and behind:
-            self._send(sender, m.Committed(self.commit))
-        elif body.founded and body.version > self.version and not self._is_closing(body.version):
-            self._catch_up(sender, body.version)
-
-    # ------------------------------------------------------------ the training side
-
-    def _on_offered(self, event: m.Offered) -> None:
-        if not self.in_view:
-            self._give_up("not in the view yet")
-        elif event.offer.base_version != self.version:
-            self._give_up(f"version {self.version} closed meanwhile")
+    def _on_mean_held(self, event: m.MeanHeld) -> None:
+        if self._contributor.on_mean_held(event):
+            self._coordinator.propose_mean()
+        decided = self._chain.has_decided(event.mean_digest)
+        if decided is not None:
+            self._chain.decide(decided, self._membership.me)
+        elif self._coordinator.proposes:
+            self._coordinator.count()
         else:
-            self._offer = event.offer
-            self._leaving = event.offer.leaving
-            self._offered_at = self._now
-            self._follow_coordinator()
-            if self._reduction is None:
-                self._send_ready()
+            self._acceptor.look_again()
 
-    def _on_withdrawn(self, event: m.Withdrawn) -> None:
-        if self._offer is not None:
-            self._give_up(event.reason or f"no commit before the round's deadline ({self._waiting_for})")
+    def _next_attempt(self, attempt: int, reason: str) -> None:
+        self._post.note(reason)
+        self._acceptor.enter(attempt)
+        self._contributor.drop()
+        leads = self._acceptor.seat(attempt) == self._membership.me and self._membership.in_view
+        self._coordinator.enter(leads, reason)
+        if not leads and self._contributor.offer is not None:
+            self._acceptor.answer()
 
-    def _on_leave_wanted(self, _: m.LeaveWanted) -> None:
-        others = [member for member in self.alive() if member != self.me]
-        heir = others[0].peer if others and self.in_view else ""
-        votes = self.electorate.held_by(self.me.peer)
-        self._send_all(others, m.Goodbye(self.making, self.attempt, heir, votes, *self._accepted))
-        self._gone = True
+    def _adopt(self, commit: Commit) -> None:
+        chain, before = self._chain, self._chain.view
+        if chain.commit is not None and commit.lineage != self._lineage.name:
+            self._membership.part_with([member.peer for member in before if member not in commit.view])
+        self._lineage.adopt(commit)
+        chain.adopt(commit, self._acceptor.attempt + 1)
+        self._contributor.adopt(founds=commit.fragment == -1)
+        self._acceptor.forget()
+        self._coordinator.forget()
+        self._membership.stand(before)
+        self._membership.read_bequests()
 
-    # ------------------------------------------------------------ other peers
-
-    def _on_gather(self, sender: Member, body: m.Gather) -> None:
-        if not self._current(sender, body.version) or not self.in_view or sender != self._seat(body.attempt):
-            return
-        if body.attempt < self.attempt:
-            # The sender would wait for ever, for we promised a later attempt. It must hear of that one, or if its
-            # coordinator is gone, of the next whose coordinator lives.
-            if self._reduction is None and self._tally is None:
-                self._follow_coordinator(asked=True)
-                self._send_ready()
-            return
-        if body.attempt > self.attempt:
-            self._enter(body.attempt, body.reason)
-        if self._reduction is None:
-            self._send_ready()
-
-    def _on_goodbye(self, sender: Member, body: m.Goodbye) -> None:
-        self.roster.left(sender.peer)
-        self._note(f"{sender.peer} left")
-        if body.version > self.making:
-            self._bequests[sender.peer] = (sender, body)  # it speaks of a view that we do not know yet
-        else:
-            self._bequeath(sender, body)
-        self._coordinate()
-
-    def _evict(self, envelope: m.Envelope, body: m.Evict) -> m.Reply:
-        """An operator's `Evict`: the electorate drops the vote of a life of a peer, in one lineage."""
-        reply = self._admission.same_training(envelope.run, envelope.contract)
-        if reply is not m.Reply.OK:
-            return reply
-        if envelope.lineage != self.lineage:
-            return m.Reply.OTHER_LINEAGE
-        member = self.commit.member(body.peer) if self.commit else None
-        if member is not None and member.incarnation > body.incarnation:
-            return m.Reply.STALE
-        self.electorate.evict(body.peer, body.incarnation)
-        entry = self.roster.get(body.peer)
-        if entry is not None and entry.member.incarnation == body.incarnation:  # a later life may be at the door
-            self.roster.left(body.peer)
-        self._note(f"an operator declared {body.peer} dead")
-        return m.Reply.OK
-
-    def _on_unreachable(self, event: m.Unreachable) -> None:
-        self.roster.unreachable(event.member.peer)
-        if event.proven:
-            self.electorate.died(event.member)
-
-    _events: ClassVar[dict[type, Callable[..., None]]] = {
-        m.Tick: _on_tick,
-        m.Unreachable: _on_unreachable,
-        m.StateHeld: _on_state_held,
-        m.Offered: _on_offered,
-        m.Withdrawn: _on_withdrawn,
-        m.ContributionArrived: Reducing._on_contribution,
-        m.ContributionRefused: Reducing._on_refused,
-        m.PartFolded: Reducing._on_folded,
-        m.MeanArrived: Reducing._on_mean,
-        m.MeanHeld: Reducing._on_mean_held,
-        m.Learned: Committing._on_learned,
-        m.LeaveWanted: _on_leave_wanted,
-    }
-    _messages: ClassVar[dict[type, Callable[..., None]]] = {
-        m.Heartbeat: _on_heartbeat,
-        m.Ready: Coordinating._on_ready,
-        m.Gather: _on_gather,
-        m.Begin: Reducing._on_begin,
-        m.Stalled: Coordinating._on_stalled,
-        m.Repair: Reducing._on_repair,
-        m.Abort: Reducing._on_abort,
-        m.Propose: Committing._on_propose,
-        m.Accept: Coordinating._on_accept,
-        m.Committed: Committing._on_committed,
-        m.Goodbye: _on_goodbye,
-    }
+    def _leave_lineage(self, name: str, forks: tuple[m.Fork, ...], history: tuple[m.Fork, ...]) -> None:
+        if self._contributor.offer is not None:
+            self._contributor.give_up("our lineage ends here")
+        self._contributor.forget()  # but not that we are exposed: that lineage may go on, with what we sent counted
+        self._acceptor.forget()
+        self._coordinator.forget()
+        self._chain.leave_lineage()
+        self._membership.leave_lineage()
+        self._lineage.follow(name, forks, history)

@@ -132,11 +132,9 @@ class Stalled(OfAttempt):
 
 @dataclass(frozen=True, slots=True)
 class Repair(OfAttempt):
-    """From the coordinator: the reduction goes on without `gone`; their parts have new owners, nobody waits for them.
+    """From the coordinator: the reduction goes on without `gone`, whose parts have new owners. Only the latest matters.
 
-    A part that was averaged after their bytes arrived still counts them, and its mean comes with the list of those it
-    does not count. Each repair is complete since `Begin`, so that only the latest matters.
-    """
+    A part averaged after their bytes came still counts them; its mean comes with those that it does not count."""
 
     generation: int
     """Counts repairs of an attempt, from 1."""
@@ -221,16 +219,14 @@ class Greeting:
 
     known: tuple[Acquaintance, ...]
     """The sender first."""
-    answer: bool
-    """An answer to a greeting: it asks for none back."""
+    answer: bool  # to a greeting: it asks for none back
 
 
 @dataclass(frozen=True, slots=True)
 class Invite:
     """Asks for a swap of weights (policy `gossip`). The reply is OK when the receiver awaits the sender's parts."""
 
-    number: int
-    """Counts the swaps that the sender led in this life, from 1."""
+    number: int  # counts the swaps that the sender led in this life, from 1
     sender: Acquaintance
 
 
@@ -272,6 +268,7 @@ class Reply(IntEnum):
     BARRED = 10  # you sent what no honest peer sends, too often
     DAMAGED = 11  # your bytes were damaged on the way: say it again
     BUSY = 12  # I swap weights with somebody else now
+    UNREACHED = 13  # I hear you, and nothing that I send reaches you at the address that you gave: you cannot join
 
 
 # ---------------------------------------------------------------- events
@@ -284,11 +281,18 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The link failed to deliver to this peer: refused or reset, not merely slow."""
+    """The link failed to deliver to this peer: refused or reset, or no answer came to anything within the deadline."""
 
     member: Member
     proven: bool = False
     """That life of the peer is over for certain: it is not merely cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """This peer answered a message of ours: it can be reached, whatever it says."""
+
+    member: Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +381,7 @@ class LeaveWanted:
 
 
 Event = (
-    Tick | Unreachable | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
+    Tick | Unreachable | Reached | StateHeld | Offered | Withdrawn | ContributionArrived | ContributionRefused
     | PartFolded | MeanArrived | MeanHeld | Learned | LeaveWanted
 )  # fmt: skip
 

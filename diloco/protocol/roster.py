@@ -57,6 +57,8 @@ class Admission:
             self._seen = {peer: seen for peer, seen in self._seen.items() if peer in keep}
 
 
+REACHED_WITHIN = 1.5
+"""Times `suspect_s` after which a joiner that is heard, and answers nobody, is told so."""
 FORGET_S = 60.0
 """Seconds for which a peer outside the view is remembered."""
 MAX_FORMER_LIVES = 16
@@ -72,9 +74,17 @@ class RosterEntry:
     heartbeat: Heartbeat | None = None
     lag: int = 0
     """Versions that it was behind us when the heartbeat came: rounds may be shorter than heartbeats."""
+    since_s: float = field(init=False)
+    """Time at which the life came onto the roster."""
+    answered_at_s: float | None = None
+    """Time at which it last answered a message of ours; None: it never did. To be heard is another matter."""
     unreachable: bool = False
+    """Nothing could be delivered to it since it answered last."""
     left: bool = False
     former: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_LIVES))
+
+    def __post_init__(self) -> None:
+        self.since_s = self.heard_at_s
 
 
 class Roster:
@@ -134,7 +144,6 @@ class Roster:
             known = self._entries[member.peer] = self._next_life(known, member, now)
         known.member = member
         known.heard_at_s = now
-        known.unreachable = False
         if heartbeat is not None:
             known.heartbeat, known.lag = heartbeat, version - heartbeat.version
 
@@ -177,9 +186,28 @@ class Roster:
         return [member for member, _ in self._strangers.values()]
 
     def unreachable(self, peer: str) -> None:
-        """Note on the roster that delivery to `peer` failed outright. The next message from it takes this back."""
+        """Note on the roster that nothing can be delivered to `peer`. Its next answer takes this back."""
         if peer in self._entries:
             self._entries[peer].unreachable = True
+
+    def answered(self, member: Member, now: float) -> None:
+        """Note on the roster that this life of a peer answered a message: it can be reached."""
+        known = self._entries.get(member.peer)
+        if known is not None and known.member.incarnation == member.incarnation:
+            known.answered_at_s, known.unreachable = now, False
+
+    def answered_since(self, member: Member, since_s: float) -> bool:
+        """Whether this life of a peer has answered a message since then."""
+        known = self._entries.get(member.peer)
+        if known is None or known.member.incarnation != member.incarnation or known.answered_at_s is None:
+            return False
+        return known.answered_at_s >= since_s
+
+    def is_unreached(self, member: Member, now: float) -> bool:
+        """Whether a joiner has been heard for a while and never answered: others cannot reach the address it gives."""
+        known = self._entries.get(member.peer)
+        patient = known is None or now - known.since_s <= REACHED_WITHIN * self.suspect_s
+        return known is not None and known.answered_at_s is None and not patient
 
     def left(self, peer: str) -> None:
         """Note on the roster that `peer` said goodbye."""
@@ -218,12 +246,14 @@ class Roster:
         return known.heard_at_s
 
     def at_the_door(self, max_lag: int, now: float) -> list[Member]:
-        """Live peers on the roster that ask to join and lagged at most `max_lag` versions when last heard, by name."""
+        """Live peers on the roster that ask to join, by name: who was reached, and lagged at most `max_lag` versions
+        when last heard. One that nobody reaches would be waited for, and stop the run."""
         waiting = [
             entry.member
             for entry in self
             if entry.heartbeat and entry.heartbeat.joining and entry.heartbeat.version >= 0
-            and entry.lag <= max_lag and self._lives(entry, now) and not self.barred(entry.member.peer)
+            and entry.answered_at_s is not None and entry.lag <= max_lag
+            and self._lives(entry, now) and not self.barred(entry.member.peer)
         ]  # fmt: skip
         return sorted(waiting, key=lambda member: member.peer)
 

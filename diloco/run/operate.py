@@ -55,7 +55,7 @@ async def evict(link: Link, address: str, peer: str) -> tuple[list[str], list[st
         if not (isinstance(error, UnreachableError | TicketError) and replies):
             raise error
     reported = [name for name, reply in replies.items() if reply is m.Reply.OK]
-    refused = {name: reply for name, reply in replies.items() if reply is not m.Reply.OK}
+    refused: dict[str, m.Reply] = {name: reply for name, reply in replies.items() if reply is not m.Reply.OK}
     if not reported:
         reasons = ", ".join(f"{name} ({reply.name})" for name, reply in refused.items()) or "no other member lives"
         fix = "STALE: a later life of it is there; else see `diloco status` of a member that the others hear"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco.base.clock import monotonic_s, new_incarnation
-from diloco.base.errors import EvictedError, UsageError
+from diloco.base.clock import new_incarnation
+from diloco.base.errors import UsageError
 from diloco.base.life import POLL_S, Life, Wait
 from diloco.base.types import Member, Phase, Progress
 from diloco.config.contract import Contract
@@ -22,10 +22,9 @@ from diloco.exchange.service import ExchangeService
 from diloco.observe.event_log import Events
 from diloco.observe.events import Listening, Remark, Stamped, VersionWitnessed, Warned
 from diloco.outer.fragments import Layout
-from diloco.peer.peer import left, settled
+from diloco.peer.peer import Refusal, left, settled
 from diloco.peer.schedule import RunEnd
 from diloco.peer.terms import exchange_terms
-from diloco.protocol.messages import Reply
 from diloco.run.blocking import block
 from diloco.run.launch import chosen_directory, event_card, fetch_contract, open_directory
 from diloco.run.options import PeerOptions, open_site
@@ -92,7 +91,7 @@ def witnessed(
 
 def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Callable[[], bool]) -> Life[WitnessEnd]:
     """Record, in a witness, every version, on which it votes, until the run has its tokens or `stop` returns True."""
-    version, tokens, refused_s = -1, 0, monotonic_s()
+    version, tokens, refusal = -1, 0, Refusal(exchange, site)
     while not stop():
         yield Wait(exchange.closes(), POLL_S)
         for closed in exchange.closed():  # the exchange itself has voted; here it is recorded
@@ -104,8 +103,5 @@ def _vote(exchange: Exchange, end: RunEnd, events: Events, site: Site, stop: Cal
             events.emit(VersionWitnessed(version, tokens, names, commit.digest))
         if end.done:
             return WitnessEnd(version, tokens, "the run is complete")
-        if exchange.refused is not Reply.FENCED:
-            refused_s = monotonic_s()
-        elif monotonic_s() - refused_s > 3 * site.timeouts.suspect_s:
-            raise EvictedError(f"the run has a live peer named {exchange.name}", "choose another peer.name")
+        refusal.check()
     return WitnessEnd(version, tokens, "left")

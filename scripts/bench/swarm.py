@@ -5,9 +5,8 @@
     scripts/bench-swarm --policy sync --sized-by contract --overlap 0     beside which one sees what `async` brings
     scripts/bench-swarm --churn 1                everybody is hit once a minute
 
-The protocol in virtual time (`diloco.simulate.virtual.swarm`), on a model of 22 numbers: control messages are counted
-in
-bytes, as they are sealed; streams in sizes S of an encoded contribution, as if there were parts enough for everybody.
+Whole peers in virtual time (`diloco.simulate.virtual.swarm`), on a model of 6,000 numbers: control messages are counted
+in bytes, as they are sealed; streams in sizes S of an encoded contribution, as if there were parts enough for all.
 In the end all must be together again, every invariant must hold, and `diloco replay` must make every version again.
 """
 

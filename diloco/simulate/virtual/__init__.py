@@ -1,18 +1,22 @@
-"""The deterministic simulator: production protocol, codecs and outer step in virtual time; a failure is a seed.
+"""The deterministic simulator: whole production peers in virtual time; a failure is a seed.
+
+A simulated process runs the code of a real one: `Run`, the peer's life, exchange, lane, outer steps, state copies,
+ledger and checkpoints. Only what is beneath is simulated: the clock, the network, the disk, and the inner steps.
 
 Read in this order:
 
     plan.py         what goes wrong and when: drawn from a seed, or read from a text
-    world.py        virtual time, the peers of one plan, and the end that all must come to
-    host.py         one life of a peer, the exchange's half: what diloco/exchange/engine.py does with effects
-    training.py     the other half: what diloco/peer/peer.py and diloco/run/trainer.py do, on a model of 22 numbers
-    setup.py        the production parts that a plan asks for
-    network.py      messages, questions and streams that are late, lost, doubled, cut off, damaged
-    disk.py         checkpoints that survive, or not
-    faults.py       what each fault does; lies.py: what a lying peer sends; operator.py: what a person does about it
-    invariants.py   I1 to I8 of the design, checked when something changes
+    timeline.py     virtual time: one queue of all that is to happen, and an event loop for each process
+    world.py        the processes of one plan, and the end that all must come to
+    process.py      one life of a peer, with observers at its seams; endpoint.py: its place on the network
+    training.py     inner steps that are noise on 6,000 numbers, and what a liar sends
+    setup.py        contract and site of a plan
+    network.py      messages, calls and streams that are late, lost, doubled, cut off, damaged
+    disk.py         files that survive a loss of power, or not
+    faults.py       what each fault does; operator.py: what a person does about it
+    invariants.py   I1 to I8 of the design, checked when something changes; means and versions made once more
+    progress.py     what each peer trained, followed in pieces until a version counts it
     ballots.py      promises and votes, checked when they are given; gate.py: who and what is let in, and `Violation`
-    remake.py       means in plain numpy, and every version once more by the code of `diloco replay`
     transcript.py   what happened, as lines to read
     search.py       many seeds on all cores, and the shortest plan that still fails
     planted.py      bugs that must not stay hidden

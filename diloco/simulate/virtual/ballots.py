@@ -66,7 +66,7 @@ class SimulatedBallots:
     def on_machine(self, host: SimulatedProcess) -> None:
         """Check a simulated coordinator's tally: it sends its own vote to nobody, and counts those that were cast."""
         machine = host.machine
-        tally = machine._tally
+        tally = machine._coordinator._tally
         if tally is None or tally.proposal is None:
             return
         commit, ballot = tally.proposal, (tally.attempt, tally.proposal.digest)
@@ -151,7 +151,7 @@ class SimulatedBallots:
 
     def _lead(self, host: SimulatedProcess, propose: m.Propose) -> None:
         """Check a simulated later attempt's first proposal: enough promised it; it is the last accepted, if any."""
-        machine, commit, tally = host.machine, propose.commit, host.machine._tally
+        machine, commit, tally = host.machine, propose.commit, host.machine._coordinator._tally
         mine = {host.name, *machine.electorate.held_by(host.name)}
         promised = self._promisers.get((commit.previous, propose.attempt), set()) | mine
         promised &= {member.peer for member in machine.view}

@@ -1,18 +1,31 @@
-"""The disk of a simulated peer: real files in a folder of its own, and a disk beneath them that can fail."""
+"""The disk of a simulated peer: real files in a folder of its own, and a disk beneath them that can fail.
+
+It can be full, refuse to sync (EIO), take seconds for a sync, or say that it has synced what it only remembers. A loss
+of power takes names and tails of files that were not synced. A death can come between two syncs of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from diloco.base.files import Disk
+from diloco.simulate.virtual.timeline import Died
 
 FIRST = "first"
 """Folder beside that of the disk: a copy of it with its first checkpoint."""
+LOST_SHARE = 0.5
+"""Share of the names that were not synced and are gone after a loss of power."""
+TORN_SHARE = 0.5
+"""Share of the files cut off by a loss of power whose end is not only short: zeros or noise follow."""
+TORN_BYTES = 64
+SYNCS = 5
+"""A death in the middle of a checkpoint comes before one of the first so many syncs."""
 
 
 class SimulatedDisk:
@@ -20,14 +33,22 @@ class SimulatedDisk:
 
     def __init__(self, root: Path, name: str) -> None:
         self.name, self.root, self.folder = name, root, root / name
-        self.full = False
+        self.full = self.broken = self.lying = False
+        """No room is left; syncs fail; syncs only say that they are done."""
+        self.late_s = 0.0
+        """Time that a sync takes."""
+        self.last_syncs = -1
+        """Syncs that are left before a death in the middle of a checkpoint; below 0: there is none."""
         self.loses = False
         """Something that was written to it was not kept."""
         self.put_away: list[Path] = []
         """Folders of disks that were taken out."""
+        self._owed_s = 0.0
         self._copy = root / f"{name}.{FIRST}"
         self._synced: dict[int, int] = {}
         """Bytes of each file, by its inode, that are on the disk for certain."""
+        self._names: dict[int, dict[str, int]] = {}
+        """Names in each folder, by its inode, that are on the disk for certain, and the inodes that they name."""
 
     def append(self, descriptor: int, path: Path, data: bytes) -> None:
         """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full."""
@@ -38,24 +59,101 @@ class SimulatedDisk:
         os.write(descriptor, data)
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """What a file holds now stays after a loss of power. Raises OSError when the disk is full."""
-        if self.full:
+        """Keep the present content of a file or folder also after a loss of power. Raises OSError where it cannot."""
+        self._count_down()
+        if self.full or self.broken:
             self.loses = True
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        status = os.fstat(descriptor)
-        self._synced[status.st_ino] = status.st_size
+            number = errno.ENOSPC if self.full else errno.EIO
+            raise OSError(number, os.strerror(number), str(path))
+        self._owed_s += self.late_s
+        if not self.lying:
+            self._note(path, os.fstat(descriptor))
         if path.name == "checkpoints" and not self._copy.exists():
             shutil.copytree(self.folder, self._copy)
 
+    def owed(self) -> float:
+        """Seconds that syncs took since the last call: whoever asked for them has to wait so long."""
+        owed_s, self._owed_s = self._owed_s, 0.0
+        return owed_s
+
+    def _note(self, path: Path, status: os.stat_result) -> None:
+        if stat.S_ISDIR(status.st_mode):
+            with os.scandir(path) as entries:
+                self._names[status.st_ino] = {entry.name: entry.inode() for entry in entries}
+        else:
+            self._synced[status.st_ino] = status.st_size
+
+    def settle(self) -> None:
+        """A disk that lied has written by now what it remembered."""
+        for path in self.folder.rglob("*") if self.folder.exists() else ():
+            self._note(path, path.stat())
+        if self.folder.exists():
+            self._note(self.folder, self.folder.stat())
+
+    # ------------------------------------------------------------ deaths
+
+    def _count_down(self) -> None:
+        """Die in the middle of a checkpoint, when the time has come: what is done from then on reaches no disk."""
+        if self.last_syncs < 0:
+            return
+        self.last_syncs -= 1
+        if self.last_syncs < 0:
+            shutil.copytree(self.folder, self._image, copy_function=os.link)
+            for old in (self.folder, *(path for path in self.folder.rglob("*") if path.is_dir())):
+                new = self._image / old.relative_to(self.folder)
+                self._names[new.stat().st_ino] = self._names.get(old.stat().st_ino, {})
+            raise Died
+
+    @property
+    def _image(self) -> Path:
+        return self.root / f"{self.name}.image"
+
+    def as_it_died(self) -> None:
+        """The disk as it was when a process died in the middle of a checkpoint."""
+        shutil.rmtree(self.folder)
+        self._image.rename(self.folder)
+
     def lose_power(self, dice: Random) -> None:
-        """Cut files off somewhere behind what was synced, as a loss of power does."""
+        """Lose names, and cut files off, that were not synced, as a loss of power does. Behind the cut there may be
+        bytes that nobody wrote."""
         self.loses = True
+        for folder in [self.folder, *sorted(self.folder.rglob("*"))] if self.folder.exists() else ():
+            if folder.is_dir():
+                self._lose_names(folder, dice)
         for path in sorted(self.folder.rglob("*")) if self.folder.exists() else ():
             if path.is_file() and path.name != "events.jsonl":
-                there = path.stat().st_size
-                certain = min(self._synced.get(path.stat().st_ino, 0), there)
-                if there > certain:
-                    os.truncate(path, dice.randint(certain, there))
+                self._tear(path, dice)
+
+    def _lose_names(self, folder: Path, dice: Random) -> None:
+        known = self._names.get(folder.stat().st_ino, {})
+        for path in sorted(folder.iterdir()):
+            if path.name not in known and path.name != "events.jsonl" and dice.random() < LOST_SHARE:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _tear(self, path: Path, dice: Random) -> None:
+        status = path.stat()
+        certain = min(self._synced.get(status.st_ino, 0), status.st_size)
+        if status.st_size > certain:
+            size = dice.randint(certain, status.st_size)
+            os.truncate(path, size)
+            if size < status.st_size and dice.random() < TORN_SHARE:
+                torn = min(TORN_BYTES, status.st_size - size)
+                with path.open("ab") as file:
+                    file.write(dice.choice((bytes(torn), dice.randbytes(torn))))
+
+    # ------------------------------------------------------------ other disks
+
+    def flip(self, dice: Random) -> bool:
+        """Flip a bit of the newest checkpoint. False: there is none."""
+        folders = sorted((self.folder / "checkpoints").glob("v*"))
+        files = sorted(path for path in folders[-1].iterdir() if path.stat().st_size) if folders else []
+        if not files:
+            return False
+        path = dice.choice(files)
+        data = bytearray(path.read_bytes())
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        path.write_bytes(data)
+        return True
 
     def go_back(self) -> None:
         """Somebody brings back an old copy of the disk, with the first checkpoint on it."""
@@ -63,6 +161,7 @@ class SimulatedDisk:
         if self._copy.exists():
             shutil.rmtree(self.folder)
             shutil.copytree(self._copy, self.folder)
+            self.settle()
 
     def replaced(self) -> SimulatedDisk:
         """An empty disk in the place of this one."""
@@ -73,6 +172,7 @@ class SimulatedDisk:
         other = self._successor()
         if self.folder.exists():
             shutil.copytree(self.folder, other.folder)
+            other.settle()
         return other
 
     def _successor(self) -> SimulatedDisk:

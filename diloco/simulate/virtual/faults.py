@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from diloco.simulate.virtual.network import SimulatedCut
-from diloco.simulate.virtual.plan import FUSE_S, NO_CLOCK, Fault
-from diloco.simulate.virtual.process import FaultFuse, SimulatedProcess
+from diloco.protocol import messages as m
+from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
+from diloco.simulate.virtual.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.process import SimulatedProcess
+from diloco.simulate.virtual.wires import SimulatedCut
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.world import SimulatedWorld
+
+
+class FaultFuse:
+    """A fault that strikes a simulated peer before or after the next effect of a kind."""
+
+    def __init__(self, how: str, happens: Callable[[], None]) -> None:
+        self.when, _, self.effect = how.partition(" ")
+        self.happens = happens
+
+    def burns(self, effect: m.Effect, when: str) -> bool:
+        names = {type(effect).__name__}
+        if isinstance(effect, m.Send):
+            names.add(type(effect.envelope.body).__name__)
+        return when == self.when and self.effect in names
 
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:
@@ -26,7 +43,10 @@ def _kill(world: SimulatedWorld, fault: Fault) -> bool:
         return False
     if fault.kind == "power":
         host.loses_power = True
-    if fault.how:
+    if fault.how == IN_CHECKPOINT:
+        host.syncs_to_death = world.dice.randrange(SYNCS)
+        world.after(CHECKPOINT_S, host.die, "killed")
+    elif fault.how:
         host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")
     else:
@@ -58,9 +78,24 @@ def _sever(world: SimulatedWorld, fault: Fault, what: str, near: list[str], far:
     """Cut simulated peers that are near off from those that are far, or where none are named, from everybody else."""
     direction, _, reset = fault.how.partition(", ")
     cut = SimulatedCut(frozenset(near), direction or "both", bool(reset), far)
-    world.network.cuts.append(cut)
+    world.network.sever(cut)
     world.log(fault.peer, f"{what} ({fault.how or 'both'})")
     world.after(fault.for_s, _mend, world, cut, fault)
+    return True
+
+
+def _tunnel(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "tunnel": the forwarder before a simulated peer is gone: connections are refused where it lives."""
+    host = world.host(fault.peer)
+    if host is None or not host.alive:
+        return False
+    return _sever(world, replace(fault, how=f"{fault.how or 'both'}, reset"), "loses its TUNNEL", [fault.peer])
+
+
+def _flip(world: SimulatedWorld, fault: Fault) -> bool:
+    world.network.flipping.add(fault.peer)
+    world.log(fault.peer, "sends and hears through a network that FLIPS bits of messages")
+    world.after(fault.for_s, world.network.flipping.discard, fault.peer)
     return True
 
 
@@ -147,6 +182,35 @@ def _full(world: SimulatedWorld, fault: Fault) -> bool:
     return True
 
 
+def _disk(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "disk": its syncs are late, fail, or are lies."""
+    disk = world.disks[fault.peer]
+    how, _, seconds = fault.how.partition(" ")
+    disk.late_s, disk.broken, disk.lying = float(seconds or 0), how == "broken", how == "lies"
+    world.log(fault.peer, f"disk {_DISKS[how]}{f': {seconds} s' if seconds else ''}")
+    world.after(fault.for_s, _mend_disk, disk)
+    return True
+
+
+_DISKS = {"late": "is SLOW to sync", "broken": "does NOT SYNC", "lies": "LIES about its syncs"}
+
+
+def _mend_disk(disk: SimulatedDisk) -> None:
+    if disk.lying:
+        disk.settle()
+    disk.late_s, disk.broken, disk.lying = 0.0, False, False
+
+
+def _second(world: SimulatedWorld, fault: Fault) -> bool:
+    """The fault "second": one more process is started in the folder of a simulated peer that lives."""
+    host = world.host(fault.peer)
+    if host is None or not host.has_folder:
+        return False
+    world.log(host.name, "is STARTED A SECOND TIME in the same folder")
+    world.start_second(host)
+    return True
+
+
 def _join(world: SimulatedWorld, fault: Fault) -> bool:
     if fault.peer not in world.hosts:
         world.join(fault.peer, with_disk=False)
@@ -159,6 +223,9 @@ def _restart(world: SimulatedWorld, fault: Fault) -> bool:
         return False
     if fault.how == "old":
         world.disks[fault.peer].go_back()
+    if fault.how == FLIPPED and world.disks[fault.peer].flip(world.dice):
+        world.log(fault.peer, "newest checkpoint has a FLIPPED bit")
+        world.count("flipped checkpoints")
     if fault.how == NO_CLOCK:
         world.clockless[fault.peer] = 0
     world.join(fault.peer, with_disk=fault.how != "blank")
@@ -180,6 +247,7 @@ def _leave(world: SimulatedWorld, fault: Fault) -> bool:
 
 def _blackout(world: SimulatedWorld, fault: Fault) -> bool:
     for host in (*world.hosts.values(), *world.ghosts):
+        host.loses_power = host.alive and fault.how == "power"
         host.die("blackout")
     return True
 
@@ -208,6 +276,10 @@ _STRIKES: Mapping[str, Callable[[SimulatedWorld, Fault], bool]] = {
     "leave": _leave,
     "jump": _jump,
     "full": _full,
+    "disk": _disk,
+    "second": _second,
+    "tunnel": _tunnel,
+    "flip": _flip,
     "corrupt": _corrupt,
     "lie": _lie,
     "replay": _replay,

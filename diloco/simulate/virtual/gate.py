@@ -45,7 +45,7 @@ class SimulatedAdmissions:
         if not (isinstance(body, m.Abort) and body.offence):
             return False
         here = (body.version, body.attempt) == (machine.making, machine.attempt)
-        return here and envelope.sender == machine._seat(body.attempt)
+        return here and envelope.sender == machine._acceptor.seat(body.attempt)
 
     def on_message(self, host: SimulatedProcess, envelope: m.Envelope, reply: m.Reply, heeded: bool) -> None:
         """Check a message that a simulated peer took, or refused."""

@@ -7,16 +7,19 @@ for each part of each fragment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.accounts.books import Chain
-from diloco.accounts.replay import Replay, Verdict
+from diloco.accounts.books import ChainRecord
+from diloco.accounts.journal import Recording
+from diloco.accounts.replay import Replay, Replayer, Verdict, shelve
 from diloco.base.types import Closed, Commit, Counted, Member
 from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
@@ -24,9 +27,8 @@ from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.ballots import SimulatedBallots
 from diloco.simulate.virtual.gate import SimulatedAdmissions, Violation
-from diloco.simulate.virtual.lies import other_mean
-from diloco.simulate.virtual.remake import plain_gathered, plain_mean, plain_radial, remake
-from diloco.simulate.virtual.setup import PATIENCE_S
+from diloco.simulate.virtual.setup import PATIENCE_S, SimulationSetup
+from diloco.simulate.virtual.training import other_mean
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -75,13 +77,15 @@ class SimulationInvariants:
         self._recomputed: set[str] = set()
         self._holders: dict[str, set[tuple[SimulatedProcess, Member]]] = {}
         """By commit, lives that closed it or copied its state."""
+        self._lost: set[str] = set()
+        """Digests of commits that died with all that had them, where another was made."""
         self._given_up: set[int] = set()
         """Versions of which a commit died with all that had it, and another was made."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
-        self._chain = Chain()
+        self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
     # ------------------------------------------------------------ what peers report
@@ -121,6 +125,7 @@ class SimulationInvariants:
             if not self.lost_with_the_dead(other):
                 raise Violation("I8", f"{host.name} closed a second version {commit.version} after the same one")
             self._given_up.add(self.commits.pop(other).version)
+            self._lost.add(other)
         before = self.commits.get(commit.previous)
         tokens = (before.tokens if before else 0) + sum(counted.tokens for counted in commit.counted)
         if commit.tokens != tokens:
@@ -141,8 +146,10 @@ class SimulationInvariants:
         """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it."""
         commit = self.commits.get(digest)
         before = self.commits.get(commit.previous) if commit else None
+        if commit is None:
+            return True  # it was found lost before
         if before is None:
-            return commit is None  # it was found lost before
+            return commit.previous in self._lost and not any(host.alive for host, _ in self._holders[digest])
         evicted = {one for one in before.view if (one.peer, one.incarnation) in self.world.promise.evicted}
         held = self._holders[digest]
         return bool(evicted) and not any(host.alive or me in set(before.view) - evicted for host, me in held)
@@ -300,3 +307,69 @@ class SimulationInvariants:
         since_s, patience_s = host.waiting_since_s, PATIENCE_S + 1.0
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
+
+
+# ---------------------------------------------------------------- made once more
+
+
+@dataclass(frozen=True)
+class Kept(Recording):
+    """A simulated peer's recorded contribution that stays in memory."""
+
+    held: Sequence[bytes] = ()
+
+    def payloads(self) -> Iterator[bytes]:
+        return iter(self.held)
+
+
+def remake(
+    chain: ChainRecord, recorded: Iterable[tuple[Counted, int, Sequence[bytes]]], setup: SimulationSetup
+) -> Replay:
+    """Replay a simulation. `recorded`: how a commit counts each contribution, its fragment, its parts."""
+    fragments = setup.layout.fragments
+    shelf = shelve(Kept(Path(), fragments[index], counted, 0, (), parts) for counted, index, parts in recorded)
+    made_with = setup.codecs, setup.optimizer, setup.weighing
+    replayer = Replayer(chain, shelf, *made_with, lambda: setup.start, {}, setup.radial)
+    return replayer.replay(lambda done, total: None)
+
+
+def plain_mean(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
+    """The simulator's check of a weighted mean, encoded: fp32 in the order given, apart from
+    `diloco.outer.average.fold`. Or the bundle."""
+    if codec.gathered:
+        table = b"".join(weight.to_bytes(8, "little") + len(payload).to_bytes(4, "little") for weight, payload in terms)
+        return len(terms).to_bytes(4, "little") + table + b"".join(payload for _, payload in terms)
+    unit = math.gcd(*(weight for weight, _ in terms)) or 1
+    total = np.zeros(elements, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for index, (weight, payload) in enumerate(terms):
+            values = codec.decode(payload, elements).numpy() * np.float32(weight // unit)
+            total = values if index == 0 else total + values
+        mean = total / np.float32(sum(weight for weight, _ in terms) // unit)
+    return codec.encode(torch.from_numpy(mean).nan_to_num_())
+
+
+def plain_radial(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec) -> bytes:
+    """The simulator's check of a radial mean, encoded: mean length in the mean direction, in fp64, in plain numpy."""
+    counted = [(weight, codec.decode(payload, elements)) for weight, payload in terms if weight > 0]
+    if len(counted) == 1:
+        return codec.encode(counted[0][1].nan_to_num_())
+    values = np.stack([value.double().numpy() for _, value in counted])
+    weights = np.array([float(weight) for weight, _ in counted])
+    lengths = np.sqrt((values**2).sum(axis=1))
+    units = values / np.where(lengths == 0, 1.0, lengths)[:, None]
+    direction = (weights[:, None] * units).sum(axis=0)
+    resultant = np.sqrt((direction**2).sum())
+    if resultant <= weights.sum() * 2.0**-23:
+        return codec.encode(torch.zeros(elements))
+    mean = direction * ((weights * lengths).sum() / weights.sum() / resultant)
+    return codec.encode(torch.from_numpy(mean.astype(np.float32)).nan_to_num_())
+
+
+def plain_gathered(terms: Sequence[tuple[int, bytes]], elements: int, codec: Codec, by_senders: bool) -> np.ndarray:
+    """The simulator's check of a bundle's mean, in fp64: over the weights of all, or of those with a value not zero."""
+    values = np.stack([codec.decode(payload, elements).double().numpy() for _, payload in terms])
+    weights = np.array([float(weight) for weight, _ in terms])[:, None]
+    divisor = (weights * (values != 0)).sum(axis=0) if by_senders else weights.sum(axis=0)
+    mean: np.ndarray = (weights * values).sum(axis=0) / np.where(divisor == 0, 1.0, divisor)
+    return mean

@@ -65,7 +65,7 @@ class SimulatedMachines:
     def refuses(self, asker: SimulatedProcess, address: str) -> bool:
         """The kernel's answer to a process: whether nobody listens at an address of its own machine."""
         gone = self._listened.get(address)
-        if gone is None or gone.alive or not self.shared(asker.name, gone.name):
+        if gone is None or gone.alive or gone.loses_power or not self.shared(asker.name, gone.name):
             return False
         self._proofs.add((asker.life, gone.life))
         return True
@@ -79,4 +79,5 @@ class SimulatedMachines:
         """Whether a process of this name would be told that this life of a peer is dead, if it asked."""
         gone = self._listened.get(member.address)
         same = gone is not None and gone is self.process_of(member)
-        return same and gone is not None and not gone.alive and self.shared(name, member.peer)
+        over = gone is not None and not gone.alive and not gone.loses_power
+        return same and over and self.shared(name, member.peer)

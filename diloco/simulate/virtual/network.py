@@ -1,10 +1,10 @@
-"""The network of simulated peers: a `Link` for each, whose calls are late, lost, doubled, cut off or damaged."""
+"""The network of simulated peers: a `Link` for each, whose calls are late, lost, cut off, refused or damaged."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.simulate.virtual.wires import (
+    RETRANSMIT_S,
+    SimulatedCut,
+    SimulatedUplinks,
+    arrives,
+    bytes_in,
+    flipped,
+    name_at,
+    refusing,
+    taking,
+)
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
 from diloco.transport.pace import Outbox
 
@@ -21,39 +32,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RETRANSMIT_S = 0.4
-"""What a stream sends over a path that is cut is sent again this often, as TCP does, until its deadline."""
 LATE_SHARE = 0.3
 """Share of late messages, for a peer some of whose messages come late."""
 DAMAGED_SHARE = 0.3
 """Share of damaged batches of parts, for a peer whose streams are damaged."""
+FLIPPED_SHARE, BROKEN_SHARE = 0.2, 0.3
+"""Share of the calls with a flipped bit, for a peer whose messages are damaged; share of those in which TLS finds it,
+and the connection breaks."""
 SINGLE_SHARE = 0.5
 """Share of the streams whose parts travel one by one; others' travel as many as there are."""
 MORE_SHARE = 0.05
-"""Of a message's time on its way, for what follows another message at once."""
+"""Share of a message's time on its way, for one that follows another at once."""
 MAX_REMEMBERED = 64
 """Envelopes that an attacker may replay."""
-
-
-@dataclass(frozen=True)
-class SimulatedCut:
-    """A fault of the simulated network: nothing passes between a group and the rest, or in one direction only."""
-
-    group: frozenset[str]
-    direction: str
-    """both, in (nothing reaches the group) or out."""
-    reset: bool
-    """Senders are told at once that there is no way, instead of hearing nothing."""
-    others: frozenset[str] = frozenset()
-    """Only these are cut off from the group, and everybody else reaches both; empty: all the rest are."""
-
-    def blocks(self, source: str, target: str) -> bool:
-        """Whether this cut of the simulated network lets nothing pass from `source` to `target`."""
-        leaves, enters = self._leads_out(source, target), self._leads_out(target, source)
-        return (leaves and self.direction != "in") or (enters and self.direction != "out")
-
-    def _leads_out(self, source: str, target: str) -> bool:
-        return source in self.group and (target in self.others if self.others else target not in self.group)
 
 
 class SimulatedCall:
@@ -73,7 +64,7 @@ class SimulatedCall:
         """Share of a message's time on its way."""
         self.answer: asyncio.Future[Any] = caller.loop.create_future()
         self.task: asyncio.Task[Any] | None = None
-        """Who answers it, in the process that is called."""
+        """The answering task, in the process that is called."""
         self.over = False
         """It is a stream that was broken off."""
 
@@ -110,18 +101,26 @@ class SimulatedNetwork:
         """Peers of whose messages some come so much later (s), when everything else has moved on."""
         self.damaging: set[str] = set()
         """Peers whose streams are damaged on the way."""
+        self.flipping: set[str] = set()
+        """Peers whose messages are damaged on the way."""
+        self.dark: set[str] = set()
+        """Peers without power: nothing answers there, not even with a refusal."""
+        self.uplinks = SimulatedUplinks(world.plan)
         self.seen: list[tuple[Envelope, str]] = []
         self.strangers: list[str] = []
         """Voters that are no members."""
         self._said = count(1)
         """Numbers of the strangers' messages."""
         self._listening: dict[str, SimulatedProcess] = {}
+        self._listened: dict[str, SimulatedProcess] = {}
+        """Processes that ever listened, by address: the last of each."""
 
     # ------------------------------------------------------------ who can be reached
 
     def listen(self, process: SimulatedProcess) -> None:
         """A simulated process answers at its address from now on."""
-        self._listening[process.address] = process
+        self._listening[process.address] = self._listened[process.address] = process
+        self.dark.discard(process.name)
 
     def at(self, address: str) -> SimulatedProcess | None:
         """The simulated process that answers at an address; None: connections are refused there."""
@@ -131,9 +130,23 @@ class SimulatedNetwork:
         """A simulated process is dead: connections to it break."""
         if self._listening.get(process.address) is process:
             del self._listening[process.address]
+        if process.loses_power:
+            self.dark.add(process.name)
         for call in list(process.calls):
             self._refuse(call, process.name)
         process.calls.clear()
+
+    def sever(self, cut: SimulatedCut) -> None:
+        """Cut peers off. Where senders are told, connections that there are break, too."""
+        self.cuts.append(cut)
+        for process in self._listening.values() if cut.reset else ():
+            for call in [one for one in process.calls if cut.blocks(one.caller.name, process.name)]:
+                call.settle(None, LinkDown(f"{call.address}: the connection was reset"))
+
+    def moves(self, address: str) -> bool:
+        """Whether a process answers at an address, and is not stopped."""
+        process = self.at(address)
+        return process is not None and process.working
 
     def blocked(self, source: str, target: str) -> bool:
         """Whether a cut of the simulated network blocks this direction."""
@@ -164,6 +177,7 @@ class SimulatedNetwork:
             elif call.stream:
                 self.world.after(RETRANSMIT_S, self._again, call)
             return
+        more_s += self.uplinks.message_s(caller, self.world.now)
         self.world.after(self.latency(caller, target) * call.travels + more_s, self._arrive, call)
 
     def _again(self, call: SimulatedCall) -> None:
@@ -193,6 +207,8 @@ class SimulatedNetwork:
             self._return(call, target.name, task.result(), None)
 
     def _refuse(self, call: SimulatedCall, target: str) -> None:
+        if target in self.dark:
+            return
         self._return(call, target, None, LinkDown(f"{call.address}: nobody is there"))
 
     def _return(self, call: SimulatedCall, target: str, result: Any, error: BaseException | None) -> None:
@@ -211,10 +227,29 @@ class SimulatedNetwork:
         if self.loss and self.dice.random() < self.loss:
             self.world.count("lost messages")
             return
+        if self.flipping and self._flips(call, envelope):
+            return
         self.call(call, self._lateness(call.caller.name))
         if self.loss and self.dice.random() < self.loss:
             self.world.count("doubled messages")
             self.call(SimulatedCall(call.caller, call.address, call.ask), self._lateness(call.caller.name))
+
+    def _flips(self, call: SimulatedCall, envelope: Envelope | None = None) -> bool:
+        """Damage a call now and then. True: its connection breaks."""
+        flips = {call.caller.name, name_at(call.address)} & self.flipping
+        if not flips or self.dice.random() >= FLIPPED_SHARE:
+            return False
+        self.world.count("flipped bits")
+        try:
+            if envelope is None or self.dice.random() < BROKEN_SHARE:
+                raise LinkDown("TLS found damaged bytes")
+            call.ask = taking(flipped(envelope, self.dice))
+        except LinkRefused as error:
+            call.ask = refusing(error)
+        except LinkDown as error:
+            self.world.after(self.latency(call.caller.name, name_at(call.address)), call.settle, None, error)
+            return True
+        return False
 
     def _lateness(self, sender: str) -> float:
         if sender not in self.late or self.dice.random() >= LATE_SHARE:
@@ -255,11 +290,6 @@ async def _answering(call: SimulatedCall, service: Service) -> Any:
     return await call.ask(service)
 
 
-def name_at(address: str) -> str:
-    """Name of the simulated peer that is, or was, at an address."""
-    return address.partition(":")[0]
-
-
 # ---------------------------------------------------------------- streams
 
 
@@ -276,8 +306,11 @@ class SimulatedStream:
     def carry(self, batch: Sequence[Part]) -> asyncio.Future[None]:
         """Send a batch; done when the receiver has taken it."""
         taken = self._taken = self._caller.loop.create_future()
-        delay_s = self._network.latency(self._caller.name, name_at(self._address))
-        self._network.world.after(delay_s, self._cross, batch, taken)
+        network, sender = self._network, self._caller.name
+        delay_s = network.latency(sender, name_at(self._address))
+        if network.uplinks.limited and batch:
+            delay_s += network.uplinks.takes_s(sender, bytes_in(batch), network.world.now)
+        network.world.after(delay_s, self._cross, batch, taken)
         return taken
 
     def _cross(self, batch: Sequence[Part], taken: asyncio.Future[None]) -> None:
@@ -337,7 +370,8 @@ class SimulatedLink(Link):
         self._network.call(call)
         outbox = Outbox(self._process.lies(header, address, parts))
         call.answer.add_done_callback(lambda _: outbox.close())
-        bite = 1 if self._network.dice.random() < SINGLE_SHARE else CHUNK_BYTES
+        single = self._network.dice.random() < SINGLE_SHARE or self._network.uplinks.limited
+        bite = 1 if single else CHUNK_BYTES
         try:
             batch: Sequence[Part] = [None]  # type: ignore[list-item]
             while batch and not call.answer.done():
@@ -361,6 +395,7 @@ class SimulatedLink(Link):
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
+        await arrives(self._network, self._process.name, address, found, stall_s)
         _check_means([closed.parts for closed in found], limits)
         return found
 
@@ -368,6 +403,7 @@ class SimulatedLink(Link):
         payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
+        await arrives(self._network, self._process.name, address, payloads, stall_s)
         _check_means([payloads], limits)
         return list(payloads)
 
@@ -381,6 +417,7 @@ class SimulatedLink(Link):
             payload = await self._ask(address, stall_s, _state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
+            await arrives(self._network, self._process.name, address, payload, stall_s)
             _check_sizes([payload], max_chunk_bytes)
             yield index, payload
 
@@ -397,13 +434,14 @@ class SimulatedLink(Link):
         self, address: str, within_s: float, ask: Callable[[Service], Awaitable[T]], more: bool = False
     ) -> T:
         call = SimulatedCall(self._process, address, ask, more=more)
-        self._network.call(call)
+        if not (self._network.flipping and self._network._flips(call)):
+            self._network.call(call)
         found: T = await _answer(call, within_s)
         return found
 
 
 async def _answer(call: SimulatedCall, within_s: float) -> Any:
-    """What a call comes to. Raises LinkDown, LinkSlow, LinkRefused."""
+    """The answer to a call. Raises LinkDown, LinkSlow, LinkRefused."""
     try:
         async with asyncio.timeout(within_s):
             return await call.answer

@@ -147,7 +147,7 @@ class SimulatedOperator:
         """By member to be asked, names of the dead."""
         for name, status in mine.items():
             missing = status["votes_missing"] if waits and status["votes"] < status["votes_needed"] else []
-            dead = [peer for peer in {**dict.fromkeys(missing), **dict.fromkeys(status["mean_lost_with"])}]
+            dead = list(dict.fromkeys((*missing, *status["mean_lost_with"])))
             asked[name] = [peer for peer in dead if self._is_over(peer, status, statuses)]
         lost = {peer for dead in asked.values() for peer in dead}
         if lost and any(version > newest for version in self._checkpoints().values()):
@@ -157,7 +157,7 @@ class SimulatedOperator:
             await self._evict(peer, next(name for name in asked if peer in asked[name]), statuses)
 
     def _is_over(self, peer: str, status: Status, statuses: dict[str, Status]) -> bool:
-        """Whether the life of a peer that a member's view names is over: no process of it runs, or another life does."""
+        """Whether the life of a peer that a member's view names is over: no process runs it, or another life does."""
         host = self.world.hosts.get(peer)
         if host is None or not host.alive:
             return True

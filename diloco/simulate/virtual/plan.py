@@ -1,4 +1,4 @@
-"""Plan of a simulation: its settings and faults, drawn from a seed or written down as a text.
+"""Plan of a simulation: its settings and faults, as a text. `draw` draws one from a seed.
 
 The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
 
@@ -10,21 +10,55 @@ The text is what a failure prints and what `tests/transcripts/*.txt` begin with:
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from random import Random
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from diloco.base.errors import UsageError
 
-FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 FUSE_S = 2.0
 """A death, or a goodbye, that waits for its moment does not wait longer."""
+OMITS = "omits"
+"""A lie: an owner says that it left somebody out of a part, and did not."""
+NO_CLOCK = "no clock"
+"""Start of a process on a machine whose clock begins anew each time."""
+IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0
+"""A death between two syncs of a checkpoint; where there is none within this time, it comes then."""
+FLIPPED = "flipped"
+"""Start of a process whose newest checkpoint has a flipped bit."""
+EXCHANGE_S = 0.4
+"""Time from the last inner step of a round to its version, about."""
 FUSED = ("kill", "power", "leave")
-QUIET_AFTER_S = 10.0
-"""Faults are over by then."""
+
+
+KINDS: Mapping[str, str] = {
+    "kill": "a process is dead at once; how: before or after an effect or a message, or in the middle of a checkpoint",
+    "power": "its machine loses power: names and tails of files that were not synced are gone, and nobody is told",
+    "blackout": "all processes die; how: power, as above",
+    "restart": "a dead one starts again; how: disk, blank, old (copy of the disk), flipped (bit), no clock",
+    "second": "one more process starts in the folder of one that lives: the folder has one writer",
+    "twin": "a living one is taken for dead, and started once more elsewhere, with a copy of its disk or blank",
+    "stop": "nothing of it happens for a while",
+    "jump": "its clock jumps forward; how: seconds",
+    "join": "a new one joins",
+    "leave": "it is asked to leave; how: before or after an effect or a message",
+    "resume": "an operator begins again from a checkpoint",
+    "evict": "an operator declares a dead one dead",
+    "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
+    "link": "the same between two",
+    "tunnel": "connections to one that lives are refused and those that there are break; how: both, in or out",
+    "slow": "its messages take 20 times as long",
+    "late": "some of its messages come late; how: seconds at most",
+    "corrupt": "bytes of its streams are damaged",
+    "flip": "bits of messages to and from it are flipped: a checksum or TLS finds them",
+    "replay": "an attacker sends old messages again",
+    "stranger": "one that is no member accepts whatever is proposed",
+    "lie": "a member lies; how: one of `LIES`, or omits",
+    "full": "its disk is full",
+    "disk": "its disk fails; how: late SECONDS (of a sync), broken (a sync raises EIO), lies (a sync does nothing)",
+}
+"""Kinds of faults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +76,8 @@ class Fault:
         """Virtual time at which the fault has happened, and is over."""
         if self.kind == "late":
             return self.at_s + self.for_s + float(self.how)
+        if self.how == IN_CHECKPOINT:
+            return self.at_s + CHECKPOINT_S
         return self.at_s + (FUSE_S if self.kind in FUSED and self.how else self.for_s)
 
     def __str__(self) -> str:
@@ -95,6 +131,9 @@ class FaultPlan:
     """A process listens where the one before it did, and hears what was meant for that one."""
     stragglers: str = "wait"
     """Or `cut`: who is late ends its inner steps early (`membership.stragglers`)."""
+    bandwidth: str = ""
+    """Mbit/s of the uplinks of p0, p1, ... in turn, as in `4+0.5+0`, which all streams of a peer share; 0: no limit. A
+    contribution in fp32 has 0.2 Mbit, a state twice that or more."""
     checkpoint_every: int = 2
     """Versions from one checkpoint of a peer to its next."""
     total_tokens: int = 0
@@ -166,267 +205,3 @@ def _fault(line: str) -> Fault:
         )
     duration = float(match["for"] or 0)
     return Fault(float(match["at"]), match["kind"], match["peer"] or "", duration, match["how"] or "")
-
-
-# ---------------------------------------------------------------- drawing
-
-MOMENTS = (
-    "BeginReduction", "RepairReduction", "SendContribution", "FoldPart", "SendMean", "SealMean", "FetchMean", "CatchUp",
-    "Close", "GiveUp", "Heartbeat", "Ready", "Gather", "Begin", "Stalled", "Repair", "Abort", "Propose", "Accept",
-    "Committed",
-)  # fmt: skip
-"""Effects, and messages sent: a death can be placed before or after any of them."""
-GATHERED = ("topk", "topk", "topk-all", "topk+zstd", "dct-all", "lowrank")
-GATHERED_SHARE = 0.25
-"""Codecs whose contributions are gathered, and how many of the plans have one."""
-UPLINKS_MBIT = (0, 1, 10, 12, 100, 1000)
-UPLINKS_SHARE = 0.5
-"""Rates that peers claim, and how many of the plans have some."""
-DELAYED_SHARE = 0.5
-"""Share of the `async` plans that have an outer optimizer for versions of few contributions."""
-RARE_SHARE = 0.4
-OTHER_CODECS = ("bf16", "int4", "e3m0", "two_bit", "sign", "topk/fp32", "int4/dct-all", "lowrank+zstd/sign")
-OTHER_CODECS_SHARE = 0.4
-LATE_S = (1, 3, 6)
-LIES = ("short", "long", "garbled", "infinite", "absurd", "two-faced")
-SELDOM_SHARE = 0.12
-RADIAL_SHARE = 0.3
-"""Share of those with radial averaging."""
-PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
-"""Those whose mean is made once."""
-OMITS = "omits"
-"""A lie: an owner says that it left somebody out of a part, and did not."""
-NO_CLOCK = "no clock"
-"""Start of a process on a machine whose clock begins anew each time."""
-ASYNC_SPEEDS = (0.1, 1.0)
-"""Slowest and fastest peer where none waits for another."""
-
-
-def draw(
-    seed: int,
-    policy: str = "",
-    without_majority: str = "",
-    speeds: tuple[float, float] | None = None,
-    rare: bool = True,
-) -> FaultPlan:
-    """A seed's plan of faults, with a policy and a rule for lost majorities if they are given.
-
-    `speeds`: the slowest and the fastest that a peer may be. Without, all are as fast, but under `async`. `rare`: with
-    what `_rarely` adds to a share of the plans.
-    """
-    dice = Random(seed)
-    peers = dice.choices((2, 3, 4, 5, 6), (25, 35, 25, 10, 5))[0]
-    plan = FaultPlan(
-        seed=seed,
-        peers=peers,
-        witnesses=int(dice.random() < (0.3 if peers == 2 else 0.08)),
-        codec=dice.choices(("fp32", "fp16", "int8", "int8+zstd"), (45, 30, 20, 5))[0],
-        fragments=dice.choices((1, 2), (70, 30))[0],
-        optimizer=dice.choice(("nesterov", "nesterov", "sgd", "adam")),
-        weighting=dice.choice(("uniform", "tokens")),
-        policy=policy or dice.choices(("sync", "quorum"), (65, 35))[0],
-        without_majority=without_majority or dice.choices(("wait", "continue"), (70, 30))[0],
-        delay_s=dice.choice((0.005, 0.05, 0.05, 0.3)),
-        loss=dice.choice((0.0, 0.0, 0.02, 0.1)),
-        proven=dice.random() < 0.4,
-        round_s=dice.choice((0.3, 0.6, 1.0)),
-    )
-    # To copy the state takes some round trips: who alone makes versions faster than that is never caught up with.
-    plan = replace(plan, round_s=max(plan.round_s, 4 * plan.delay_s))
-    faults = tuple(sorted(_draw_faults(dice, plan), key=lambda fault: fault.at_s))
-    plan = _schedule(Random(f"schedule {seed}"), replace(plan, faults=faults))
-    plan = _rarely(Random(f"rare {seed}"), plan) if rare else plan
-    plan = _seldom(Random(f"intruders {seed}"), plan) if rare else plan
-    speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
-    return _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
-
-
-def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Later settings of a seed's plan, thrown with dice of their own: the faults of a seed stay what they were."""
-    overlap = dice.choices((0.0, 0.3, 1.0), (50, 25, 25))[0]
-    merges = ("carry", "mix", "eager") if overlap and plan.optimizer != "adam" else ("carry",)
-    plan = replace(plan, overlap=overlap, merge=dice.choice(merges), feedback=dice.choice((-1.0, -1.0, 0.95)))
-    plan = replace(plan, codec=dice.choice(GATHERED)) if dice.random() < GATHERED_SHARE else plan
-    uplinks = dice.choices(UPLINKS_MBIT, k=plan.peers) if dice.random() < UPLINKS_SHARE else []
-    return replace(plan, uplinks="+".join(map(str, uplinks)))
-
-
-def _rarely(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Rare settings and faults of a seed's plan. Dice of their own, and not for all: most seeds are what they were."""
-    if dice.random() >= RARE_SHARE:
-        return plan
-    names = [f"p{index}" for index in range(plan.peers)]
-    faults = list(plan.faults)
-    for _ in range(dice.choices((1, 2), (70, 30))[0]):
-        kind = dice.choice(list(RARE))
-        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
-        faults += RARE[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(faults))
-    codec = dice.choice(OTHER_CODECS) if dice.random() < OTHER_CODECS_SHARE else plan.codec
-    most = dice.choice((0, 0, max(1, plan.peers - 1)))
-    ordered = tuple(sorted(faults, key=lambda fault: fault.at_s))
-    return replace(plan, faults=ordered, codec=codec, most_peers=most, fixed_addresses=dice.random() < 0.5)
-
-
-def _seldom(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Settings and faults of a seed's plan that are rarer still, once more with dice of their own."""
-    if dice.random() >= SELDOM_SHARE:
-        return plan
-    if dice.random() < RADIAL_SHARE:
-        return replace(plan, radial=True, codec=dice.choice(PLAIN_CODECS))
-    names = [f"p{index}" for index in range(plan.peers)]
-    kind, at_s = dice.choice(list(SELDOM)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
-    faults = [*plan.faults, *SELDOM[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
-    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
-
-
-def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
-    """Speeds of a seed's plan. Dice of their own, too: a seed without speeds has the plan that it had before."""
-    sized_by = dice.choice(("contract", "speed"))
-    few = plan.policy == "async" and dice.random() < DELAYED_SHARE
-    optimizer = dice.choice(("delayed_nesterov", "buffered_nesterov")) if few else plan.optimizer
-    drawn = draw_speeds(dice, plan.peers, speeds)
-    return replace(plan, speeds=drawn, sized_by=sized_by, optimizer=optimizer)
-
-
-def draw_speeds(dice: Random, peers: int, speeds: tuple[float, float]) -> str:
-    """A speed for each simulated peer, as many between 0.1 and 0.2 as between 0.5 and 1."""
-    low, high = map(math.log, speeds)
-    return "+".join(f"{math.exp(dice.uniform(low, high)):.3g}" for _ in range(peers))
-
-
-def _draw_faults(dice: Random, plan: FaultPlan) -> Iterator[Fault]:
-    names = [*(f"p{index}" for index in range(plan.peers)), *(f"w{index}" for index in range(plan.witnesses))]
-    kinds = list(KINDS)
-    weights = [KINDS[kind][0] for kind in kinds]
-    for number in range(dice.choices((1, 2, 3, 4, 5), (25, 30, 25, 12, 8))[0]):
-        kind = dice.choices(kinds, weights)[0]
-        at_s = round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
-        yield from KINDS[kind][1](dice, Fault(at_s, kind, dice.choice(names)), names, number)
-
-
-Draw = Callable[[Random, Fault, Sequence[str], int], Iterator[Fault]]
-
-
-def _for_a_while(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    duration = round(min(dice.choice((0.5, 1.5, 3.0, 5.0)) * dice.uniform(0.5, 1.5), QUIET_AFTER_S - fault.at_s), 2)
-    yield replace(fault, for_s=duration)
-
-
-def _death(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    how = "" if dice.random() < 0.2 else f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}"
-    yield replace(fault, how=how)
-    if dice.random() < 0.5:
-        at_s = round(min(fault.at_s + dice.uniform(0.3, 5.0), QUIET_AFTER_S), 2)
-        yield Fault(at_s, "restart", fault.peer, 0.0, dice.choice(("disk", "disk", "blank")))
-
-
-def _all_die(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, peer="*")
-    yield Fault(round(fault.at_s + dice.uniform(0.2, 1.0), 2), "resume", dice.choice(names[:1]))
-
-
-def _cut(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    group = "+".join(sorted(dice.sample(names, dice.randint(1, max(1, len(names) // 2)))))
-    how = dice.choice(("both", "both", "both, reset", "in", "out"))
-    yield from _for_a_while(dice, replace(fault, peer=group, how=how), names, number)
-
-
-def _lie(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=dice.choice(LIES)), names, number)
-
-
-def _jump(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, how=str(dice.choice((1, 3, 10, 1000))))
-
-
-def _newcomer(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, peer=f"j{number}")
-
-
-def _simple(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield fault
-
-
-def _link(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    how = dice.choice(("both", "both", "both, reset", "out"))
-    yield from _for_a_while(dice, replace(fault, peer="+".join(dice.sample(names, 2)), how=how), names, number)
-
-
-def _late(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=str(dice.choice(LATE_S))), names, number)
-
-
-def _twin(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "twin": a silent simulated peer, or one that is not silent at all, is started once more."""
-    silence = Fault(fault.at_s, dice.choice(("stop", "cut")), fault.peer)
-    if dice.random() < 0.8:
-        yield from _for_a_while(dice, silence, names, number)
-    at_s = round(fault.at_s + dice.uniform(0.1, 4.0), 2)
-    yield replace(fault, at_s=at_s, how=dice.choice(("disk", "blank")))
-
-
-def _hasty_leave(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, how=f"{dice.choice(('before', 'after'))} {dice.choice(MOMENTS)}")
-
-
-def _old_disk(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield replace(fault, kind="kill")
-    yield Fault(round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2), "restart", fault.peer, 0.0, "old")
-
-
-def _early_evict(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "evict": the simulated operator is quick, and everything else still goes on."""
-    yield replace(fault, kind="kill", how=f"after {dice.choice(MOMENTS)}")
-    yield Fault(round(fault.at_s + dice.uniform(0.5, 4.0), 2), "evict", fault.peer)
-
-
-def _omit(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, how=OMITS), names, number)
-
-
-def _stranger(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    yield from _for_a_while(dice, replace(fault, peer=f"x{number}"), names, number)
-
-
-def _no_clock(dice: Random, fault: Fault, names: Sequence[str], number: int) -> Iterator[Fault]:
-    """Draw the fault "no clock", not for the first simulated peer, whose first life began when time did."""
-    peer = dice.choice(names[1:])
-    yield replace(fault, kind="kill", peer=peer)
-    at_s = round(min(fault.at_s + dice.uniform(0.3, 3.0), QUIET_AFTER_S), 2)
-    yield Fault(at_s, "restart", peer, 0.0, NO_CLOCK)
-
-
-RARE: Mapping[str, Draw] = {
-    "link": _link,
-    "late": _late,
-    "twin": _twin,
-    "leave": _hasty_leave,
-    "restart": _old_disk,
-    "evict": _early_evict,
-}
-"""Kinds of what goes wrong seldom."""
-SELDOM: Mapping[str, Draw] = {"lie": _omit, "stranger": _stranger, "restart": _no_clock}
-"""Kinds of what goes wrong more seldom still."""
-KINDS: Mapping[str, tuple[int, Draw]] = {
-    "kill": (26, _death),
-    "power": (6, _death),
-    "stop": (14, _for_a_while),
-    "cut": (18, _cut),
-    "slow": (6, _for_a_while),
-    "join": (9, _newcomer),
-    "leave": (6, _simple),
-    "jump": (4, _jump),
-    "full": (2, _for_a_while),
-    "corrupt": (4, _for_a_while),
-    "lie": (7, _lie),
-    "replay": (4, _simple),
-    "blackout": (2, _all_die),
-    "restart": (0, _simple),
-    "resume": (0, _simple),
-    "evict": (0, _simple),
-    "link": (0, _simple),
-    "late": (0, _simple),
-    "twin": (0, _simple),
-    "stranger": (0, _simple),
-}
-"""Kinds of faults: how often, and how the rest of one is drawn."""

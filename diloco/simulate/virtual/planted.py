@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco.base.decisions import Measure
-from diloco.base.types import Closed, Counted, Leases, Member
+from diloco.base.types import Leases, Member
 from diloco.compress import Codec
 from diloco.exchange.work import LanePayloads
 from diloco.outer import average, optimizers
@@ -22,18 +23,18 @@ from diloco.outer.average import mean_into
 from diloco.outer.fragments import Fragment, write_fragment
 from diloco.outer.line import Line, PendingContribution, UncommittedProgress
 from diloco.outer.pseudograd import left_over
+from diloco.peer import peer as peer_of
+from diloco.peer import rank
 from diloco.protocol import leases, view
 from diloco.protocol import messages as m
-from diloco.protocol.coordinating import Coordinating
+from diloco.protocol.contributor import Contributor
+from diloco.protocol.coordinator import Coordinator
 from diloco.protocol.machine import Machine
-from diloco.protocol.reducing import Reducing
 from diloco.protocol.reduction import Tally
 from diloco.protocol.roster import Admission, Roster, RosterEntry
 from diloco.round import measure
-from diloco.simulate.virtual import host, training
 from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, FaultPlan
-from diloco.simulate.virtual.training import step_outer
-from diloco.simulate.virtual.world import SimulatedWorld
+from diloco.simulate.virtual.timeline import ProcessLoop
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _early_progress() -> Iterator[None]:
         line.trained = UncommittedProgress()
         return replace(sent, local=anchor)
 
-    with _replaced(training, "measure", measure_and_finish):
+    with _replaced(rank, "measure", measure_and_finish):
         yield
 
 
@@ -105,7 +106,6 @@ def _private_mean() -> Iterator[None]:
     """Planted bug: an owner goes on with its fp32 mean, the others with the bytes that it sent."""
     keep = LanePayloads.keep
     private: dict[tuple[str, bytes], Tensor] = {}
-    current: list[str] = [""]
 
     def keep_private(work: LanePayloads, part: int, mean: bytes) -> bool:
         start, stop = work.fragment.part_bounds(part)
@@ -119,56 +119,55 @@ def _private_mean() -> Iterator[None]:
         return keep(work, part, mean)
 
     def mean_of_its_own(mean: bytes, codec: Codec, out: Tensor) -> None:
-        values = private.get((current[0], mean))
+        values = private.get((_here(), mean))
         if values is None:
             mean_into(mean, codec, out)
         else:
             out.copy_(values)
 
-    def step_as(line: Line, closed: Closed) -> Counted | None:
-        current[0] = line.peer
-        return step_outer(line, closed)
-
-    with (
-        _replaced(LanePayloads, "keep", keep_private),
-        _replaced(optimizers, "mean_into", mean_of_its_own),
-        _replaced(training, "step_outer", step_as),
-    ):
+    with _replaced(LanePayloads, "keep", keep_private), _replaced(optimizers, "mean_into", mean_of_its_own):
         yield
+
+
+def _here() -> str:
+    """Name of the simulated peer to which something happens now."""
+    loop = asyncio.get_running_loop()
+    return loop.name if isinstance(loop, ProcessLoop) else ""
 
 
 def _stale_life() -> Iterator[None]:
     """Planted bug: a restarted peer comes back as the life that the view has, of which it remembers nothing."""
 
-    def same_incarnation(world: SimulatedWorld, name: str) -> int:
-        return sum(name.encode())
+    def same_incarnation() -> int:
+        return sum(_here().encode())
 
-    with _replaced(host, "new_incarnation", same_incarnation):
+    with _replaced(peer_of, "new_incarnation", same_incarnation):
         yield
 
 
 @contextmanager
 def _hearing(kind: type[m.Body], before: Callable[[Machine, Any], Callable[[], None]]) -> Iterator[None]:
     """Planted bug at a kind of message: `before` runs each time one is heard, and returns the way to undo it."""
-    listen = Machine._messages[kind]
+    deliver = Machine._deliver
 
     def otherwise(machine: Machine, sender: Member, body: m.Body) -> None:
-        undo = before(machine, body)
-        listen(machine, sender, body)
+        undo = before(machine, body) if isinstance(body, kind) else lambda: None
+        deliver(machine, sender, body)
         undo()
 
-    with _replaced(Machine, "_messages", {**Machine._messages, kind: otherwise}):
+    with _replaced(Machine, "_deliver", otherwise):
         yield
 
 
 def _broken_promise() -> Iterator[None]:
     def forget(machine: Machine, body: m.Propose) -> Callable[[], None]:
-        promised, version = machine.attempt, machine.version
-        machine.attempt = min(promised, body.attempt)
+        acceptor, version = machine._acceptor, machine.version
+        promised = acceptor.attempt
+        acceptor.attempt = min(promised, body.attempt)
 
         def remember() -> None:
             if machine.version == version:
-                machine.attempt = max(promised, machine.attempt)
+                acceptor.attempt = max(promised, acceptor.attempt)
 
         return remember
 
@@ -178,11 +177,12 @@ def _broken_promise() -> Iterator[None]:
 
 def _unseen_vote() -> Iterator[None]:
     def pretend(machine: Machine, body: m.Propose) -> Callable[[], None]:
-        held = machine._held
-        machine._held = [*held, body.commit.mean_digest]
+        contributor = machine._contributor
+        held = contributor._held
+        contributor._held = [*held, body.commit.mean_digest]
 
         def admit() -> None:
-            machine._held = held
+            contributor._held = held
 
         return admit
 
@@ -221,39 +221,40 @@ def _shared_lease() -> Iterator[None]:
 
 
 def _early_witness() -> Iterator[None]:
-    ask = Coordinating._ask_witnesses
+    ask = Coordinator._ask_witnesses
 
-    def ask_at_once(machine: Coordinating, tally: Tally, proposal: m.Propose) -> None:
+    def ask_at_once(coordinator: Coordinator, tally: Tally, proposal: m.Propose) -> None:
         began_s, tally.proposed_at_s = tally.proposed_at_s, -math.inf
-        ask(machine, tally, proposal)
+        ask(coordinator, tally, proposal)
         tally.proposed_at_s = began_s
 
-    with _replaced(Coordinating, "_ask_witnesses", ask_at_once):
+    with _replaced(Coordinator, "_ask_witnesses", ask_at_once):
         yield
 
 
 def _strange_vote() -> Iterator[None]:
     def admit(machine: Machine, body: m.Accept) -> Callable[[], None]:
-        vars(machine)["_is_member"] = lambda member: True
-        return partial(vars(machine).pop, "_is_member", None)
+        membership = vars(machine._membership)
+        membership["is_member"] = lambda member: True
+        return partial(membership.pop, "is_member", None)
 
     with _hearing(m.Accept, admit):
         yield
 
 
 def _believed_omission() -> Iterator[None]:
-    take = Reducing._on_mean
+    take = Contributor.on_mean
 
-    def believe(machine: Machine, event: m.MeanArrived) -> None:
-        reduction = machine._reduction
+    def believe(contributor: Contributor, event: m.MeanArrived) -> None:
+        reduction = contributor.reduction
         gone = reduction.gone if reduction is not None else frozenset()
         if reduction is not None:
             reduction.gone = gone.union(event.omitted)
-        take(machine, event)
+        take(contributor, event)
         if reduction is not None:
             reduction.gone = gone
 
-    with _replaced(Machine, "_events", {**Machine._events, m.MeanArrived: believe}):
+    with _replaced(Contributor, "on_mean", believe):
         yield
 
 

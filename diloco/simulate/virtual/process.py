@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -30,24 +29,23 @@ from diloco.run.door import Entrance, Parts, lead
 from diloco.run.past import past_of
 from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
-from diloco.simulate.memory_link import MemoryEndpoint
-from diloco.simulate.virtual.lies import falsified, omitting, other_mean
+from diloco.simulate.virtual.checkpoints import SimulatedSaving
+from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
+from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
 from diloco.simulate.virtual.plan import OMITS
 from diloco.simulate.virtual.progress import SimulatedProgress
 from diloco.simulate.virtual.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining
+from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
 from diloco.simulate.virtual_time import lived
 from diloco.storage.checkpoint import Checkpoint
-from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
-from diloco.transport.sockets import SocketCounter
+from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
 if TYPE_CHECKING:
+    from diloco.simulate.virtual.faults import FaultFuse
     from diloco.simulate.virtual.world import SimulatedWorld
 
-LOOK_AGAIN_S = 10.0
-"""Time between two looks into the directory."""
 RETRY_S = 0.5
 """Pause of a process that nobody lets in."""
 
@@ -60,13 +58,18 @@ class SimulatedProcess:
         self.world, self.name, self.life, self.address = world, name, life, address
         self.founder, self.resumes = founder, resumes
         self.witness = name.startswith("w")
-        self.loop = ProcessLoop.on(world.timeline)
+        self.loop = ProcessLoop.on(world.timeline, name)
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
+        self.saving: SimulatedSaving | None = None
+        self.first: SimulatedProcess | None = None
+        """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
         self.fuse: FaultFuse | None = None
         self.loses_power = False
         """Its death is that of its machine: what no disk has is lost, and nobody is told."""
+        self.syncs_to_death = -1
+        """It dies after so many syncs of its next checkpoint; below 0: it does not."""
         self.lie = ""
         self.incarnations: set[int] = set()
         """Lives, as views name them, that this process has been."""
@@ -140,6 +143,11 @@ class SimulatedProcess:
         return round(self.world.plan.uplink_mbit(int(self.name[1:])) * 10**6)
 
     @property
+    def has_folder(self) -> bool:
+        """Whether the simulated process writes to its folder."""
+        return self.alive and self._leading is not None
+
+    @property
     def entered(self) -> bool:
         """Whether the simulated peer has taken its first inner step."""
         return self.training is not None and self.training.steps > 0
@@ -149,7 +157,8 @@ class SimulatedProcess:
         self.loop.call_soon(self._start)
 
     def _start(self) -> None:
-        task = self.loop.create_task(lived(self._life()))
+        life = self._life()
+        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
         task.add_done_callback(self._over)
 
     def _over(self, task: Any) -> None:
@@ -159,8 +168,8 @@ class SimulatedProcess:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
-            self.die(f"{type(error).__name__}: {error}")
             self.world.started_again(self, with_disk=not isinstance(error, StateError))
+            self.die(f"{type(error).__name__}: {error.cause}".replace(f"{self.disk.root}/", ""))
         else:
             raise error
 
@@ -169,17 +178,21 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.loop.die()
-        if self._leading is not None:  # as the system closes the files of a dead process
-            peer = self._leading.life.peer
-            assert isinstance(peer, Peer)
-            peer.events.close()
-            peer.journal.close()
+        self.close_files()
         self.world.log(self.name, f"DIES ({why})")
         self.world.network.died(self)
         if self.loses_power:
             self.disk.lose_power(self.world.dice)
         if self.world.timeline.running is self.loop:
             raise Died
+
+    def close_files(self) -> None:
+        """Close the files of a dead process, as its system does."""
+        if self._leading is not None:
+            peer = self._leading.life.peer
+            assert isinstance(peer, Peer)
+            peer.events.close()
+            peer.journal.close()
 
     def stop(self) -> None:
         """Stop the simulated process: nothing of it happens until `thaw`."""
@@ -224,6 +237,15 @@ class SimulatedProcess:
             yield from run.stepping(1, None, fresh)
         self.ended = "the run is done" if run.done else "left"
         yield from run.leaves()
+        if run.done:
+            self.world.ends(self, run)
+
+    def _behind_disk(self, life: Life[None]) -> Life[None]:
+        """A life whose training side waits for syncs that take their time; its exchange goes on meanwhile."""
+        for wanted in life:
+            if owed_s := self.disk.owed():
+                yield Wait(None, owed_s)
+            yield wanted
 
     def _checkpoint(self) -> Checkpoint | None:
         past = past_of(self.disk.folder)
@@ -255,17 +277,22 @@ class SimulatedProcess:
         island = Island(0, 1, torch.device("cpu"))
         training = self.training = SimulatedTraining(self)
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
-        self._rank = rank
+        self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
-        entrance = Entrance(setup.contract, endpoint, self.name, self.disk.folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        folder = self.disk.folder if self.world.keeps_disks else None
+        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
+            if self.first is not None and not self.first.has_folder:
+                self.die("the first process has ended meanwhile")
             leading = self._leading = lead(entrance, rank, parts, closing)
+            if self.first is not None:
+                raise Violation("I5", f"two processes of {self.name} write to the same folder")
             assert isinstance(leading.life, PeerLife)
             self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
-            run = Run(rank, self.name, self.disk.folder, 0, leading)
+            run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run
@@ -297,6 +324,8 @@ class SimulatedProcess:
             reply, effects = receive(envelope, now)
             self.world.log_reply(envelope, self, reply)
             gate.on_message(self, envelope, reply, heeded)
+            if isinstance(envelope.body, m.Evict) and reply is m.Reply.OK:
+                self.world.promise.evicted.add((envelope.body.peer, envelope.body.incarnation))
             self.world.promise.on_message(self, envelope, reply)
             self._seen(effects)
             return reply, effects
@@ -334,10 +363,14 @@ class SimulatedProcess:
         invariants.on_machine(self)
 
     def _burn(self, effect: m.Effect, when: str) -> None:
+        """Let a fault strike that waited for this effect: before it, or once it is on its way."""
         fuse = self.fuse
         if fuse is not None and fuse.burns(effect, when):
             self.fuse = None
-            fuse.happens()
+            if when == "before":
+                fuse.happens()
+            else:
+                self.loop.call_soon(fuse.happens)
 
     def _observe(self, leading: Leading) -> None:
         """Observe the accounts and the offers of a simulated peer."""
@@ -448,79 +481,3 @@ class SimulatedProcess:
             "roster": sum(1 for _ in self.machine.roster),
             "names": self.machine.names,
         }
-
-
-class SimulatedRuntime:
-    """`diloco.transport.endpoint.Runtime` of a simulated process."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._process = process
-        self.loop, self.link = process.loop, process.link
-
-    def serve(self, service: Service, listen: str) -> str:
-        """Let `service` answer at the address of the simulated process."""
-        assert isinstance(service, ExchangeService)
-        self._process.serve(service)
-        return self._process.address
-
-    def answer_of(self, address: str) -> Welcome | None:
-        """None: nobody is asked without a wait."""
-
-
-class SimulatedEndpoint(MemoryEndpoint):
-    """`diloco.transport.endpoint.Endpoint` of a simulated process, beside a directory that never fails."""
-
-    def __init__(self, process: SimulatedProcess, welcome: Welcome | None) -> None:
-        super().__init__(process.world.setup.site, SimulatedRuntime(process), welcome)
-        self._process = process
-
-    def appear(self, exchange: object) -> SimulatedPresence:  # type: ignore[override]
-        """Look into the directory from now on."""
-        presence = SimulatedPresence(self._process)
-        self._process.loop.create_task(presence.look())
-        return presence
-
-
-class SimulatedPresence:
-    """A simulated peer's looks into the directory, as `diloco.transport.dht.Presence` has them."""
-
-    def __init__(self, process: SimulatedProcess) -> None:
-        self._process, self._ended = process, False
-
-    async def look(self) -> None:
-        """Look into the directory when the simulated peer is outside the view, or alone."""
-        exchange, world = self._process.exchange, self._process.world
-        while not self._ended:
-            if exchange.alone:
-                exchange.meet(world.directory(self._process))
-            await asyncio.sleep(LOOK_AGAIN_S)
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._ended = True
-
-    end = stop
-
-
-class NoSockets(SocketCounter):
-    """No bytes are counted on sockets in a simulation."""
-
-    def __init__(self) -> None:
-        """Does nothing: there are no sockets."""
-
-    def sample(self) -> None:
-        """None: no socket is there to be counted."""
-
-
-class FaultFuse:
-    """A fault that strikes a simulated peer before or after the next effect of a kind."""
-
-    def __init__(self, how: str, happens: Callable[[], None]) -> None:
-        self.when, _, self.effect = how.partition(" ")
-        self.happens = happens
-
-    def burns(self, effect: m.Effect, when: str) -> bool:
-        names = {type(effect).__name__}
-        if isinstance(effect, m.Send):
-            names.add(type(effect.envelope.body).__name__)
-        return when == self.when and self.effect in names

@@ -1,5 +1,5 @@
 """What the rules of the protocol promise about a simulated run when its faults are over: that versions go on closing
-without a person, or why one is needed. Judged by what is really so, and by the rules as `docs/how/protocol.md` has them.
+without a person, or why one is needed. Judged by what is really so, and by the rules in `docs/how/protocol.md`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SimulatedPromise:
         return votes - gone, needed
 
     def _is_gone(self, member: Member, living: set[str]) -> bool:
-        """Whether the vote of a dead life is waited for by nobody: its machine proves its death, or an operator does."""
+        """Whether nobody waits for the vote of a dead life: its machine proves its death, or an operator does."""
         if member.peer in living:
             return False
         evicted = (member.peer, member.incarnation) in self.evicted
@@ -101,7 +101,6 @@ class SimulatedPromise:
             if not self._may_give_up(commit):
                 return f"the mean of {accepted.digest[:8]}, which was accepted, is with no trainer that lives"
         return ""
-
 
     def given_up(self, commit: Commit) -> bool:
         """Whether a commit may be given up: an operator answers for all who may have had it, and no live trainer has

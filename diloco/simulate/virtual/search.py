@@ -8,8 +8,9 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.plan import FaultPlan, draw, parse
+from diloco.simulate.virtual.draw import SIZES, draw
+from diloco.simulate.virtual.plan import FaultPlan, parse
 from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
@@ -41,20 +43,26 @@ class SeedOptions:
     """A planted bug, see `diloco.simulate.virtual.planted`."""
     speeds: str = ""
     """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
+    size: str = "usual"
+    """One of `diloco.simulate.virtual.plan.SIZES`."""
     rare: bool = True
     """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> FaultPlan:
         """A seed's plan of faults, with these options."""
         speeds = speed_range(self.speeds) if self.speeds else None
-        return draw(seed, self.policy, self.without_majority, speeds, self.rare)
+        return draw(seed, self.policy, self.without_majority, speeds, self.rare, self.size)
 
     def check(self) -> None:
         """Raises UsageError where `diloco virtual` has no such option."""
-        known = {"--policy": ("", "sync", "quorum", "async"), "--without-majority": ("", "wait", "continue")}
-        for option, value in (("--policy", self.policy), ("--without-majority", self.without_majority)):
-            if value not in known[option]:
-                raise UsageError(f"{option} is {value!r}", f"known: {', '.join(known[option][1:])}")
+        known = {
+            "--policy": (self.policy, ("", "sync", "quorum", "async")),
+            "--without-majority": (self.without_majority, ("", "wait", "continue")),
+            "--size": (self.size, tuple(SIZES)),
+        }
+        for option, (value, values) in known.items():
+            if value not in values:
+                raise UsageError(f"{option} is {value!r}", f"known: {', '.join(filter(None, values))}")
         if self.speeds:
             speed_range(self.speeds)
 
@@ -73,6 +81,8 @@ class SeedTally:
     violations: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
     """Whether these are only the first of the seeds that were asked for."""
+    waited_s: float = 0.0
+    """Seconds since the last seed ended, when the search was interrupted: a seed that hangs shows here."""
 
     def add(self, outcome: Outcome) -> None:
         self.seeds += 1
@@ -98,6 +108,7 @@ class SeedTally:
             "command": command,
             "seeds": self.seeds,
             "interrupted": self.interrupted,
+            "waited_s": round(self.waited_s, 1),
             "events": self.events,
             "faults": dict(sorted(self.faults.items())),
             "violations": len(self.violations),
@@ -110,36 +121,60 @@ class SeedTally:
         }
 
 
-def run_seeds(seeds: Iterable[int], choice: SeedOptions = SeedOptions()) -> SeedTally:
-    """Simulate these seeds in this process."""
+def run_seeds(seeds: Iterable[int], choice: SeedOptions = SeedOptions(), until_found: bool = False) -> SeedTally:
+    """Simulate these seeds in this process; with `until_found`, none after the first that breaks an invariant."""
     tally = SeedTally()
-    with planted.plant(choice.bug) if choice.bug else nullcontext():
+    with planted.plant(choice.bug) if choice.bug else nullcontext(), uncollected():
         for seed in seeds:
             tally.add(SimulatedWorld(choice.draw(seed)).run())
+            if until_found and tally.violations:
+                break
     return tally
 
 
-def search(first: int, last: int, choice: SeedOptions, on_batch: Callable[[int, int, int], None]) -> dict[str, Any]:
-    """Simulate the seeds from `first` to `last` (exclusive) on all cores.
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector's visits, a tenth of the time, out of simulations: it comes at the end."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def search(
+    first: int,
+    last: int,
+    choice: SeedOptions,
+    on_batch: Callable[[int, int, int], None],
+    jobs: int | None = None,
+    until_found: bool = False,
+) -> dict[str, Any]:
+    """Simulate the seeds from `first` to `last` (exclusive) in `jobs` processes; None: one for each core.
 
     `on_batch` hears of seeds done, seeds in all, violations. Returns what `--json FILE` writes; after a
     KeyboardInterrupt, of the seeds that were done until then.
     """
-    started_s = monotonic_s()
-    batches = [(range(start, min(start + BATCH, last)), choice) for start in range(first, last, BATCH)]
+    started_s = ended_s = monotonic_s()
+    size = 1 if jobs == 1 else BATCH  # in this process nothing is gained by more, and an interruption loses less
+    batches = [range(start, min(start + size, last)) for start in range(first, last, size)]
     tally = SeedTally()
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the pool inherits: Ctrl-C is for us
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), initializer=_get_ready) as pool:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            for part in pool.imap(_run_batch, batches):
+    try:
+        with _processes(jobs) as run:
+            for part in run(partial(_run_batch, choice, until_found), batches):
                 tally.merge(part)
+                ended_s = monotonic_s()
                 on_batch(tally.seeds, last - first, len(tally.violations))
-        except KeyboardInterrupt:
-            tally.interrupted = True
+                if until_found and tally.violations:
+                    break
+    except KeyboardInterrupt:
+        tally.interrupted, tally.waited_s = True, monotonic_s() - ended_s
     options = [f"--policy {choice.policy}"] if choice.policy else []
     options += [f"--without-majority {choice.without_majority}"] if choice.without_majority else []
     options += [f"--speeds {choice.speeds}"] if choice.speeds else []
+    options += ["--until-found"] if until_found else []
+    options += [f"--size {choice.size}"] if choice.size != "usual" else []
     command = " ".join(["diloco virtual --seeds", f"{first}:{last}", *options])
     return tally.as_json(command, monotonic_s() - started_s)
 
@@ -192,12 +227,22 @@ def _get_ready() -> None:
     _alone()
 
 
-def _run_batch(batch: tuple[range, SeedOptions]) -> SeedTally:
-    """Simulate a batch of seeds without the collector's visits, a tenth of the time: it runs at the batch's end."""
-    gc.disable()
-    tally = run_seeds(*batch)
-    gc.collect()
-    return tally
+@contextmanager
+def _processes(jobs: int | None) -> Iterator[Callable[..., Iterator[SeedTally]]]:
+    """A `map` over batches of seeds, in their order: in this process for one job, else in a pool."""
+    if jobs == 1:
+        _alone()
+        yield map
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the pool inherits: Ctrl-C is for us
+    with multiprocessing.get_context("spawn").Pool(jobs or os.cpu_count(), initializer=_get_ready) as pool:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        yield pool.imap
+
+
+def _run_batch(choice: SeedOptions, until_found: bool, seeds: range) -> SeedTally:
+    """Simulate a batch of seeds."""
+    return run_seeds(seeds, choice, until_found)
 
 
 # ---------------------------------------------------------------- one plan
@@ -300,6 +345,7 @@ def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:
 SETTINGS = (
     "loss", "witnesses", "fragments", "merge", "overlap", "feedback", "codec", "optimizer", "weighting", "uplinks",
     "sized_by", "speeds", "policy", "proven", "delay_s", "most_peers", "radial", "fixed_addresses",
+    "bandwidth", "stragglers", "total_tokens", "calm_s",
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ NOISES = 64
 STEPS = 4
 """Inner steps of a round, with a token and a block of data each."""
 START = 0.5
-"""Of every weight."""
+"""First value of every weight."""
 HEARTBEAT_S, SUSPECT_S, STALL_S, RPC_S = 0.5, 2.0, 2.0, 1.0
 PATIENCE_S = 6.0
 """Longest time that a peer waits for a version."""

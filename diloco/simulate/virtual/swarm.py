@@ -1,6 +1,6 @@
 """A swarm of many simulated peers of different speeds that come and go: what each sends, holds and waits for.
 
-The figures are of the protocol, not of the model of 22 numbers: control messages in bytes as they are sealed, streams
+The figures are of the protocol, not of the small model: control messages in bytes as they are sealed, streams
 in sizes S of an encoded contribution.
 """
 
@@ -17,8 +17,9 @@ import torch
 
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.draw import draw_speeds
 from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.plan import Fault, FaultPlan, draw_speeds
+from diloco.simulate.virtual.plan import Fault, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.world import SimulatedWorld
 from diloco.wire.convert import seal
@@ -143,13 +144,14 @@ class SimulatedSwarm(SimulatedWorld):
     def measure(self) -> dict[str, Any]:
         """Simulate the swarm and return its figures. Raises Violation."""
         options = self.options
-        self._begin()
-        first, events = self._mark_at(options.warm_s), self.timeline.events
-        self.meter = SwarmMeter()
-        middle = self._mark_at(options.warm_s + options.seconds / 2)
-        last = self._mark_at(options.warm_s + options.seconds)
-        result = figures(self, first, middle, last) | {"events": self.timeline.events - events}
-        self._heal()
+        with self.surroundings():
+            self._begin()
+            first, events = self._mark_at(options.warm_s), self.timeline.events
+            self.meter = SwarmMeter()
+            middle = self._mark_at(options.warm_s + options.seconds / 2)
+            last = self._mark_at(options.warm_s + options.seconds)
+            result = figures(self, first, middle, last) | {"events": self.timeline.events - events}
+            self._heal()
         return result
 
     def newest_commit(self) -> Commit | None:

@@ -40,7 +40,7 @@ class Timeline:
         self._timers: list[tuple[float, int, asyncio.Handle]] = []
         self._order = count()
         self._outside = ProcessLoop.on(self)
-        """What happens to no process."""
+        """The loop of events that happen to no process."""
 
     def clock_s(self) -> float:
         """The clock of the process to which something happens now."""
@@ -129,19 +129,19 @@ class Died(SystemExit):
 class ProcessLoop(asyncio.AbstractEventLoop):
     """The event loop of one simulated process."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._timeline, self.name = timeline, name
         self.offset_s = 0.0
-        """Of this process's clock."""
+        """Seconds by which this process's clock is ahead of virtual time."""
         self.stopped = self.dead = False
         self.waiting: list[asyncio.Handle] = []
         """Callbacks for when it goes on."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @classmethod
-    def on(cls, timeline: Timeline) -> ProcessLoop:
-        """The event loop of a new process. It has no sockets, signals and subprocesses, as nobody asks for any."""
-        return cls(timeline)
+    def on(cls, timeline: Timeline, name: str = "") -> ProcessLoop:
+        """The event loop of a new process of that name. It has no sockets and signals: nobody asks for any."""
+        return cls(timeline, name)
 
     def die(self) -> None:
         """The process is dead. What it was doing is let go of later, in good order: nothing of it is heard any more."""

@@ -1,4 +1,7 @@
-"""The training of a simulated peer: inner steps are noise on a model of a few numbers, and its data are numbers."""
+"""The training of a simulated peer: inner steps are noise on a model of a few numbers, and its data have no content.
+
+Beside it are the bytes of a lying peer, which no honest peer would send.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.compress import Codec
 from diloco.inner.meter import Phases, Throughput
 from diloco.island.slices import Pieces, Slices, held
 from diloco.outer.fragments import Weights
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 NOTHING = torch.empty(0)
 SEED = 0
-"""Of the order of the blocks of data."""
+"""Seed of the order of the data."""
 
 
 class SimulatedTraining:
@@ -115,3 +119,33 @@ class SimulatedData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take no state."""
+
+
+# ---------------------------------------------------------------- lies
+
+
+def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec], sizes: Sequence[int]) -> Sequence[bytes]:
+    """A lying simulated peer's version of its encoded contribution; `codecs` and `sizes` in elements: of each part."""
+    match lie:
+        case "short":
+            return [part[:-1] for part in parts]
+        case "long":
+            return [part + b"\0" for part in parts]
+        case "garbled":
+            return [part[:-1] + bytes([part[-1] ^ 0x55]) for part in parts]
+        case "infinite":
+            return [b"\xff" * len(part) for part in parts]
+        case "absurd":
+            return [codec.encode(torch.full((size,), 6e4)) for codec, size in zip(codecs, sizes, strict=True)]
+    return parts
+
+
+def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tuple[str, ...]:
+    """Contributors that a lying simulated owner claims to leave out of a part: one that it counts is among them."""
+    counted = [peer for peer in contributors if peer not in (me, *omitted)]
+    return (*omitted, *counted[:1])
+
+
+def other_mean(payload: bytes) -> bytes:
+    """Mean that a lying simulated owner sends to one receiver."""
+    return payload[:-1] + bytes([payload[-1] ^ 1])

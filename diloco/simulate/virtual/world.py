@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections import Counter, defaultdict, deque
@@ -21,6 +22,7 @@ from diloco.base.threads import in_place
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
+from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
 from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
@@ -30,10 +32,10 @@ from diloco.simulate.virtual.invariants import SimulationInvariants
 from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import NO_CLOCK, FaultPlan
+from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.promise import SimulatedPromise
-from diloco.simulate.virtual.setup import SimulationSetup, most_contributions
+from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -45,6 +47,8 @@ MAX_HELP = 4
 """Times `HEAL_S` for which a person helps."""
 LOOK_S = 0.25
 RETRY_S = 0.5
+CLOCK_S = 1000.0
+"""By the clocks of machines, when a simulation begins."""
 NO_CLOCK_S = 0.0004
 """Time between the starts of lives on a machine whose clock begins anew each time."""
 
@@ -86,12 +90,18 @@ class SimulatedWorld:
         self.ghosts: list[SimulatedProcess] = []
         """Processes that somebody took for dead: another one has their name by now."""
         self.disks: dict[str, SimulatedDisk] = {}
+        self.slow_disks = any(fault.kind == "disk" and fault.how.startswith("late") for fault in plan.faults)
         self.liars: set[str] = set()
         self.plan_names = [f"p{index}" for index in range(plan.peers)]
         """Trainers of the beginning."""
         self.heal_s = HEAL_S + 3 * (plan.longest_round_s - plan.round_s)
         if any(fault.how == NO_CLOCK for fault in plan.faults):
             self.heal_s += FORGET_S
+        if plan.total_tokens:  # all of them, by a few peers
+            rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
+            self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.finished: dict[str, str] = {}
+        """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
         """Peers whose clock begins anew at each start, and how often they started so."""
         self.faults: Counter[str] = Counter()
@@ -104,6 +114,8 @@ class SimulatedWorld:
         """Whether messages may come a second time."""
         self._root = Path()
         self._owner: dict[ProcessLoop, SimulatedProcess] = {}
+        self._failed: set[str] = set()
+        """Peers whose process ended with an error and is about to be started again."""
         self._lives = count()
         self._pieces = count()
 
@@ -143,19 +155,26 @@ class SimulatedWorld:
             going_by(self.timeline.clock_s),
             in_place(),
             on_disk(DiskOfTheMoment(self._disk_now)),
+            quiet(),
             most_contributions(self.plan.most_peers),
         ):
             self._root = Path(root)
             try:
                 yield
             finally:
-                for loop in self._owner:
+                for loop, process in self._owner.items():
                     self.timeline.alone(loop, loop.bury)
+                    process.close_files()
 
     def _disk_now(self) -> SimulatedDisk | None:
         running = self.timeline.running
         owner = self._owner.get(running) if running is not None and not running.dead else None
         return owner.disk if owner is not None else None
+
+    def running(self) -> SimulatedProcess:
+        """The simulated process to which something happens now."""
+        assert self.timeline.running is not None
+        return self._owner[self.timeline.running]
 
     def _until(self, end_s: float, well: Callable[[], bool]) -> bool:
         """Let events happen until this virtual time; True as soon as all is well."""
@@ -195,11 +214,26 @@ class SimulatedWorld:
             elif self.now >= end_s:
                 raise Violation("I7", self._not_well(goal))
 
+    def ends(self, host: SimulatedProcess, run: Run) -> None:
+        """A simulated peer has seen the end of the run: all must have the same."""
+        self.count("ends")
+        line = host.line
+        lineage = line.commit.lineage if line.commit else ""
+        if self.finished.setdefault(lineage, run.digest) != run.digest:
+            raise Violation("I1", f"{host.name} ends with another state than others")
+        if run.tokens < self.plan.total_tokens:
+            raise Violation("I2", f"{host.name} ends after {run.tokens} tokens of {self.plan.total_tokens}")
+        if line.trained.tokens:
+            raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
+
     def _well(self, goal: int) -> bool:
         hosts = self._honest()
+        if self.plan.total_tokens:
+            return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
-        return self._all_left() or (together and min(host.machine.version for host in hosts) >= goal)
+        well = together and not self._failed and min(host.machine.version for host in hosts) >= goal
+        return well or self._all_left()
 
     def _all_left(self) -> bool:
         return all(host.witness for host in self._honest())
@@ -238,12 +272,21 @@ class SimulatedWorld:
         life = next(self._lives)
         host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
         self._owner[host.loop] = host
+        host.loop.offset_s = CLOCK_S
         self.machines.starts(host)
         if name in self.clockless:
             self.clockless[name] += 1
             host.loop.offset_s = self.clockless[name] * NO_CLOCK_S - self.now
         host.begin()
         return host
+
+    def start_second(self, first: SimulatedProcess) -> None:
+        """Start another process in the folder of a simulated peer that lives. It must not get far."""
+        life = next(self._lives)
+        second = SimulatedProcess(self, first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
+        second.first, second.disk = first, first.disk
+        self._owner[second.loop] = second
+        second.begin()
 
     def _address(self, name: str, life: int) -> str:
         """The address of a simulated process: that of the one before it, or another."""
@@ -253,6 +296,7 @@ class SimulatedWorld:
 
     def join(self, name: str, with_disk: bool) -> None:
         """Start a simulated peer, which joins through any member that answers; it tries until one does."""
+        self._failed.discard(name)
         known = self.hosts.get(name)
         if known is not None and known.alive:
             return
@@ -269,6 +313,7 @@ class SimulatedWorld:
     def started_again(self, process: SimulatedProcess, with_disk: bool) -> None:
         """A supervisor starts a simulated process again that ended with an error."""
         if self.hosts.get(process.name) is process:
+            self._failed.add(process.name)
             self.after(RETRY_S, self.join, process.name, with_disk)
 
     def directory(self, asker: SimulatedProcess) -> list[Member]:
@@ -338,6 +383,17 @@ def _standing(host: SimulatedProcess) -> str:
 def _where(crash: Exception) -> str:
     frame = traceback.extract_tb(crash.__traceback__)[-1]
     return f"{frame.name}, {Path(frame.filename).name} line {frame.lineno}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let nothing be logged meanwhile: what dies in the middle of something complains of it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @cache

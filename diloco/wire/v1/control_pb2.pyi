@@ -44,6 +44,7 @@ class _ReplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reply.ValueType
     REPLY_BARRED: _Reply.ValueType  # 11
     REPLY_DAMAGED: _Reply.ValueType  # 12
     REPLY_BUSY: _Reply.ValueType  # 13
+    REPLY_UNREACHED: _Reply.ValueType  # 14
 
 class Reply(_Reply, metaclass=_ReplyEnumTypeWrapper): ...
 
@@ -61,6 +62,7 @@ REPLY_REPLAYED: Reply.ValueType  # 10
 REPLY_BARRED: Reply.ValueType  # 11
 REPLY_DAMAGED: Reply.ValueType  # 12
 REPLY_BUSY: Reply.ValueType  # 13
+REPLY_UNREACHED: Reply.ValueType  # 14
 Global___Reply: _TypeAlias = Reply  # noqa: Y015
 
 @_typing.final

@@ -1,0 +1,171 @@
+"""The chain of commits as one peer follows it: each follows the one before by its digest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import messages as m
+from diloco.protocol.post import Post
+from diloco.protocol.view import Rules, Timing
+
+if TYPE_CHECKING:
+    from diloco.protocol.contributor import Contributor
+    from diloco.protocol.lineage import Lineage
+    from diloco.protocol.membership import Membership
+
+SYNC_MEMORY = 8
+"""A version that took long is remembered for about so many: peers wait more for one begun too late than they lose by
+one begun early."""
+
+
+class Chain:
+    """The follower's role in the protocol: the latest commit, the state held, and commits that are missing."""
+
+    contributor: Contributor
+    lineage: Lineage
+    membership: Membership
+
+    def __init__(self, rules: Rules, timing: Timing, post: Post) -> None:
+        self._rules, self._timing, self._post = rules, timing, post
+        self.commit: Commit | None = None
+        self.state = m.StateHeld(-1, "")
+        self.attempts = 0
+        """Attempts it took to make the latest version, as far as this peer knows."""
+        self.sync_s = 0.0
+        """Seconds to make a version, from `Begin` to the commit: the longest of late, forgotten slowly."""
+        self._decided: Commit | None = None
+        """A commit that holds and whose mean is not here yet."""
+        self._stands_since = self._catching_up_until = post.now
+
+    # ------------------------------------------------------------ what others may ask
+
+    @property
+    def version(self) -> int:
+        """Version of the latest commit known; before the founding of the lineage, that of the state it holds."""
+        return self.commit.version if self.commit else self.state.version
+
+    @property
+    def making(self) -> int:
+        """The version for which attempts are made and votes are taken: the next after the latest commit."""
+        return self.version + 1
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the next commit moves; fragments take turns by version."""
+        return (self.making - 1) % len(self._rules.parts)
+
+    @property
+    def view(self) -> tuple[Member, ...]:
+        """The view: members that the latest commit names, in order of admission."""
+        return self.commit.view if self.commit else ()
+
+    def forks_here(self, commit: Commit) -> bool:
+        """Whether a commit founds a lineage on the version that the chain is at."""
+        return self.commit is not None and commit.fragment == -1 and commit.previous == self.commit.digest
+
+    def leads_here(self, body: m.Body) -> bool:
+        """Whether a commit takes this voter along into a lineage apart: it and the founder lack a majority alike."""
+        commit = body.commit if isinstance(body, m.Committed) else None
+        return commit is not None and self.lineage.may_fork and self._takes_along(commit)
+
+    def _takes_along(self, commit: Commit) -> bool:
+        return self.forks_here(commit) and self.membership.me in commit.view
+
+    def has_decided(self, mean_digest: str) -> Commit | None:
+        """The commit that holds and waits for this mean, if one does."""
+        decided = self._decided
+        return decided if decided is not None and decided.mean_digest == mean_digest else None
+
+    # ------------------------------------------------------------ commits that come
+
+    def current(self, sender: Member, version: int) -> bool:
+        """Whether a protocol message is about the version being made. A sender that is behind gets our commit; one that
+        is ahead is asked for the commits that we missed."""
+        if self.commit is None:
+            return False
+        if version < self.making:
+            self._post.send(sender, m.Committed(self.commit))
+        elif version > self.making and not self._is_closing(version - 1):
+            self._catch_up(sender, version - 1)
+        return version == self.making
+
+    def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
+        """Give a peer that is behind the latest commit; ask one that is ahead for what is missing."""
+        # Those that made a version send its commit to all, and a heartbeat may have crossed with it a moment ago. Else
+        # each peer would get it from all: n^2 commits of O(n) bytes each time.
+        recent = self._post.now - self._stands_since < self._timing.heartbeat_s
+        crossed = recent and body.version == self.version - 1
+        behind = not body.founded or (body.version < self.version and not crossed)
+        if self.commit is not None and behind:
+            self._post.send(sender, m.Committed(self.commit))
+        elif body.founded and body.version > self.version and not self._is_closing(body.version):
+            self._catch_up(sender, body.version)
+
+    def _is_closing(self, version: int) -> bool:
+        """Whether the reduction under way may still bring the next commit, where others already have that version."""
+        return version == self.making and self.contributor.moves
+
+    def _catch_up(self, source: Member, version: int) -> None:
+        """Emit `CatchUp` towards a trainer for commits that we missed, once per stall time: the answer may be large.
+
+        A witness needs no commits but the one that it gets, and keeps no means for others: a trainer that asked it
+        would take itself to be too far behind.
+        """
+        me, now = self.membership.me, self._post.now
+        if source != me and now >= self._catching_up_until and not (me.witness or source.witness):
+            self._catching_up_until = now + self._timing.stall_s
+            self._post.emit(m.CatchUp(source, version))
+
+    def on_committed(self, sender: Member, body: m.Committed) -> None:
+        """Move on to a commit, if it is for this lineage and not known yet."""
+        commit = body.commit
+        founds = self.commit is None and commit.version == self.state.version
+        follows = commit.lineage == self.lineage.name and (commit.version >= self.making or founds)
+        if follows or self.leads_here(body):
+            self.decide(commit, sender)
+
+    def decide(self, commit: Commit, source: Member) -> None:
+        """A commit holds: close its version if its mean is held or on its way, else request that."""
+        founds = self.commit is None and commit.fragment == -1 and commit.version == self.state.version
+        follows = self.commit is not None and commit.previous == self.commit.digest
+        held = follows and self.contributor.holds(commit.mean_digest)
+        if founds or self.membership.me.witness or self.forks_here(commit) or held:
+            self._close(commit)
+            return
+        if follows:
+            self._decided = commit
+        if not follows or not self.contributor.mean_is_coming():
+            self._catch_up(source, commit.version)
+
+    def on_learned(self, event: m.Learned) -> None:
+        """Move on to a commit that was fetched with its mean."""
+        self._catching_up_until = self._post.now
+        follows = self.commit is not None and event.commit.previous == self.commit.digest
+        founds = self.commit is None and event.commit.version == self.state.version
+        if follows or founds:
+            self._close(event.commit)
+
+    def _close(self, commit: Commit) -> None:
+        took_s = self.contributor.took_s(commit.version)
+        if took_s is not None:
+            self.sync_s = max(took_s, self.sync_s + (took_s - self.sync_s) / SYNC_MEMORY)
+        self._post.adopt(commit)
+        self._post.emit(m.Close(commit))
+
+    # ------------------------------------------------------------ moving on
+
+    def hold(self, event: m.StateHeld) -> None:
+        """The training side holds another state."""
+        self.state = event
+
+    def adopt(self, commit: Commit, attempts: int) -> None:
+        """Stand on a commit from now on, which took so many attempts."""
+        self.commit, self.attempts = commit, attempts
+        self._decided = None
+        self._stands_since = self._post.now
+
+    def leave_lineage(self) -> None:
+        """Stand on nothing: the state of another lineage is copied."""
+        self.commit = self._decided = None
+        self.state = m.StateHeld(-1, "")

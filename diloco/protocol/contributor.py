@@ -1,0 +1,255 @@
+"""A peer's part in the reduction of an attempt: contributions go to owners of parts, means to all receivers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Member
+from diloco.protocol import messages as m
+from diloco.protocol.post import Post
+from diloco.protocol.reduction import Reduction, as_counted, covers, well_formed
+from diloco.protocol.view import Rules, Timing, owner_of_parts
+
+if TYPE_CHECKING:
+    from diloco.protocol.acceptor import Acceptor
+    from diloco.protocol.chain import Chain
+    from diloco.protocol.coordinator import Coordinator
+    from diloco.protocol.membership import Membership
+
+
+class Contributor:
+    """The contributor's and owner's role in the protocol: a part is averaged once, and what was sent stays sent."""
+
+    acceptor: Acceptor
+    chain: Chain
+    coordinator: Coordinator
+    membership: Membership
+
+    def __init__(self, rules: Rules, timing: Timing, post: Post) -> None:
+        self._rules, self._timing, self._post = rules, timing, post
+        self.offer: m.Offer | None = None
+        self.reduction: Reduction | None = None
+        self._exposed = False
+        """Others have bytes of our contribution and may count it."""
+        self._held: list[str] = []
+        """Digests of the latest means that are here, whole."""
+        self._offered_at = self._complained_at = post.now
+
+    # ------------------------------------------------------------ what others may ask
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this peer has an offer, or a reduction under way."""
+        return self.offer is not None or self.reduction is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether parts of the reduction under way arrived lately."""
+        reduction = self.reduction
+        return reduction is not None and self._post.now - reduction.progress_at_s < self._timing.stall_s
+
+    def holds(self, mean_digest: str) -> bool:
+        """Whether this mean is here, whole."""
+        return mean_digest in self._held
+
+    def has_other_mean(self, proposal: m.Propose) -> bool:
+        """Whether the reduction that the proposal is of came to another mean here."""
+        reduction = self.reduction
+        return reduction is not None and bool(reduction.mean_digest) and reduction.key == proposal.key
+
+    def mean_is_coming(self) -> bool:
+        """Whether the reduction under way may still complete its mean, so that the voter need not ask for a fetch."""
+        reduction = self.reduction
+        if reduction is None or reduction.mean_digest:
+            return False
+        alive = {member.peer for member in self.membership.alive()}
+        owed = reduction.owners_of_absent() - (alive - reduction.gone)
+        return not owed and self._post.now - reduction.progress_at_s <= self._timing.stall_s
+
+    def took_s(self, version: int) -> float | None:
+        """Seconds since the reduction of that version began; None: it is not under way here."""
+        reduction = self.reduction
+        begun = reduction is not None and reduction.begin.version == version
+        return self._post.now - reduction.began_at_s if reduction is not None and begun else None
+
+    def _reduction_for(self, item: m.OfAttempt) -> Reduction | None:
+        """The reduction under way in the state machine, if a message or event is of its attempt."""
+        reduction = self.reduction
+        return reduction if reduction is not None and reduction.key == item.key else None
+
+    # ------------------------------------------------------------ the training side
+
+    def on_offered(self, event: m.Offered) -> None:
+        """Offer a contribution to the version being made, if it was measured on the one before."""
+        if not self.membership.in_view:
+            self.give_up("not in the view yet")
+        elif event.offer.base_version != self.chain.version:
+            self.give_up(f"version {self.chain.version} closed meanwhile")
+        else:
+            self.offer = event.offer
+            self.membership.offers(event.offer)
+            self._offered_at = self._post.now
+            self.acceptor.follow_coordinator()
+            if self.reduction is None:
+                self.acceptor.answer()
+
+    def on_withdrawn(self, event: m.Withdrawn) -> None:
+        """The training side waits no longer."""
+        if self.offer is not None:
+            waiting_for = self._post.waiting_for
+            self.give_up(event.reason or f"no commit before the round's deadline ({waiting_for})")
+
+    def give_up(self, reason: str) -> None:
+        """Have the training side skip the round."""
+        self.offer = None
+        self._post.note(reason)
+        self._post.emit(m.GiveUp(reason, self._exposed))
+        if self.membership.in_view and self.reduction is None:
+            self.acceptor.answer()  # without the offer: nobody must begin with what is not there any more
+
+    def give_up_late(self, reason: str) -> None:
+        """Have the training side skip the round, if its offer has waited for long."""
+        if self.offer is not None and self._post.now - self._offered_at > self._timing.stall_s:
+            self.give_up(reason)
+
+    # ------------------------------------------------------------ reducing
+
+    def on_begin(self, sender: Member, body: m.Begin) -> None:
+        """Take part in the reduction of an attempt, as the coordinator has it."""
+        me, acceptor = self.membership.me, self.acceptor
+        if not self.chain.current(sender, body.version) or body.attempt < acceptor.attempt:
+            return
+        if sender != acceptor.seat(body.attempt) or me not in body.receivers or me.witness:
+            return
+        if self._reduction_for(body) is not None:
+            return
+        members = [member.peer for member in self.chain.view]
+        if not well_formed(body, self._rules.parts[self.chain.fragment], members):
+            self._post.send(sender, m.Stalled(*body.key, (), "malformed Begin"))
+            return
+        if body.attempt > acceptor.attempt:
+            self._post.next_attempt(body.attempt, "the coordinator began a later attempt")
+        reduction = Reduction(body, me.peer, self._post.now)
+        if reduction.contributes:
+            mine = as_counted(me.peer, self.offer) if self.offer is not None else None
+            if mine not in body.contributors:
+                self._post.send(sender, m.Stalled(*body.key, (me.peer,), "has withdrawn its contribution"))
+                return
+        self.reduction = reduction
+        self._post.emit(m.BeginReduction(body))
+        if reduction.contributes:
+            self._exposed = True
+            self._contribute(reduction, body.spans)
+
+    def _contribute(self, reduction: Reduction, owed: Sequence[m.Span]) -> None:
+        """Emit `SendContribution` for spans of other owners; spans that I own have my contribution at once."""
+        me = self.membership.me.peer
+        receivers = {member.peer: member for member in reduction.begin.receivers}
+        for span in owed:
+            if span.owner != me:
+                self._post.emit(m.SendContribution(*reduction.key, reduction.generation, span, receivers[span.owner]))
+        for part in owner_of_parts(span for span in owed if span.owner == me):
+            self.on_contribution(m.ContributionArrived(*reduction.key, me, part))
+
+    def on_repair(self, sender: Member, body: m.Repair) -> None:
+        """Go on without the dead, as the coordinator has it."""
+        reduction = self._reduction_for(body)
+        if reduction is None or sender != self.acceptor.seat(body.attempt) or body.generation <= reduction.generation:
+            return
+        if not covers(body.spans, self._rules.parts[self.chain.fragment], reduction.contributors):
+            return
+        self._post.note(f"going on without {', '.join(body.gone)} ({body.reason})")
+        moved, ready = reduction.repair(body, self._post.now)
+        self._post.emit(m.RepairReduction(body))
+        for part in ready:
+            self._average(reduction, part)
+        if reduction.contributes and self.offer is not None:
+            self._contribute(reduction, moved)
+
+    def on_contribution(self, event: m.ContributionArrived) -> None:
+        """Average a part of ours, if this was the last contribution to it that was missing."""
+        reduction = self._reduction_for(event)
+        if reduction is not None and reduction.contribution(event.sender, event.part, self._post.now):
+            self._average(reduction, event.part)
+
+    def _average(self, reduction: Reduction, part: int) -> None:
+        self._post.emit(m.FoldPart(*reduction.key, part, reduction.average(part)))
+
+    def on_refused(self, event: m.ContributionRefused) -> None:
+        """Tell the coordinator of bytes that are no good."""
+        reduction = self._reduction_for(event)
+        if reduction is not None and event.sender in reduction.contributors:  # a stranger's bytes harm nobody
+            seat = self.acceptor.seat(self.acceptor.attempt)
+            self._post.send(seat, m.Stalled(*reduction.key, (event.sender,), event.reason, event.offence))
+
+    def on_folded(self, event: m.PartFolded) -> None:
+        """Send a part's mean to all receivers."""
+        reduction = self._reduction_for(event)
+        if reduction is None:
+            return
+        me = self.membership.me
+        others = tuple(member for member in reduction.begin.receivers if member != me)
+        omitted = reduction.omitted[event.part]
+        self._post.emit(m.SendMean(*reduction.key, event.part, omitted, others))
+        self.on_mean(m.MeanArrived(*reduction.key, me.peer, event.part, omitted))
+
+    def on_mean(self, event: m.MeanArrived) -> None:
+        """Have the mean sealed, if this was the last part of it that was missing."""
+        reduction = self._reduction_for(event)
+        if reduction is None:
+            return
+        # Only the coordinator knows for certain whom its repairs left out so far.
+        if self.coordinator.began(reduction.begin) and not reduction.gone.issuperset(event.omitted):
+            reason = "left somebody out of a part of the mean"
+            self.on_refused(m.ContributionRefused(*reduction.key, event.sender, reason))
+        elif reduction.mean(event.part, event.sender, event.omitted, self._post.now):
+            self._post.emit(m.SealMean(*reduction.key))
+
+    def on_mean_held(self, event: m.MeanHeld) -> bool:
+        """Note a mean that is here, whole. True: it is that of the reduction under way, which is complete."""
+        self._held = [*self._held, event.mean_digest][-self._rules.means_kept :]
+        reduction = self.reduction
+        # It is not complete any more if it was repaired while we hashed.
+        if reduction is None or reduction.key != (event.version, event.attempt) or not reduction.complete:
+            return False
+        reduction.mean_digest = event.mean_digest
+        reduction.progress_at_s = self._post.now
+        return True
+
+    # ------------------------------------------------------------ bytes that do not come
+
+    def check(self) -> None:
+        """When parts do not come, send `Stalled` to the coordinator, which repairs the attempt or gives it up."""
+        reduction, now, membership = self.reduction, self._post.now, self.membership
+        if reduction is None:
+            return
+        silent = now - reduction.progress_at_s
+        stall_s = self._timing.stall_s
+        waited_for = set(reduction.contributors) - reduction.gone
+        members = [member for member in reduction.begin.receivers if member.peer in waited_for]
+        dead = [member.peer for member in members if not membership.lives(member)]
+        if silent > 3 * stall_s:
+            attempt = self.acceptor.attempt
+            self._post.next_attempt(attempt + 1, f"attempt {attempt} made no progress for {silent:.1f} s")
+        elif dead and self.coordinator.began(reduction.begin):
+            self.coordinator.repair(dead, f"{', '.join(dead)} died in the reduction")
+        elif silent > stall_s and not reduction.complete and now - self._complained_at > stall_s:
+            self._complained_at = now
+            stalled = m.Stalled(*reduction.key, reduction.missing(), f"no bytes for {silent:.1f} s")
+            self._post.send(self.acceptor.seat(self.acceptor.attempt), stalled)
+
+    # ------------------------------------------------------------ moving on
+
+    def drop(self) -> None:
+        """Drop the reduction of an attempt that is over."""
+        self.reduction = None
+
+    def adopt(self, founds: bool) -> None:
+        """Drop the offer, too: another version is made. A founding makes none: what was sent stays sent."""
+        self._exposed = self._exposed and founds
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop offer and reduction: attempts at another version come next."""
+        self.offer = self.reduction = None

@@ -1,0 +1,165 @@
+"""Lineages of a run that was cut in parts under `without_majority = "continue"`: chains of commits until they meet.
+
+A lineage is named by its founding. Where two meet, the one with more committed tokens goes on. Peers of the other
+copy its state, keep their uncommitted progress, and report the committed tokens that are void.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco.base.types import Commit, Member
+from diloco.protocol import leases
+from diloco.protocol import messages as m
+from diloco.protocol.post import Post
+from diloco.protocol.view import Rules, Timing, goes_on, parted_at
+
+if TYPE_CHECKING:
+    from diloco.protocol.chain import Chain
+    from diloco.protocol.contributor import Contributor
+    from diloco.protocol.coordinator import Coordinator
+    from diloco.protocol.membership import Membership
+
+
+class Lineage:
+    """The founder's role in the protocol: it founds lineages, and decides which of two goes on."""
+
+    chain: Chain
+    contributor: Contributor
+    coordinator: Coordinator
+    membership: Membership
+
+    def __init__(self, name: str, forks: tuple[m.Fork, ...], rules: Rules, timing: Timing, post: Post) -> None:
+        self._rules, self._timing, self._post = rules, timing, post
+        self.name = name
+        self.forks = forks
+        """Lineages that led to ours."""
+        self._target: tuple[m.Fork, ...] = ()
+        """History of the lineage whose state this peer copies; empty: none."""
+        self._target_since_s = post.now
+        self._alone_since: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether most voters of the view cannot be reached: it may go on elsewhere, so others are to be asked."""
+        return self._alone_since is not None
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether this peer may found a lineage apart, or follow another member into one."""
+        return self.alone and self._rules.continue_after_s is not None
+
+    def on_heartbeat(self, sender: Member, body: m.Heartbeat) -> None:
+        """Learn the lineages that led to ours."""
+        if len(body.forks) > len(self.forks):
+            self.forks = body.forks
+
+    # ------------------------------------------------------------ founding
+
+    def found_if_complete(self) -> None:
+        """As founder, begin the run when enough peers on the roster hold its state."""
+        membership, chain, post = self.membership, self.chain, self._post
+        if not membership.founder or chain.commit is not None or chain.state.version < 0:
+            return
+        waiting = membership.roster.at_the_door(0, post.now)
+        here = [membership.me, *(member for member in waiting if not member.witness)]
+        if len(here) < self._rules.start_peers:
+            post.note(f"{len(here)} of {self._rules.start_peers} peers are here")
+            return
+        post.note(f"founded with {len(here)} peer{'s' if len(here) > 1 else ''}")
+        self.coordinator.announce(self._founding(here, chain.state.commit, self.name), here)
+
+    def _founding(self, view: Sequence[Member], before: Commit | None, lineage: str) -> Commit:
+        """The first commit of a lineage, its view and leases: it moves no anchor."""
+        names = [member.peer for member in view if not member.witness]
+        need, state = self._rules.lease_blocks, self.chain.state
+        granted = leases.advance(before.leases, {}, names, need) if before else leases.found(names, need)
+        return Commit(
+            version=state.version,
+            previous=before.digest if before else self._rules.contract,
+            lineage=lineage,
+            fragment=-1,
+            view=tuple(view),
+            counted=(),
+            omitted=(),
+            mean_digest="",
+            tokens=before.tokens if before else 0,
+            leases=granted,
+            state_digest=state.digest,
+        )
+
+    def check_majority(self) -> None:
+        """Without a majority of votes commits wait, or this view's live members found a lineage apart."""
+        membership, chain, now = self.membership, self.chain, self._post.now
+        no_majority = membership.no_majority() if membership.in_view else ""
+        if not no_majority:
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        self.contributor.give_up_late(no_majority)
+        after_s = self._rules.continue_after_s
+        if after_s is None or now - self._alone_since < after_s:
+            return
+        # The first trainer that lives founds a lineage with the members that it can reach.
+        alive = membership.alive()
+        trainers = [member for member in alive if not member.witness]
+        if not trainers or trainers[0] != membership.me or chain.state.version != chain.version:
+            return
+        assert chain.commit is not None
+        # No two founders choose the same name.
+        founder = f"{chain.commit.digest}/{membership.me.peer}/{membership.me.incarnation}"
+        commit = self._founding(alive, chain.commit, hashlib.sha256(founder.encode()).hexdigest()[:16])
+        self._post.note(f"going on apart with {len(alive)} of {len(chain.view)} members as lineage {commit.lineage}")
+        self.coordinator.announce(commit, alive)
+
+    # ------------------------------------------------------------ two that meet
+
+    def meet(self, envelope: m.Envelope) -> None:
+        """A peer of another lineage of the run spoke: the lineage with more tokens goes on, peers of the other join."""
+        beat, membership, commit, now = envelope.body, self.membership, self.chain.commit, self._post.now
+        if self._rules.continue_after_s is None or not isinstance(beat, m.Heartbeat):
+            return
+        roster = membership.roster
+        if (membership.founder and commit is None) or roster.is_earlier(envelope.sender, now):
+            return
+        membership.introduce(envelope.sender)  # so that it hears of us, too
+        # A peer outside the view follows the lineage that it asked to join, while its members or its founder speak.
+        members = [entry.member for entry in roster if entry.heartbeat and not entry.heartbeat.joining]
+        hears_members = any(map(membership.lives, members))
+        # No peer of the lineage to copy may send heartbeats: an old conversation, heard again, led there. Then any live
+        # lineage goes on, also that of a founder that still waits for its first members.
+        copying = commit is None and bool(self._target)
+        silent = copying and not hears_members and now - self._target_since_s > self._timing.suspect_s
+        if not (beat.founded or silent) or beat.joining or (not membership.in_view and hears_members):
+            return
+        # While a state is being copied, the lineage that it comes from is compared; a mere joiner follows anybody.
+        mine = (*self.forks, m.Fork(self.name, commit.tokens if commit else -1))
+        if copying and not silent:
+            mine = self._target
+        others = (*beat.forks, m.Fork(envelope.lineage, beat.committed_tokens))
+        if goes_on(mine, others):
+            return
+        discarded = max(mine[-1].tokens - parted_at(mine, others), 0) if commit is not None else 0
+        tokens = f"{discarded:,} tokens of ours are void"
+        self._post.note(f"lineage {envelope.lineage} has more tokens and goes on; {tokens}")
+        self._post.leave_lineage(envelope.lineage, beat.forks, others)
+        self._post.emit(m.Resync(envelope.sender, discarded))
+
+    # ------------------------------------------------------------ moving on
+
+    def adopt(self, commit: Commit) -> None:
+        """Follow a commit into its lineage, which may be one apart from ours."""
+        if self.chain.commit is not None and commit.lineage != self.name:
+            self.forks = (*self.forks, m.Fork(self.name, commit.tokens))
+        self.name = commit.lineage
+        self._target = ()
+        self._alone_since = None
+
+    def follow(self, name: str, forks: tuple[m.Fork, ...], history: tuple[m.Fork, ...]) -> None:
+        """Leave this lineage for another, whose state is to be copied."""
+        self.name, self.forks = name, forks
+        self._target, self._target_since_s = history, self._post.now
+        self._alone_since = None

@@ -1,0 +1,80 @@
+"""A simulated process's place on the network: `diloco.transport.endpoint` without sockets, and a full directory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from diloco.exchange.service import ExchangeService
+from diloco.protocol.streams import Welcome
+from diloco.simulate.memory_link import MemoryEndpoint
+from diloco.transport.link import Service
+from diloco.transport.sockets import SocketCounter
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+LOOK_AGAIN_S = 10.0
+"""Time between two looks into the directory."""
+
+
+class SimulatedRuntime:
+    """`diloco.transport.endpoint.Runtime` of a simulated process."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process = process
+        self.loop, self.link = process.loop, process.link
+
+    def serve(self, service: Service, listen: str) -> str:
+        """Let `service` answer at the address of the simulated process."""
+        assert isinstance(service, ExchangeService)
+        self._process.serve(service)
+        return self._process.address
+
+    def answer_of(self, address: str) -> Welcome | None:
+        """None: nobody is asked without a wait."""
+
+
+class SimulatedEndpoint(MemoryEndpoint):
+    """`diloco.transport.endpoint.Endpoint` of a simulated process, beside a directory that never fails."""
+
+    def __init__(self, process: SimulatedProcess, welcome: Welcome | None) -> None:
+        super().__init__(process.world.setup.site, SimulatedRuntime(process), welcome)
+        self._process = process
+
+    def appear(self, exchange: object) -> SimulatedPresence:  # type: ignore[override]
+        """Look into the directory from now on."""
+        presence = SimulatedPresence(self._process)
+        self._process.loop.create_task(presence.look())
+        return presence
+
+
+class SimulatedPresence:
+    """A simulated peer's looks into the directory, as `diloco.transport.dht.Presence` has them."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process, self._ended = process, False
+
+    async def look(self) -> None:
+        """Look into the directory when the simulated peer is outside the view, or alone."""
+        exchange, world = self._process.exchange, self._process.world
+        while not self._ended:
+            if exchange.alone:
+                exchange.meet(world.directory(self._process))
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ended = True
+
+    end = stop
+
+
+class NoSockets(SocketCounter):
+    """No bytes are counted on sockets in a simulation."""
+
+    def __init__(self) -> None:
+        """Does nothing: there are no sockets."""
+
+    def sample(self) -> None:
+        """None: no socket is there to be counted."""

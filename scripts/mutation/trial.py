@@ -1,0 +1,178 @@
+"""One mutant at a time in a copy of the package, and the simulator's command line, which looks for it.
+
+The command line is the only interface to the simulator: `diloco virtual --seeds A:B --until-found --jobs 1 --json`.
+SIGINT ends it early: it prints the seeds that it had time for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.simulate.local.processes import die_with_parent
+from scripts.environment import ROOT
+from scripts.mutation.catalogue import PACKAGE, Mutant
+
+VIRTUAL = ("-m", "diloco", "virtual", "--jobs", "1", "--json", "--seeds")
+CRASH = "crash"
+"""Begins the violation of a seed in which the code raised something."""
+MAX_DATA_BYTES = 4 * 2**30
+"""Memory of one process: a mutant may allocate without end. Torch needs a tenth of it."""
+HUNG_S = 20.0
+"""A seed that lasts longer hangs: the slowest of a thousand takes about a second."""
+GRACE_S = 10.0
+"""Seconds for printing after SIGINT; then the process is killed."""
+MAX_TAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """End of one search for one mutant."""
+
+    outcome: str
+    """A key of `OUTCOMES`."""
+    seeds: int
+    """Seeds that were simulated, with the one that found it."""
+    seconds: float
+    by: str
+    """Seed and violation that found it, or what happened in its place."""
+    seed: int | None = None
+    """The seed that found it."""
+
+
+OUTCOMES = {
+    "found": "an invariant broke in a seed, or the code crashed in one after the first",
+    "survived": "no seed of the budget found it",
+    "unreached": "no seed of the budget runs its line",
+    "hung": "a seed did not end",
+    "broken": "the first seed crashed, or nothing began: no bug that a reader would write",
+}
+
+
+class Template:
+    """A copy of the package, compiled, from which the copies with a bug are made. Later edits do not reach it."""
+
+    def __init__(self, folder: Path, package: Path = PACKAGE) -> None:
+        self.folder = folder
+        self.unchanged = folder / "unchanged"
+        shutil.copytree(package, self.unchanged / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        compiling = [sys.executable, "-m", "compileall", "-q", "-j", "0", str(self.unchanged)]
+        subprocess.run(compiling, check=True, stdout=subprocess.DEVNULL)
+
+    def copy_with(self, mutant: Mutant) -> Path:
+        """A new copy of the package with the mutant in it. All other files are links."""
+        copy = Path(tempfile.mkdtemp(dir=self.folder)) / "mutated"
+        shutil.copytree(self.unchanged, copy, copy_function=os.link)
+        file = copy / mutant.file
+        mutated = mutant.applied_to(file.read_text())
+        # Python compares only seconds and size with what it has compiled: neither need differ.
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
+        file.unlink()
+        file.write_text(mutated)
+        return copy
+
+    def remove(self, copy: Path) -> None:
+        """Remove a copy, once its search is over."""
+        shutil.rmtree(copy.parent)
+
+
+class Simulation:
+    """A process that simulates seeds with the package of a folder, and is given `seconds` for them."""
+
+    def __init__(self, copy: Path, seeds: range, seconds: float, before: Sequence[str] = ()) -> None:
+        self.seeds = seeds
+        self._seconds = seconds
+        self._began_s = time.monotonic()
+        self._stopped_s: float | None = None
+        # Files: a pipe that nobody reads would stop the process.
+        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, *before, *VIRTUAL, f"{seeds.start}:{seeds.stop}", "--until-found"],
+            cwd=copy,
+            env=_environment(copy),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is for us
+            preexec_fn=_limit,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended. Reminds it of its time: first by SIGINT."""
+        if self._process.poll() is not None:
+            return True
+        now_s = time.monotonic()
+        if self._stopped_s is None:
+            if now_s - self._began_s > self._seconds:
+                self._process.send_signal(signal.SIGINT)
+                self._stopped_s = now_s
+        elif now_s - self._stopped_s > GRACE_S:
+            self._process.kill()
+        return False
+
+    def kill(self) -> None:
+        """End the process, unless it has ended; by SIGINT first, so that it removes its own temporary files."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def verdict(self) -> Verdict:
+        """The end of the search, once the process has ended."""
+        seconds = round(time.monotonic() - self._began_s, 1)
+        report = self._report()
+        if report is None and self._stopped_s is not None:
+            return Verdict("hung", 0, seconds, f"did not stop within {GRACE_S:.0f} s of SIGINT")
+        if report is None:
+            return Verdict("broken", 0, seconds, self._last_words())
+        tried = int(report["seeds"])
+        if report["violated"]:
+            seed, violation = int(report["violated"][0]["seed"]), str(report["violated"][0]["violation"])
+            at_once = violation.startswith(CRASH) and seed == self.seeds.start
+            by = f"seed {seed}: {violation}"
+            return Verdict("broken" if at_once else "found", seed - self.seeds.start + 1, seconds, by, seed)
+        if report["interrupted"] and report["waited_s"] > HUNG_S:
+            return Verdict("hung", tried, seconds, f"seed {self.seeds.start + tried} did not end in {HUNG_S:.0f} s")
+        return Verdict("survived", tried, seconds, "out of time" if report["interrupted"] else "")
+
+    def _report(self) -> dict[str, Any] | None:
+        """The JSON that the simulator printed; None if it printed none."""
+        self._output.seek(0)
+        try:
+            tree = json.load(self._output)
+        except ValueError:
+            return None
+        return tree if isinstance(tree, dict) else None
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1][:MAX_TAIL_CHARACTERS] if lines else f"exit code {self._process.returncode}"
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    """Variables with which a process imports the package of the copy, and no other."""
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) != ROOT]
+    path = os.pathsep.join([str(copy), *others])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _limit() -> None:
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, MAX_DATA_BYTES))
