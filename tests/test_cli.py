@@ -175,22 +175,43 @@ def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_full_disk(tmp_path: Path) -> None:
     """The run goes on without checkpoints; its end, which must write one, says why it cannot."""
     contract = tiny_contract(tmp_path, tokens=12_288)
-    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({60_000}, {60_000})); "
+    done = run_limited(60_000, "peer", str(contract), "--dir", str(tmp_path / "p"))
+    assert done.returncode == 14, done.stdout + done.stderr
+    assert "no checkpoint" in done.stdout
+    assert "100%" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert "  fix: " in done.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_too_full_for_the_ledgers_first_record(tmp_path: Path) -> None:
+    """Nothing starts: what is trained would be in no life of the ledger."""
+    contract = tiny_contract(tmp_path, tokens=12_288)
+    folder = tmp_path / "p"
+    done = run_limited(600, "peer", str(contract), "--dir", str(folder))
+    assert done.returncode == ResourceError.exit_code, done.stdout + done.stderr
+    assert "cannot write the ledger" in done.stderr
+    assert "File too large" in done.stderr
+    assert "  fix: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "ledger.jsonl").read_bytes()
+    assert not (folder / "peer.json").exists()  # nobody was let in
+    assert '"version"' not in (folder / "events.jsonl").read_text()
+
+
+def run_limited(limit_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command of a process whose files may not grow beyond so many bytes."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit_bytes}, {limit_bytes})); "
     quiet = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     program = limit + quiet + "from diloco.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "peer", str(contract), "--dir", str(tmp_path / "p")],
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 14, done.stdout + done.stderr
-    assert "no checkpoint" in done.stdout
-    assert "100%" in done.stdout
-    assert "Traceback" not in done.stderr
-    assert "  fix: " in done.stderr
 
 
 def test_config_show_says_where_values_come_from() -> None:

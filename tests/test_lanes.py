@@ -497,7 +497,7 @@ def test_a_copy_that_was_given_up_takes_nothing_from_the_next(monkeypatch: pytes
         exchange = object.__new__(Exchange)  # as far as a copy needs one
         ExchangeTasks.__init__(exchange, loop)
         exchange.lanes, exchange._copying = lanes_with(lane, remote), asyncio.Lock()
-        exchange.terms = exchange.machine = cast(Any, Mock())
+        exchange.terms = exchange.machine = exchange.archive = cast(Any, Mock())
         exchange.link = exchange._resync_from = cast(Any, None)
         never = asyncio.run_coroutine_threadsafe(exchange._copy([], state, None, print), loop)
         assert began.wait(DEADLINE_S)

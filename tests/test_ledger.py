@@ -17,6 +17,8 @@ from diloco.accounts.ledger import (
     DamagedLine,
     Ledger,
     LogFile,
+    Opening,
+    Position,
     Record,
     Totals,
     encode,
@@ -164,6 +166,24 @@ def test_a_full_disk_is_warned_of_once_and_leaves_a_gap() -> None:
     disk.room_bytes = 0
     note(ledger, "again")
     assert len(notes) == 2
+
+
+def begin(ledger: Ledger) -> None:
+    ledger.opened(Opening("p0", 1, "run", "", "", True, False), {}, Position(0, "", ""), NOTHING)
+
+
+@pytest.mark.parametrize("before", [b"", WHOLE], ids=["new", "continued"])
+def test_a_life_that_a_full_disk_does_not_record_does_not_begin(before: bytes) -> None:
+    """Its tokens would belong to the life before, or to none. Nothing of the record stays behind."""
+    disk = Disk(before)
+    ledger = Ledger(disk, print)
+    disk.room_bytes = len(before) + 20  # half a record
+    with pytest.raises(ResourceError, match="No space left"):
+        begin(ledger)
+    assert disk.data == before
+    disk.room_bytes = 10**9
+    begin(Ledger(disk, print))
+    assert kinds(disk.data)[-1] == "open"
 
 
 @settings(max_examples=60)

@@ -19,10 +19,10 @@ import torch
 from diloco.accounts.replay import Verdict
 from diloco.base.errors import UsageError
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.draw import OTHER_CODECS, draw
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedCut
-from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.draw import OTHER_CODECS, draw
+from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
 from diloco.simulate.virtual.search import (
     BATCH,
     RULE,
@@ -94,6 +94,11 @@ def test_seeds_that_once_broke_something_hold() -> None:
     seeds = [636, 826, 859, 1069, 1340, 2055, 2252, 5069, 7489, 11822, 29722, 58919, 75708, 79966, 85404, 104710]
     assert not run_seeds(seeds, SeedOptions(rare=False)).violations
     assert not run_seeds([401250, 405608, 409483, 417810, 620130, 445008, 700768]).violations
+
+
+@pytest.mark.slow
+def test_a_life_that_begins_on_a_full_disk() -> None:
+    assert not run_seeds([9000541]).violations
 
 
 def test_votes_for_a_mean_that_died_with_the_evicted_are_not_counted_for_the_next() -> None:

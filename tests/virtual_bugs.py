@@ -16,6 +16,7 @@ from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
+from diloco.exchange.deaths import Deaths
 from diloco.exchange.work import LanePayloads
 from diloco.outer import line
 from diloco.protocol import messages as m
@@ -25,7 +26,6 @@ from diloco.protocol.reduction import Tally
 from diloco.protocol.roster import Admission, Roster
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
-from diloco.simulate.virtual.network import SimulatedLink
 from diloco.storage.saving import CheckpointSchedule
 
 Instead = Sequence[tuple[object, str, Any]]
@@ -82,10 +82,7 @@ def _forgets_promise() -> Instead:
 
 
 def _believes_suspicion() -> Instead:
-    async def refuses(link: SimulatedLink, address: str) -> bool:
-        return True
-
-    return [(SimulatedLink, "nobody_listens", refuses)]
+    return [(Deaths, "proven", lambda deaths, member: True)]
 
 
 def _half_is_enough() -> Instead:

@@ -190,7 +190,7 @@ class Journal:
             self._recorded = contribution
 
     def opened(self, contract: Contract) -> None:
-        """Book the beginning of the life in the ledger."""
+        """Book the beginning of the life in the ledger. Raises ResourceError: then it must not begin."""
         if self._ledger is not None:
             self._ledger.opened(self.opening, json.loads(contract.to_json()), self._position(), self.totals)
 

@@ -70,7 +70,7 @@ def virtual(
     seed: Annotated[int | None, Option(help="Run one seed and tell what happened.")] = None,
     seeds: Annotated[str | None, Option(help="Run the seeds A:B (B excluded).")] = None,
     plan: Annotated[Path | None, Option(help="Run what this text says (tests/transcripts).")] = None,
-    policy: Annotated[str, Option(help="Only sync, only quorum or only async.")] = "",
+    policy: Annotated[str, Option(help="Only sync, quorum, async or gossip.")] = "",
     without_majority: Annotated[str, Option(help="Only wait or only continue.")] = "",
     speeds: Annotated[str, Option(help="Of the peers, drawn from LOW:HIGH; 0.1:1 for async, else all the same.")] = "",
     jobs: Annotated[int | None, Option(min=1, help="With --seeds: processes; one for each core.")] = None,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,8 +20,9 @@ from diloco.base.clock import monotonic_s
 from diloco.base.life import done
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
-from diloco.exchange.archive import Archive
+from diloco.exchange.archive import Archive, Untaken
 from diloco.exchange.background import ExchangeTasks, settle
+from diloco.exchange.deaths import Deaths
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteLane
 from diloco.exchange.missed import Fetcher
@@ -75,21 +74,19 @@ class Exchange(ExchangeTasks):
         self.lanes = Lanes(self.lane)
         rules, state = terms.rules, state_bytes(terms.lane.layout, terms.lane.optimizer)
         self.archive = Archive(self.lanes, rules.means_kept, rules.backlog_versions, state)
-        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed)
+        self.hasher = one_thread("hash")
+        """Hashes states that joiners ask for, and means that were fetched."""
+        self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)
+        self._deaths = Deaths(link, terms.timing.heartbeat_s)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
-        self.hasher = one_thread("hash")
-        """Hashes states that joiners ask for."""
         self.moved = asyncio.Condition()
         """Notified when an attempt, a version or the state has changed."""
         self._copying = asyncio.Lock()
         self._waiting: Future[Skip | None] | None = None
         """Outcome of the latest offer, as long as it stands. None: versions closed."""
-        self._closed: deque[Closed] = deque()
-        """Versions that the training side has not taken yet; whoever takes them applies them, in order."""
-        self._closes: Future[None] | None = None
-        """Done when there are some."""
-        self._closed_changed = threading.Lock()
+        self.untaken = Untaken(me.peer, self.archive.backlog, me.witness)
+        self._next_tick: asyncio.Handle | None = None
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
@@ -149,19 +146,11 @@ class Exchange(ExchangeTasks):
     def closed(self) -> Sequence[Closed]:
         """Versions that the exchange closed since the last call, in order. Raises the error that ended the exchange."""
         self.raise_failure()
-        with self._closed_changed:
-            taken = tuple(self._closed)
-            self._closed.clear()
-            return taken
+        return self.untaken.take()
 
     def closes(self) -> Future[None]:
         """A future, done when the exchange's `closed` has something to return."""
-        with self._closed_changed:
-            if self._closed:
-                return done(None)
-            if self._closes is None or self._closes.done():
-                self._closes = self._promised()
-            return self._closes
+        return self.untaken.news(self._promised)
 
     def hold(self, state: OuterState, commit: Commit | None, copied: bool = False) -> None:
         """Hand the exchange the `state` at which training is now. `copied`: it came from others and not by a commit."""
@@ -171,10 +160,9 @@ class Exchange(ExchangeTasks):
 
         def held() -> None:
             if copied:  # the state may be older than what closed here: the versions in between are to be applied
-                with self._closed_changed:
-                    later = self.archive.backlog.after(state.version)
-                    self._closed = deque(later)
-                    self.behind = bool(later) and later[0].commit.version != state.version + 1
+                later, self.behind = self.untaken.restart(state.version)
+                for lane in self.lanes.others:
+                    lane.post(Lane.pass_over, 0, later)
             self.archive.hold(state, commit, number)
             self._spawn(self._notify_moved())
             self._feed(event)
@@ -212,9 +200,10 @@ class Exchange(ExchangeTasks):
         async with self._copying:  # one that was given up takes a moment to end: what it then drops is not ours
             for lane in others:
                 lane.post(Lane.begin_copy)
-            fitting = (terms.layout, terms.optimizer, terms.stall_s, progress, self.machine.lineage, commit, elsewhere)
+            oldest = self.archive.backlog.copying_from = self.archive.backlog.leads_from
+            how = (terms.stall_s, progress, self.machine.lineage, commit, oldest, elsewhere)
             try:
-                state, offer = await download(self.link, sources, local, *fitting)
+                state, offer = await download(self.link, sources, local, terms.layout, terms.optimizer, *how)
             except BaseException:  # it may have been cancelled
                 filling = False
                 for lane in others:
@@ -283,14 +272,9 @@ class Exchange(ExchangeTasks):
         node; `lanes`: where other ranks of ours listen (`assign`)."""
         self.directory, self.lane_addresses = directory, lanes
 
-        async def tick() -> None:
-            while True:
-                self._feed(m.Tick())
-                await asyncio.sleep(self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT)
-
         def begin() -> None:
             self.machine.listen_at(address)
-            self._spawn(tick())
+            self._tick()
 
         self._call(begin)
 
@@ -301,7 +285,7 @@ class Exchange(ExchangeTasks):
     # ------------------------------------------------------------ the loop's thread from here on
 
     def _offer(self, contribution: Contribution, leaving: bool, future: Future[Skip | None]) -> None:
-        if self._closed:
+        if self.untaken:
             settle(future, None)
             return
         self.lane.take(contribution)
@@ -311,6 +295,20 @@ class Exchange(ExchangeTasks):
         offer = m.Offer(c.base_version, c.weight, c.tokens, c.blocks, leaving, self.lanes.send_bps, slack_s)
         self._feed(m.Offered(offer))
 
+    def _tick(self) -> None:
+        try:
+            self._feed(m.Tick())
+        except Exception as error:
+            self.failed(error)
+        else:
+            pause_s = self.terms.timing.heartbeat_s / TICKS_PER_HEARTBEAT
+            self._next_tick = self._loop.call_later(pause_s, self._tick)
+
+    async def _stop(self) -> None:
+        if self._next_tick is not None:
+            self._next_tick.cancel()
+        await super()._stop()
+
     def _feed(self, event: m.Event) -> None:
         self._perform(self.machine.handle(event, monotonic_s()))
 
@@ -318,6 +316,8 @@ class Exchange(ExchangeTasks):
         """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
         reply, effects = self.machine.receive(envelope, monotonic_s())
         self._perform(effects)
+        if reply is m.Reply.OK and not self._deaths.asked(envelope.sender):
+            self._spawn(self._deaths.ask(envelope.sender))
         return reply
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
@@ -379,9 +379,8 @@ class Exchange(ExchangeTasks):
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        proven = await self.link.nobody_listens(member.address)
-        if proven or not await self._answers(member.address):
-            self._feed(m.Unreachable(member, proven))
+        if self._deaths.proven(member) or not await self._answers(member.address):
+            self._feed(m.Unreachable(member, self._deaths.proven(member)))
 
     async def _answers(self, address: str) -> bool:
         try:
@@ -474,9 +473,11 @@ class Exchange(ExchangeTasks):
             lane.post(Lane.close_for_follower, commit, number)
         if not self.machine.me.witness:
             self.archive.backlog.add(Closed(commit, closed.parts), self.archive.snapshots.oldest_version())
-        with self._closed_changed:
-            self._closed.append(closed)
-            closes, self._closes = self._closes, None
+        passed, closes = self.untaken.add(closed, self.behind)
+        if passed is not None:
+            self.behind = True
+            for lane in self.lanes.others:
+                lane.post(Lane.pass_over, passed.version, ())
         outcome, self._waiting = self._waiting, None
         settle(closes, None)
         settle(outcome, None)
@@ -488,8 +489,7 @@ class Exchange(ExchangeTasks):
         self.archive.backlog.clear()
         self.lanes.each(Lane.drop)
         self.lanes.each(Lane.take, None)
-        with self._closed_changed:
-            self._closed.clear()
+        self.untaken.clear()
         self._resync_from = [source.address]
         self.behind = True
 

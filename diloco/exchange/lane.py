@@ -74,6 +74,7 @@ class Lane(ExchangeTasks):
         self._filled = 0
         """Parts of copies that have come so far."""
         self._closed: dict[int, tuple[int, Closed]] = {}
+        """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
         self._news = threading.Condition()
         self._routes: dict[Member, tuple[str, ...]] = {}
         """Addresses of the lanes of members of the attempt, as far as we sent them something."""
@@ -96,12 +97,12 @@ class Lane(ExchangeTasks):
 
         For ranks that do not lead. Raises TimeoutError.
         """
-        digest = commit.mean_digest
-        self._wait_for(lambda: commit.version in self._closed or digest in self._means, f"version {commit.version}")
+        at = commit.version
+        self._wait_for(lambda: at in self._closed and self._closed[at][1].commit == commit, f"version {at}")
         with self._news:
-            number, closed = self._closed.pop(commit.version, (0, None))
-        fits = closed is not None and closed.commit == commit and number == self.held
-        return closed if closed is not None and fits else Closed(commit, self._means[digest])
+            number, closed = self._closed[at]
+            self._closed = {version: entry for version, entry in self._closed.items() if version > at}
+        return closed if number == self.held else Closed(commit, closed.parts)
 
     def copied(self) -> OuterState:
         """The state that was copied from other peers into this lane. Waits for it. Raises TimeoutError."""
@@ -232,9 +233,16 @@ class Lane(ExchangeTasks):
         """Close a version in the lane of a rank that does not lead, for `Lane.closed` to find."""
         closed = self.close(commit, number)
         with self._news:
-            # Others than the latest were passed over by a copied state: their steps would only take memory.
-            self._closed = {v: entry for v, entry in self._closed.items() if entry[0] == number}
-            self._closed[commit.version] = number, closed
+            if commit.fragment >= 0:  # else no rank applies anything
+                self._closed[commit.version] = number, closed
+            self._news.notify_all()
+
+    def pass_over(self, version: int, again: Sequence[Commit]) -> None:
+        """Forget the versions from this one on that were closed here: no rank applies them. But `again` are applied."""
+        kept = {v: entry for v, entry in self._closed.items() if v < version}
+        means = {c.version: Closed(c, self._means.get(c.mean_digest, ())) for c in again if c.fragment >= 0}
+        with self._news:
+            self._closed = kept | {v: (0, closed) for v, closed in means.items()}
             self._news.notify_all()
 
     def _step_from(self, number: int, fragment: int, share: float) -> Stepping | None:

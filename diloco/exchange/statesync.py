@@ -56,20 +56,22 @@ async def download(
     progress: Callable[[int, int], None] = lambda done, total: None,
     lineage: str = "",
     commit: Commit | None = None,
+    oldest: int = 0,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[OuterState, StateOffer]:
     """A copy of the state that most of `sources` (addresses) offer, of that lineage if one is named. Raises StateError
     when none can be copied whole.
 
     `commit`: the one of `local`, before whose version nobody who stands there may go back: its contributions since are
-    distinguished from earlier ones by the version alone.
+    distinguished from earlier ones by the version alone. `oldest`: from earlier versions than that, no commits are kept
+    here that lead on; who is as far behind as we are may offer one.
 
     Chunks that `local` holds already are not copied; peers that start a run together, from one seed and on like
     machines, have them all. `progress` is called with (bytes here, bytes in all). Ends by itself when nothing arrives;
     a copy that crawls is for the caller to cancel. `elsewhere` is given the parts that `layout` does not hold here.
     """
     local_digest = await asyncio.to_thread(lambda: local.digest)
-    useless = partial(why_useless, lineage=lineage, commit=commit)
+    useless = partial(why_useless, lineage=lineage, commit=commit, oldest=oldest)
     copy: _StateCopy | None = None
     fruitless = 0
     while True:
@@ -135,14 +137,19 @@ async def _best_offer(
     return offer, manifest, [address for address, answer in found.items() if answer[0].digest == offer.digest]
 
 
-def why_useless(offer: StateOffer, lineage: str, commit: Commit | None) -> str:
-    """Reason why a peer at `commit`, bound for `lineage` (if named), cannot copy an offered state; empty: it can."""
+def why_useless(offer: StateOffer, lineage: str, commit: Commit | None, oldest: int = 0) -> str:
+    """Reason why a peer at `commit`, bound for `lineage` (if named), cannot copy an offered state; empty: it can.
+
+    `oldest`: see `download`.
+    """
     if offer.commit is None:
         return ""
     if lineage and offer.commit.lineage != lineage:
         return "its state belongs to a lineage that ended"
     if commit is not None and commit.lineage == offer.commit.lineage and offer.version < commit.version:
         return f"its state is of version {offer.version}, and ours of version {commit.version}"
+    if offer.version < oldest:
+        return f"its state is of version {offer.version}, and commits are here from version {oldest} on"
     return ""
 
 

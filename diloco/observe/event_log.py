@@ -55,8 +55,8 @@ class Events:
         """Write one event to the log, and give it to the listeners. From any thread. A log that fails is closed."""
         with self._lock:
             stamped = Stamped(round(monotonic_s() - self._began, 6), round(unix_s(), 6), self._peer, event)
-            line = json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n"
             if self._descriptor is not None:
+                line = json.dumps(to_json(stamped), separators=(",", ":")).encode() + b"\n"
                 try:
                     # One call per line: no buffer to lose, no line torn by a crash.
                     written = os.write(self._descriptor, line)

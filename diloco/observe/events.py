@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import NoneType
 from typing import Any, ClassVar, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -379,9 +379,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@cache
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The annotated type of an event's field without what is in its brackets, and that: one takes 2 µs."""
+    return get_origin(hint), get_args(hint)
+
+
 def _fits(hint: Any, value: Any) -> bool:
     """Whether a value has the annotated type of an event's field; an int may stand for a float."""
-    origin, inside = get_origin(hint), get_args(hint)
+    if type(value) is hint:
+        return True
+    origin, inside = _taken_apart(hint)
     if origin is tuple:
         if not isinstance(value, tuple):
             return False
@@ -399,7 +407,7 @@ def _fits(hint: Any, value: Any) -> bool:
 
 def _read(hint: Any, value: Any) -> Any:
     """An event's field of the annotated type, from plain JSON. Raises ValueError, TypeError or KeyError."""
-    origin, inside = get_origin(hint), get_args(hint)
+    origin, inside = _taken_apart(hint)
     if origin is tuple and isinstance(value, list):
         each = (inside[0],) * len(value) if inside[-1] is Ellipsis else inside
         return _one_of_equals(tuple(_read(one, entry) for one, entry in zip(each, value, strict=True)))

@@ -164,7 +164,8 @@ class Peer:
     def open(self) -> Life[None]:
         """Listen, find the others, get the state. Afterwards `stands_in_view` tells when the view includes us.
 
-        Raises ResourceError (port in use), StateError (nobody gives the state), IncompatibleError (other model).
+        Raises ResourceError (port in use, no room for the ledger), StateError (nobody gives the state),
+        IncompatibleError (other model).
         """
         if self._checkpoint is not None:
             checkpoint = self._checkpoint
@@ -176,13 +177,13 @@ class Peer:
         network, welcome = self.site.network, self.endpoint.welcome
         if welcome is not None:
             check_alike(welcome, self.exchange.terms.layout_digest, self.exchange.terms.data)
+        self.journal.opened(self.contract)  # before anybody hears of this life
         served = self.endpoint.runtime.serve(ExchangeService(self.exchange), network.listen)
         toward = welcome.members[0].address if welcome else None
         self.address = network.advertise or reachable(served, toward)
         self.endpoint.open_directory(self.contract.run.name, self._warn)
         lanes = self._meet_ranks(toward) if self.island.size > 1 else ()
         self.exchange.start(self.address, self.endpoint.directory.addresses, lanes)
-        self.journal.opened(self.contract)
         if welcome is not None:
             self.drop("the run may have counted it before the restart")
             self._meet_members(welcome)
@@ -231,6 +232,8 @@ class Peer:
         copying = self.exchange.copy_state(sources, self.line.state, self.line.stands_at, self._on_copied)
         state, offer = yield from in_time(copying, self.site.timeouts.join_s, self.asked_to_leave)
         line, before = self.line, self.line.commit
+        if line.sent is not None:
+            line.sent = replace(line.sent, passed=line.sent.passed or self.exchange.untaken.passed)
         taken = adoption(line, offer.commit)
         steps = tuple(fragment.steps for fragment in state.fragments)
         yield from self.do(Adopt(state.version, steps, taken.stays), state)

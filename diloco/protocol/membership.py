@@ -49,7 +49,7 @@ class Membership:
     @property
     def in_view(self) -> bool:
         """Whether this life of this peer is a member."""
-        return any(member == self.me for member in self.chain.view)
+        return self.me in self.chain.view
 
     def alive(self) -> list[Member]:
         """Members of the view that the roster does not suspect."""
@@ -119,6 +119,10 @@ class Membership:
         if self.roster.barred(sender.peer) and not self.is_member(sender):
             return m.Reply.BARRED
         return m.Reply.OK if self.roster.may_speak(sender, self._post.now) else m.Reply.FENCED
+
+    def replayed(self, envelope: m.Envelope) -> bool:
+        """Whether this message was taken before; from now on it was."""
+        return self.admission.replayed(envelope)
 
     # ------------------------------------------------------------ heartbeats
 

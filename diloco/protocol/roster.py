@@ -225,7 +225,7 @@ class Roster:
 
     def barred(self, peer: str) -> bool:
         """Whether the roster bars `peer`: it offended too often to be in the view."""
-        return self.offences[peer] >= self.offences_allowed
+        return self.offences.get(peer, 0) >= self.offences_allowed
 
     def part_with(self, peers: Collection[str]) -> None:
         """The run was cut in lineages. Peers of the other side get our heartbeats even if they are silent: so it heals.

@@ -143,6 +143,8 @@ class Electorate:
     @property
     def evicted(self) -> set[str]:
         """Members of the view whose vote an operator took away."""
+        if not self._evicted:
+            return set()
         return {member.peer for member in self._view if (member.peer, member.incarnation) in self._evicted}
 
     def bequeath(self, leavers: Iterable[str], heir: str) -> None:

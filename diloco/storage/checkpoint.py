@@ -130,7 +130,10 @@ def save(
             files = _files(target, beside, ranks.gather(_report(beside, groups, ranks.rank)))
             # JSON turns keys into text and tuples into lists; only after that is the encoding a fixed point.
             fields = {"format": FORMAT, "version": version, "files": files, "meta": json.loads(json.dumps(meta))}
-            (beside / MANIFEST).write_bytes(_encode({**fields, "digest": _digest(fields)}))
+            encoded = _encode(fields)
+            # In front of the other keys, in whose order it is the first: the text is not made a second time.
+            digest = f'{{\n "digest": "{hashlib.sha256(encoded).hexdigest()}",'.encode()
+            (beside / MANIFEST).write_bytes(digest + encoded.removeprefix(b"{"))
     finally:
         if not begun:
             ranks.share("")  # the other ranks wait for a folder in `save_part`: there is none

@@ -24,7 +24,7 @@ from typing import Any
 def main() -> int:
     options = parse()
     from diloco.base.errors import UsageError
-    from diloco.simulate.virtual.gate import Violation
+    from diloco.simulate.virtual.oracle.gate import Violation
 
     results: list[dict[str, Any]] = []
     try:
@@ -115,6 +115,6 @@ ROWS: dict[str, Callable[[dict[str, Any]], object]] = {
     "encoded means held, at most": lambda r: r["held"]["means"],
     "commits kept, at most": lambda r: r["held"]["backlog"],
     "peers known, half-way and in the end": lambda r: f"{r['held_half_way']['roster']}, {r['held']['roster']}",
-    "streams and events waiting, at most": lambda r: r["held"]["at the door"] + r["held"]["to do"],
+    "streams and events waiting, at most": lambda r: r["held"]["tasks"] + r["held"]["to do"],
     "faults": lambda r: sum(n for kind, n in r["faults"].items() if " " not in kind),
 }

@@ -45,6 +45,7 @@ AGREEMENT: Mapping[str, str] = {
     "leavers": "A leaver's vote goes to one heir, with all that it promised, and the leaver says nothing more.",
     "evict": "An operator's word takes the vote of one life away, and of no other.",
     "lineages": "Under `wait` a run never splits; under `continue` both sides agree which lineage goes on.",
+    "founding": "A lineage is founded once, by one peer, on the state that those in its view hold.",
 }
 """Rules of agreement, as docs/how/protocol.md has them."""
 PROMISES: Mapping[str, str] = {
@@ -56,7 +57,10 @@ PROMISES: Mapping[str, str] = {
     "hostile": "What no honest peer sends is refused, and who sends it again and again is put out.",
     "replay": "No message is taken twice.",
     "liveness": "When the faults are over, versions close and all are in the view.",
+    "resend": "What is not answered is sent again.",
+    "catching-up": "Who missed versions applies all of them, in order, or copies the state.",
     "joining": "Who may join is taken into the view, and nobody else.",
+    "ending": "Who leaves, and the run itself, ends with all that was agreed on.",
     "state-copy": "A copied state is the members' state, bit for bit.",
     "ledger": "Every token that was trained is booked once, and the ledger survives a crash.",
     "checkpoint": "A checkpoint is whole or is not there, and its peer goes on from it.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
-from diloco.simulate.virtual.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.wires import SimulatedCut
 
@@ -33,7 +33,7 @@ class FaultFuse:
 
 def strike(world: SimulatedWorld, fault: Fault) -> None:
     """Let a fault of the seed's plan happen to the simulated world now."""
-    if _STRIKES[fault.kind](world, fault):
+    if world.happens(fault) and _STRIKES[fault.kind](world, fault):
         world.count(fault.kind)
 
 

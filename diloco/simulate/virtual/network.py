@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
-from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,
     SimulatedCut,
+    SimulatedDeadlines,
     SimulatedUplinks,
     arrives,
     bytes_in,
+    check_means,
+    check_sizes,
     flipped,
     name_at,
     refusing,
+    state_chunk,
     taking,
 )
 from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
@@ -54,12 +58,14 @@ class SimulatedCall:
         self,
         caller: SimulatedProcess,
         address: str,
-        ask: Callable[[Service], Awaitable[Any]],
+        ask: Callable[[Service], Any],
+        waits: bool = True,
         stream: bool = False,
         more: bool = False,
     ) -> None:
-        """`stream`: parts follow. `more`: of what another call has begun to send: it is on its way already."""
-        self.caller, self.address, self.ask, self.stream = caller, address, ask, stream
+        """`waits`: `ask` is a coroutine. `stream`: parts follow. `more`: of what another call has begun to send: it is
+        on its way already."""
+        self.caller, self.address, self.ask, self.waits, self.stream = caller, address, ask, waits, stream
         self.travels = MORE_SHARE if more else 1.0
         """Share of a message's time on its way."""
         self.answer: asyncio.Future[Any] = caller.loop.create_future()
@@ -77,6 +83,10 @@ class SimulatedCall:
         else:
             self.answer.set_exception(error)
             self.answer.exception()  # the caller may look at it, or not
+
+    def expire(self, within_s: float) -> None:
+        """There was no answer in time."""
+        self.settle(None, LinkSlow(f"{self.address}: no answer within {within_s:g} s"))
 
     def end(self) -> None:
         """The caller waits no more. A stream is broken off; a message that has arrived is taken all the same."""
@@ -191,9 +201,21 @@ class SimulatedNetwork:
         if target is None or target.service is None:
             self._refuse(call, name_at(call.address))
             return
-        task = call.task = target.loop.create_task(_answering(call, target.service))
         target.calls[call] = None
-        task.add_done_callback(lambda _: self._answered(call, target, task))
+        if call.waits:
+            task = call.task = target.loop.create_task(call.ask(target.service))
+            task.add_done_callback(lambda _: self._answered(call, target, task))
+        else:
+            target.loop.call_soon(self._answer, call, target, target.service)
+
+    def _answer(self, call: SimulatedCall, target: SimulatedProcess, service: Service) -> None:
+        """Answer a call of a simulated process at once, in the process that is called."""
+        try:
+            result, error = call.ask(service), None
+        except LinkRefused as refusal:
+            result, error = None, refusal
+        target.calls.pop(call, None)
+        self._return(call, target.name, result, error)
 
     def _answered(self, call: SimulatedCall, target: SimulatedProcess, task: asyncio.Task[Any]) -> None:
         target.calls.pop(call, None)
@@ -232,7 +254,7 @@ class SimulatedNetwork:
         self.call(call, self._lateness(call.caller.name))
         if self.loss and self.dice.random() < self.loss:
             self.world.count("doubled messages")
-            self.call(SimulatedCall(call.caller, call.address, call.ask), self._lateness(call.caller.name))
+            self.call(SimulatedCall(call.caller, call.address, call.ask, call.waits), self._lateness(call.caller.name))
 
     def _flips(self, call: SimulatedCall, envelope: Envelope | None = None) -> bool:
         """Damage a call now and then. True: its connection breaks."""
@@ -286,10 +308,6 @@ class SimulatedNetwork:
             process.loop.create_task(process.service.on_envelope(envelope))
 
 
-async def _answering(call: SimulatedCall, service: Service) -> Any:
-    return await call.ask(service)
-
-
 # ---------------------------------------------------------------- streams
 
 
@@ -303,15 +321,29 @@ class SimulatedStream:
         self._taken: asyncio.Future[None] | None = None
         """Done when the receiver has taken the batch under way."""
 
-    def carry(self, batch: Sequence[Part]) -> asyncio.Future[None]:
-        """Send a batch; done when the receiver has taken it."""
+    async def carry(self, batch: Sequence[Part], stall_s: float) -> None:
+        """Send a batch; returns when the receiver has taken it, or the stream is over. Raises LinkSlow."""
         taken = self._taken = self._caller.loop.create_future()
         network, sender = self._network, self._caller.name
         delay_s = network.latency(sender, name_at(self._address))
         if network.uplinks.limited and batch:
             delay_s += network.uplinks.takes_s(sender, bytes_in(batch), network.world.now)
         network.world.after(delay_s, self._cross, batch, taken)
-        return taken
+        stalled = LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
+        late = self._caller.loop.call_later(stall_s, self.over, stalled)
+        try:
+            await taken
+        finally:
+            late.cancel()
+
+    def over(self, error: LinkSlow | None = None) -> None:
+        """The batch under way is taken, or will never be."""
+        if self._taken is None or self._taken.done():
+            return
+        if error is None:
+            self._taken.set_result(None)
+        else:
+            self._taken.set_exception(error)
 
     def _cross(self, batch: Sequence[Part], taken: asyncio.Future[None]) -> None:
         network, sender = self._network, self._caller
@@ -338,10 +370,9 @@ class SimulatedStream:
                 raise batch
             receiver.on_bytes(self._header)
             for part in batch:
-                _check_sizes([part.payload], receiver.max_part_bytes)
+                check_sizes([part.payload], receiver.max_part_bytes)
                 yield part
-            if self._taken is not None and not self._taken.done():
-                self._taken.set_result(None)
+            self.over()
             if not batch:
                 return
 
@@ -350,17 +381,23 @@ class SimulatedLink(Link):
     """Calls of one simulated process to others."""
 
     def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, rpc_s: float) -> None:
-        self._network, self._process, self._rpc_s = network, process, rpc_s
+        self._network, self._process = network, process
+        self._deadlines = SimulatedDeadlines(process.loop, rpc_s)
+        """For messages."""
 
     @property
     def send_bps(self) -> int:
         return self._process.send_bps
 
     async def deliver(self, address: str, envelope: Envelope) -> Reply:
-        call = SimulatedCall(self._process, address, lambda service: service.on_envelope(envelope))
+        call = SimulatedCall(self._process, address, taking(envelope), waits=False)
         self._network.send(call, envelope)
-        reply: Reply = await _answer(call, self._rpc_s)
-        return reply
+        self._deadlines.add(call)
+        try:
+            reply: Reply = await call.answer
+            return reply
+        finally:
+            call.end()
 
     async def send_parts(
         self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
@@ -369,18 +406,20 @@ class SimulatedLink(Link):
         call = SimulatedCall(self._process, address, lambda s: s.on_parts(header, stream.arriving(s)), stream=True)
         self._network.call(call)
         outbox = Outbox(self._process.lies(header, address, parts))
-        call.answer.add_done_callback(lambda _: outbox.close())
+
+        def over(_: Any) -> None:
+            outbox.close()
+            stream.over()
+
+        call.answer.add_done_callback(over)
         single = self._network.dice.random() < SINGLE_SHARE or self._network.uplinks.limited
         bite = 1 if single else CHUNK_BYTES
         try:
             batch: Sequence[Part] = [None]  # type: ignore[list-item]
             while batch and not call.answer.done():
                 batch = await outbox.take(bite)
-                taken = stream.carry(batch)
-                await asyncio.wait({taken, call.answer}, timeout=stall_s, return_when=asyncio.FIRST_COMPLETED)
-                if not (taken.done() or call.answer.done()):
-                    raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
-                taken.cancel()
+                if not call.answer.done():
+                    await stream.carry(batch, stall_s)
             reply: Reply = await _answer(call, stall_s)
             return reply
         finally:
@@ -388,15 +427,16 @@ class SimulatedLink(Link):
             call.end()
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
-        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_hello()))
+        named = self._network.world.machines.named
+        return await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
-        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_lanes()))
+        return await self._ask_now(address, timeout_s, lambda service: service.on_lanes())
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
         await arrives(self._network, self._process.name, address, found, stall_s)
-        _check_means([closed.parts for closed in found], limits)
+        check_means([closed.parts for closed in found], limits)
         return found
 
     async def fetch_mean(self, address: str, mean_digest: str, limits: Limits, stall_s: float) -> list[bytes]:
@@ -404,7 +444,7 @@ class SimulatedLink(Link):
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
         await arrives(self._network, self._process.name, address, payloads, stall_s)
-        _check_means([payloads], limits)
+        check_means([payloads], limits)
         return list(payloads)
 
     async def fetch_state_offer(self, address: str, timeout_s: float, have: str = "") -> StateOffer:
@@ -414,18 +454,21 @@ class SimulatedLink(Link):
         self, address: str, digest: str, chunks: Sequence[int], max_chunk_bytes: int, stall_s: float
     ) -> AsyncIterator[tuple[int, bytes]]:
         for index in chunks:
-            payload = await self._ask(address, stall_s, _state_chunk(digest, index), more=index != chunks[0])
+            payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
             await arrives(self._network, self._process.name, address, payload, stall_s)
-            _check_sizes([payload], max_chunk_bytes)
+            check_sizes([payload], max_chunk_bytes)
             yield index, payload
 
     async def status(self, address: str, timeout_s: float) -> str:
-        return await self._ask(address, timeout_s, _at_once(lambda service: service.on_status()))
+        return await self._ask_now(address, timeout_s, lambda service: service.on_status())
 
-    async def nobody_listens(self, address: str) -> bool:
-        return self._network.world.machines.refuses(self._process, address)
+    def near(self, address: str) -> bool:
+        return self._network.world.machines.shared(self._process.name, name_at(address))
+
+    def lives(self, process: ProcessId) -> bool | None:
+        return self._network.world.machines.lives(self._process, process)
 
     async def close(self) -> None:
         """Does nothing: connections end with the process."""
@@ -439,45 +482,18 @@ class SimulatedLink(Link):
         found: T = await _answer(call, within_s)
         return found
 
+    async def _ask_now(self, address: str, within_s: float, ask: Callable[[Service], T]) -> T:
+        call = SimulatedCall(self._process, address, ask, waits=False)
+        self._network.call(call)
+        found: T = await _answer(call, within_s)
+        return found
+
 
 async def _answer(call: SimulatedCall, within_s: float) -> Any:
     """The answer to a call. Raises LinkDown, LinkSlow, LinkRefused."""
+    late = call.caller.loop.call_later(within_s, call.expire, within_s)
     try:
-        async with asyncio.timeout(within_s):
-            return await call.answer
-    except TimeoutError:
-        raise LinkSlow(f"{call.address}: no answer within {within_s:g} s") from None
+        return await call.answer
     finally:
+        late.cancel()
         call.end()
-
-
-def _at_once(ask: Callable[[Service], T]) -> Callable[[Service], Awaitable[T]]:
-    async def answer(service: Service) -> T:
-        return ask(service)
-
-    return answer
-
-
-def _state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes | None]]:
-    async def answer(service: Service) -> bytes | None:
-        payload = await service.on_state_chunk(digest, index)
-        if payload is not None:
-            await service.on_state_bytes(len(payload))
-        return payload
-
-    return answer
-
-
-def _check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:
-    for mean in means:
-        _check_sizes(mean, limits.part_bytes)
-        if len(mean) > limits.parts:
-            raise LinkRefused(Reply.MALFORMED, f"a mean of {len(mean)} parts, at most {limits.parts} may be")
-    if sum(len(part) for mean in means for part in mean) > limits.total_bytes:
-        raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
-
-
-def _check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
-    longest = max(map(len, payloads), default=0)
-    if longest > max_bytes:
-        raise LinkRefused(Reply.MALFORMED, f"a part has {longest} bytes, at most {max_bytes} may be")

@@ -18,6 +18,7 @@ from diloco.exchange.service import ExchangeService
 from diloco.exchange.work import LanePayloads
 from diloco.island import Island
 from diloco.observe.event_log import Events
+from diloco.observe.events import Stamped
 from diloco.outer.line import Line
 from diloco.peer.life import PeerLife
 from diloco.peer.peer import Peer
@@ -31,14 +32,14 @@ from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
-from diloco.simulate.virtual.plan import OMITS
-from diloco.simulate.virtual.progress import SimulatedProgress
-from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
+from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
-from diloco.simulate.virtual_time import lived
+from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -52,6 +53,9 @@ RETRY_S = 0.5
 
 class SimulatedProcess:
     """The process of a simulated peer: it runs, is stopped, or is dead. A restart makes another of the same name."""
+
+    listeners: Sequence[Callable[[Stamped], None]] = ()
+    """They hear the events of the peer."""
 
     def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, founder: bool, resumes: bool) -> None:
         """`resumes`: it goes on from what its folder holds."""
@@ -76,7 +80,9 @@ class SimulatedProcess:
         self.leaving = self.gone = False
         """It was asked to leave; it said goodbye."""
         self.service: ExchangeService | None = None
-        """Its answers to others, once it listens."""
+        """Its answers to others, once it listens. From then on it has an exchange and a state machine, too."""
+        self.exchange: Exchange
+        self.machine: Machine
         self.calls: dict[Any, None] = {}
         """Calls of others that it is answering."""
         self.training: SimulatedTraining | None = None
@@ -123,15 +129,6 @@ class SimulatedProcess:
         return self.alive and self.founder and (not self.up or self.machine.founder)
 
     @property
-    def exchange(self) -> Exchange:
-        assert self.service is not None
-        return self.service.exchange
-
-    @property
-    def machine(self) -> Machine:
-        return self.exchange.machine
-
-    @property
     def line(self) -> Line:
         """The line of a simulated trainer."""
         assert self._rank is not None
@@ -154,17 +151,10 @@ class SimulatedProcess:
 
     def begin(self) -> None:
         """Start the simulated process."""
-        self.loop.call_soon(self._start)
-
-    def _start(self) -> None:
         life = self._life()
-        task = self.loop.create_task(lived(self._behind_disk(life) if self.world.slow_disks else life))
-        task.add_done_callback(self._over)
+        self.loop.call_soon(self.loop.live, self._behind_disk(life) if self.world.slow_disks else life, self._over)
 
-    def _over(self, task: Any) -> None:
-        if not self.alive:
-            return
-        error = task.exception() if not task.cancelled() else None
+    def _over(self, error: Exception | None) -> None:
         if error is None:
             self.die(self.ended or "its life is over")
         elif isinstance(error, DilocoError):  # the process ends with an error for a person, who starts it again
@@ -275,12 +265,20 @@ class SimulatedProcess:
         """Enter the run as `diloco.run.door.open_run` does, with an observer at each seam."""
         setup = self.world.setup
         island = Island(0, 1, torch.device("cpu"))
-        training = self.training = SimulatedTraining(self)
+        training = self.training = self._training()
         rank = PeerRank(setup.contract, setup.site, island, training.weights, training)
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
-        entrance = Entrance(setup.contract, endpoint, self.name, folder, checkpoint, (), self.wants_to_leave)  # type: ignore[arg-type]
+        entrance = Entrance(
+            setup.contract,
+            endpoint,  # type: ignore[arg-type]
+            self.name,
+            folder,
+            checkpoint,
+            self.listeners,
+            self.wants_to_leave,
+        )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -289,13 +287,14 @@ class SimulatedProcess:
             leading = self._leading = lead(entrance, rank, parts, closing)
             if self.first is not None:
                 raise Violation("I5", f"two processes of {self.name} write to the same folder")
-            assert isinstance(leading.life, PeerLife)
-            self.progress = SimulatedProgress(self, rank.line, leading.life.peer.journal)
             self._observe(leading)
             run = Run(rank, self.name, folder, 0, leading)
             yield from run.begin()
             closing.pop_all()
         return run
+
+    def _training(self) -> SimulatedTraining:
+        return SimulatedTraining(self)
 
     def _witness(self) -> Life[None]:
         welcome = yield from self._welcome()
@@ -310,7 +309,7 @@ class SimulatedProcess:
         """The simulated process listens from now on; its state machine is observed."""
         self.service = service
         self.world.machines.listens(self)
-        exchange, machine = service.exchange, service.exchange.machine
+        exchange, machine = self.exchange, self.machine = service.exchange, service.exchange.machine
         handle, receive, perform = machine.handle, machine.receive, exchange._perform
         invariants, gate = self.world.invariants, self.world.invariants.gate
 
@@ -374,10 +373,10 @@ class SimulatedProcess:
 
     def _observe(self, leading: Leading) -> None:
         """Observe the accounts and the offers of a simulated peer."""
-        life, progress = leading.life, self.progress
-        assert progress is not None
+        life = leading.life
         assert isinstance(life, PeerLife)
         peer = life.peer
+        progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed = journal.closed

@@ -21,8 +21,9 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.draw import SIZES, draw
-from diloco.simulate.virtual.plan import FaultPlan, parse
+from diloco.simulate.virtual.gossip import GossipWorld
+from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
@@ -44,9 +45,9 @@ class SeedOptions:
     speeds: str = ""
     """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
     size: str = "usual"
-    """One of `diloco.simulate.virtual.plan.SIZES`."""
+    """One of `diloco.simulate.virtual.plans.plan.SIZES`."""
     rare: bool = True
-    """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
+    """With the faults that `plans.draw` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> FaultPlan:
         """A seed's plan of faults, with these options."""
@@ -56,7 +57,7 @@ class SeedOptions:
     def check(self) -> None:
         """Raises UsageError where `diloco virtual` has no such option."""
         known = {
-            "--policy": (self.policy, ("", "sync", "quorum", "async")),
+            "--policy": (self.policy, ("", "sync", "quorum", "async", "gossip")),
             "--without-majority": (self.without_majority, ("", "wait", "continue")),
             "--size": (self.size, tuple(SIZES)),
         }
@@ -121,12 +122,17 @@ class SeedTally:
         }
 
 
+def world_of(plan: FaultPlan, record: bool = False) -> SimulatedWorld:
+    """The simulation of a plan of faults."""
+    return (GossipWorld if plan.policy == "gossip" else SimulatedWorld)(plan, record)
+
+
 def run_seeds(seeds: Iterable[int], choice: SeedOptions = SeedOptions(), until_found: bool = False) -> SeedTally:
     """Simulate these seeds in this process; with `until_found`, none after the first that breaks an invariant."""
     tally = SeedTally()
     with planted.plant(choice.bug) if choice.bug else nullcontext(), uncollected():
         for seed in seeds:
-            tally.add(SimulatedWorld(choice.draw(seed)).run())
+            tally.add(world_of(choice.draw(seed)).run())
             if until_found and tally.violations:
                 break
     return tally
@@ -259,7 +265,7 @@ def read_plan(path: Path) -> FaultPlan:
 def narrate(plan: FaultPlan) -> Outcome:
     """Simulate a plan of faults, and write down what happens."""
     _alone()
-    return SimulatedWorld(plan, record=True).run()
+    return world_of(plan, record=True).run()
 
 
 def explain(plan: FaultPlan) -> Outcome:
@@ -326,7 +332,7 @@ def shrink(plan: FaultPlan) -> FaultPlan:
 
 def kind_of(plan: FaultPlan) -> str:
     """The invariant that breaks when the plan of faults is simulated; empty if none."""
-    return SimulatedWorld(plan).run().violation.partition(":")[0]
+    return world_of(plan).run().violation.partition(":")[0]
 
 
 def _shrink(plan: FaultPlan, fails: Callable[[FaultPlan], bool]) -> FaultPlan:

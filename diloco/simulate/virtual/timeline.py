@@ -16,6 +16,7 @@ from contextvars import Context
 from itertools import count
 from typing import Any, TypeVar
 
+from diloco.base.life import Life
 from diloco.base.threads import InPlace
 
 T = TypeVar("T")
@@ -24,6 +25,29 @@ WORK_S = 0.004
 """Work of another thread, as averaging or hashing a part, takes about so long."""
 MAX_AT_ONCE = 100_000
 """Callbacks at one moment: more are no progress."""
+MAX_ENDED = 64
+"""Tasks that ended and that a process still knows, besides as many as it has."""
+
+
+class Happening:
+    """A callback that is to happen to a process: what `asyncio.Handle` is, without a context of its own."""
+
+    __slots__ = ("arguments", "callback", "cancelled", "loop", "when_s")
+
+    def __init__(
+        self, loop: ProcessLoop, when_s: float, callback: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        self.loop, self.when_s, self.callback, self.arguments = loop, when_s, callback, arguments
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """It is not to happen any more."""
+        self.cancelled = True
+        self.arguments = ()  # which may be large
+
+    def when(self) -> float:
+        """When it is to happen, by the clock of its process."""
+        return self.when_s
 
 
 class Timeline:
@@ -32,94 +56,93 @@ class Timeline:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.events = 0
-        self.failure: BaseException | None = None
-        """An error that nothing caught."""
         self.running: ProcessLoop | None = None
         """The process to which something happens now."""
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.Handle]] = []
+        self._ready: deque[Happening] = deque()
+        self._timers: list[tuple[float, int, Happening]] = []
         self._order = count()
+        self._at_once = 0
+        """Number of events at this moment."""
         self._outside = ProcessLoop.on(self)
         """The loop of events that happen to no process."""
 
     def clock_s(self) -> float:
         """The clock of the process to which something happens now."""
-        return self.running.time() if self.running is not None else self.now_s
+        running = self.running
+        return self.now_s + running.offset_s if running is not None else self.now_s
 
     def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
         """Call a function of the simulation later in virtual time."""
-        self.put_at(self.now_s + delay_s, asyncio.Handle(function, arguments, self._outside))
-
-    def put(self, handle: asyncio.Handle) -> None:
-        """Have a callback happen now, after all others that are to happen now."""
-        self._ready.append(handle)
-
-    def put_at(self, when_s: float, handle: asyncio.Handle) -> None:
-        """Have a callback happen at a virtual time."""
-        heapq.heappush(self._timers, (when_s, next(self._order), handle))
+        when_s = self.now_s + delay_s
+        heapq.heappush(self._timers, (when_s, next(self._order), Happening(self._outside, when_s, function, arguments)))
 
     def advance(self, loop: ProcessLoop, seconds: float) -> None:
         """The clock of a process jumps forward: what it waits for comes so much earlier."""
 
-        def sooner(entry: tuple[float, int, asyncio.Handle]) -> tuple[float, int, asyncio.Handle]:
-            when_s, order, handle = entry
-            mine = handle._loop is loop  # type: ignore[attr-defined]
-            return (max(when_s - seconds, self.now_s), order, handle) if mine else entry
+        def sooner(entry: tuple[float, int, Happening]) -> tuple[float, int, Happening]:
+            when_s, order, happening = entry
+            mine = happening.loop is loop
+            return (max(when_s - seconds, self.now_s), order, happening) if mine else entry
 
         self._timers = list(map(sooner, self._timers))
         heapq.heapify(self._timers)
 
     def until(self, end_s: float, well: Callable[[], bool], every_s: float) -> bool:
         """Let everything happen until this virtual time. True as soon as all is well, which is looked at regularly."""
-        look_s, at_once = self.now_s, 0
-        while True:
-            while self._ready:
-                self._happen(self._ready.popleft())
-                at_once += 1
-                if at_once > MAX_AT_ONCE:
-                    raise RuntimeError("the same moment goes on and on")
-            if not self._timers or self._timers[0][0] > end_s:
-                self.now_s = max(self.now_s, end_s)
-                return well()
-            when_s, _, handle = heapq.heappop(self._timers)
-            if when_s > self.now_s:
-                self.now_s, at_once = when_s, 0
-                if when_s >= look_s:
-                    look_s = when_s + every_s
-                    if well():
-                        heapq.heappush(self._timers, (when_s, -1, handle))
-                        return True
-            self._ready.append(handle)
+        look_s = self.now_s
+        try:
+            while True:
+                self._happen()
+                if not self._timers or self._timers[0][0] > end_s:
+                    self.now_s = max(self.now_s, end_s)
+                    return well()
+                when_s, _, happening = heapq.heappop(self._timers)
+                if when_s > self.now_s:
+                    self.now_s, self._at_once = when_s, 0
+                    if when_s >= look_s:
+                        look_s = when_s + every_s
+                        if well():
+                            heapq.heappush(self._timers, (when_s, -1, happening))
+                            return True
+                self._ready.append(happening)
+        finally:
+            events._set_running_loop(None)
+            self.running = None
 
-    def _happen(self, handle: asyncio.Handle) -> None:
-        if handle._cancelled:
-            return
-        loop: ProcessLoop = handle._loop  # type: ignore[attr-defined]
-        if loop.stopped:
-            loop.waiting.append(handle)
-        elif not loop.dead:
+    def _happen(self) -> None:
+        """Let everything happen that is to happen now."""
+        ready, outside, enter = self._ready, self._outside, events._set_running_loop
+        while ready:
+            happening = ready.popleft()
+            loop = happening.loop
+            if happening.cancelled or loop.dead:
+                continue
+            if loop.stopped:
+                loop.waiting.append(happening)
+                continue
             self.events += 1
-            self.running = None if loop is self._outside else loop
-            events._set_running_loop(loop)
+            self._at_once += 1
+            self.running = None if loop is outside else loop
+            enter(loop)
             try:
-                handle._run()
+                happening.callback(*happening.arguments)
             except Died:
                 pass
-            finally:
-                events._set_running_loop(None)
-                self.running = None
-            if self.failure is not None:
-                raise self.failure
+            except Exception:
+                if not loop.dead:
+                    raise
+            if self._at_once > MAX_AT_ONCE:
+                raise RuntimeError("the same moment goes on and on")
 
     def alone(self, loop: ProcessLoop, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function as if it happened to a process."""
-        before, self.running = self.running, loop
+        before, self.running = (self.running, events._get_running_loop()), loop
         events._set_running_loop(loop)
         try:
             return function(*arguments)
         finally:
-            self.running = before
-            events._set_running_loop(before)
+            self.running, going = before
+            events._set_running_loop(going)
 
 
 class Died(SystemExit):
@@ -134,9 +157,14 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self.offset_s = 0.0
         """Seconds by which this process's clock is ahead of virtual time."""
         self.stopped = self.dead = False
-        self.waiting: list[asyncio.Handle] = []
+        self.waiting: list[Happening] = []
         """Callbacks for when it goes on."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: list[asyncio.Task[Any]] = []
+        """In the order in which they began. Some have ended."""
+        self._most_tasks = MAX_ENDED
+        self._life: Life[None] | None = None
+        self._next: Happening | None = None
+        """When its life goes on at the latest."""
 
     @classmethod
     def on(cls, timeline: Timeline, name: str = "") -> ProcessLoop:
@@ -151,22 +179,46 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def bury(self) -> None:
         """Let go of all that a dead process was doing."""
         self.dead = True
-        for task in list(self._tasks):
+        tasks, self._tasks = self._tasks, []
+        lives = [self._life] if self._life is not None else []
+        for work in (*lives, *(task.get_coro() for task in tasks)):
             with suppress(BaseException):
-                task.get_coro().close()
-        self._tasks.clear()
+                work.close()
 
     def go_on(self) -> None:
         """End a stop of the process."""
         self.stopped = False
-        for handle in self.waiting:
-            self._timeline.put(handle)
+        self._timeline._ready.extend(self.waiting)
         self.waiting = []
 
     def jump(self, seconds: float) -> None:
         """The clock of the process jumps forward."""
         self._timeline.advance(self, seconds)
         self.offset_s += seconds
+
+    def live(self, life: Life[None], over: Callable[[Exception | None], None]) -> None:
+        """Push a life on, as `diloco.run.blocking.block` does. In the end `over` gets its error, or None."""
+        self._life = life
+
+        def go_on() -> None:
+            self._next = None
+            try:
+                wanted = next(life)
+            except StopIteration:
+                over(None)
+            except Exception as error:
+                over(error)
+            else:
+                latest = self._next = self.call_later(wanted.seconds, go_on)
+                if wanted.future is not None:
+                    wanted.future.add_done_callback(lambda _: go_on_now(latest))
+
+        def go_on_now(latest: Happening) -> None:
+            if latest is self._next:
+                latest.cancel()
+                self._next = self.call_soon(go_on)
+
+        go_on()
 
     # ------------------------------------------------------------ what asyncio asks of a loop
 
@@ -176,27 +228,29 @@ class ProcessLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> Happening:
         """Have a callback happen to the process, after those that are to happen now."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._timeline.put(handle)
-        return handle
+        happening = Happening(self, 0.0, callback, args)
+        self._timeline._ready.append(happening)
+        return happening
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Happening:
         """Have a callback happen to the process so many seconds later."""
-        return self.call_at(self.time() + delay, callback, *args, context=context)
+        return self.call_at(self._timeline.now_s + self.offset_s + delay, callback, *args)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Happening:
         """Have a callback happen to the process at a time of its clock."""
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self._timeline.put_at(max(when - self.offset_s, self._timeline.now_s), handle)
-        return handle
+        happening = Happening(self, when, callback, args)
+        timeline = self._timeline
+        at_s = max(when - self.offset_s, timeline.now_s)
+        heapq.heappush(timeline._timers, (at_s, next(timeline._order), happening))
+        return happening
 
     def create_future(self) -> asyncio.Future[Any]:
         """A future of the process."""
@@ -206,8 +260,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """A task of the process."""
         task = asyncio.Task(coro, loop=self, **named)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.append(task)
+        if len(self._tasks) > self._most_tasks:
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._most_tasks = 2 * len(self._tasks) + MAX_ENDED
         return task
 
     def run_in_executor(  # type: ignore[override]
@@ -219,13 +275,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return later
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error that nothing in a callback of the process caught ends the simulation."""
-        if "handle" in context and not self.dead:
-            self._timeline.failure = self._timeline.failure or context["exception"]
+        """Does nothing: what nothing caught goes through the timeline."""
 
-    def get_debug(self) -> bool:
-        """No: it would take time."""
-        return False
+    get_debug = staticmethod(bool)
+    """No, by a call that costs nothing: asyncio asks for every future."""
 
     def is_running(self) -> bool:
         """Whether the process lives."""
@@ -234,9 +287,6 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def is_closed(self) -> bool:
         """Whether the process is dead."""
         return self.dead
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Does nothing: a callback that was cancelled is passed over in its turn."""
 
 
 def _settle(later: asyncio.Future[T], done: Any) -> None:

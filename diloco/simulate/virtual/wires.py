@@ -1,8 +1,9 @@
-"""What a simulated network does to bytes: it is cut, has uplinks that all streams of a peer share, and flips bits."""
+"""Wires of a simulated network: they are cut, share a peer's uplink between its streams, and flip bits."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -12,18 +13,19 @@ from google.protobuf.message import DecodeError
 
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
-from diloco.protocol.streams import Part
+from diloco.protocol.streams import Limits, Part
 from diloco.transport.grpc_server import parsed
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.wire import convert
 from diloco.wire.v1 import control_pb2
 
 if TYPE_CHECKING:
-    from diloco.simulate.virtual.network import SimulatedNetwork
-    from diloco.simulate.virtual.plan import FaultPlan
+    from diloco.simulate.virtual.network import SimulatedCall, SimulatedNetwork
+    from diloco.simulate.virtual.plans.plan import FaultPlan
+    from diloco.simulate.virtual.timeline import ProcessLoop
 
 RETRANSMIT_S = 0.4
-"""What a stream sends over a path that is cut is sent again this often, as TCP does, until its deadline."""
+"""Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
 """Shorter waits may be none to a clock that has jumped far."""
 BUFFER_S = 0.2
@@ -76,6 +78,27 @@ class SimulatedUplinks:
         return min(max(self._free_s.get(peer, 0.0) - now_s, 0.0), BUFFER_S) if self._bytes_per_s else 0.0
 
 
+class SimulatedDeadlines:
+    """The times by which calls of one process that all may take as long must have an answer."""
+
+    def __init__(self, loop: ProcessLoop, within_s: float) -> None:
+        self._loop, self._within_s = loop, within_s
+        self._calls: deque[tuple[float, SimulatedCall]] = deque()
+
+    def add(self, call: SimulatedCall) -> None:
+        """A call begins. One look at the oldest of all is under way, and not one for each."""
+        self._calls.append((self._loop.time() + self._within_s, call))
+        if len(self._calls) == 1:
+            self._loop.call_later(self._within_s, self._look)
+
+    def _look(self) -> None:
+        calls, now = self._calls, self._loop.time() + INSTANT_S
+        while calls and (calls[0][1].answer.done() or calls[0][0] <= now):
+            calls.popleft()[1].expire(self._within_s)
+        if calls:
+            self._loop.call_at(calls[0][0], self._look)
+
+
 def bytes_in(batch: Sequence[Part]) -> int:
     """Bytes of parts on their way in the simulated network."""
     return sum(len(part.payload) for part in batch)
@@ -104,16 +127,36 @@ def flipped(envelope: Envelope, dice: Random) -> Envelope:
     return parsed(convert.unseal, message)
 
 
-def taking(envelope: Envelope) -> Callable[[Service], Awaitable[Reply]]:
-    """The answer of a simulated peer to a message."""
-    return lambda service: service.on_envelope(envelope)
+def taking(envelope: Envelope) -> Callable[[Service], Reply]:
+    """The answer of a simulated peer to a message, which it takes at once."""
+
+    def answer(service: Service) -> Reply:
+        try:
+            service.on_envelope(envelope).send(None)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        raise RuntimeError("a message waits for something")
+
+    return answer
 
 
-def refusing(error: LinkRefused) -> Callable[[Service], Awaitable[Reply]]:
+def refusing(error: LinkRefused) -> Callable[[Service], Reply]:
     """The answer of a simulated peer to what it cannot read."""
 
-    async def answer(service: Service) -> Reply:
+    def answer(service: Service) -> Reply:
         raise error
+
+    return answer
+
+
+def state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes | None]]:
+    """The answer of a simulated peer that is asked for a chunk of a state."""
+
+    async def answer(service: Service) -> bytes | None:
+        payload = await service.on_state_chunk(digest, index)
+        if payload is not None:
+            await service.on_state_bytes(len(payload))
+        return payload
 
     return answer
 
@@ -136,3 +179,20 @@ async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: o
 def name_at(address: str) -> str:
     """Name of the simulated peer that is, or was, at an address."""
     return address.partition(":")[0]
+
+
+def check_means(means: Sequence[Sequence[bytes]], limits: Limits) -> None:
+    """Raises LinkRefused for means in an answer to a simulated peer that are longer than any may be."""
+    for mean in means:
+        check_sizes(mean, limits.part_bytes)
+        if len(mean) > limits.parts:
+            raise LinkRefused(Reply.MALFORMED, f"a mean of {len(mean)} parts, at most {limits.parts} may be")
+    if sum(len(part) for mean in means for part in mean) > limits.total_bytes:
+        raise LinkRefused(Reply.MALFORMED, "more bytes of means than anybody keeps")
+
+
+def check_sizes(payloads: Sequence[bytes], max_bytes: int) -> None:
+    """Raises LinkRefused for bytes in an answer to a simulated peer that are longer than they may be."""
+    longest = max(map(len, payloads), default=0)
+    if longest > max_bytes:
+        raise LinkRefused(Reply.MALFORMED, f"a part has {longest} bytes, at most {max_bytes} may be")

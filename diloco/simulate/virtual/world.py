@@ -14,7 +14,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
+
+import torch
 
 from diloco.base.clock import going_by
 from diloco.base.files import on_disk
@@ -24,18 +25,18 @@ from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
-from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.invariants import SimulationInvariants
-from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, FaultPlan
+from diloco.simulate.virtual.oracle.afterwards import SimulatedAftermath
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.invariants import SimulationInvariants
+from diloco.simulate.virtual.oracle.machines import SimulatedMachines
+from diloco.simulate.virtual.oracle.promise import SimulatedPromise
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
+from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.promise import SimulatedPromise
-from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0
@@ -79,6 +80,8 @@ class SimulatedWorld:
         self.plan = plan
         self.record = record
         self.timeline = Timeline()
+        self.after = self.timeline.after
+        """Calls a function later in virtual time."""
         self.dice = Random(f"{plan.seed}/world")
         self.setup = SimulationSetup(plan)
         self.machines = SimulatedMachines(self)
@@ -126,10 +129,7 @@ class SimulatedWorld:
         """Virtual time, in seconds."""
         return self.timeline.now_s
 
-    def after(self, delay_s: float, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function later in virtual time."""
-        self.timeline.after(delay_s, function, *arguments)
-
+    @torch.inference_mode()
     def run(self) -> Outcome:
         """Simulate until the faults are over and the run is well again, or an invariant is broken."""
         violation = ""
@@ -143,7 +143,7 @@ class SimulatedWorld:
         except Exception as crash:  # whatever the code under test raises is a finding, not ours to judge
             violation = f"crash: {type(crash).__name__} {crash} in {_where(crash)}"
         return Outcome(
-            self.plan, self.timeline.events, self.now, len(self.invariants.commits), self.faults,
+            self.plan, self.timeline.events, self.now, self.versions(), self.faults,
             self.invariants.discarded_tokens, self.invariants.void_tokens, violation, self.lines,
         )  # fmt: skip
 
@@ -214,6 +214,14 @@ class SimulatedWorld:
             elif self.now >= end_s:
                 raise Violation("I7", self._not_well(goal))
 
+    def happens(self, fault: Fault) -> bool:
+        """Whether a fault has a meaning in this simulation."""
+        return True
+
+    def versions(self) -> int:
+        """Versions of the simulation's run that closed."""
+        return len(self.invariants.commits)
+
     def ends(self, host: SimulatedProcess, run: Run) -> None:
         """A simulated peer has seen the end of the run: all must have the same."""
         self.count("ends")
@@ -270,7 +278,7 @@ class SimulatedWorld:
         if name not in self.disks:
             self.disks[name] = SimulatedDisk(self._root, name)
         life = next(self._lives)
-        host = self.hosts[name] = SimulatedProcess(self, name, life, self._address(name, life), founder, resumes)
+        host = self.hosts[name] = self.process_of(name, life, self._address(name, life), founder, resumes)
         self._owner[host.loop] = host
         host.loop.offset_s = CLOCK_S
         self.machines.starts(host)
@@ -280,10 +288,14 @@ class SimulatedWorld:
         host.begin()
         return host
 
+    def process_of(self, name: str, life: int, address: str, founder: bool, resumes: bool) -> SimulatedProcess:
+        """A new process of this simulation."""
+        return SimulatedProcess(self, name, life, address, founder, resumes)
+
     def start_second(self, first: SimulatedProcess) -> None:
         """Start another process in the folder of a simulated peer that lives. It must not get far."""
         life = next(self._lives)
-        second = SimulatedProcess(self, first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
+        second = self.process_of(first.name, life, f"{first.name}:{life + 2}", founder=False, resumes=True)
         second.first, second.disk = first, first.disk
         self._owner[second.loop] = second
         second.begin()

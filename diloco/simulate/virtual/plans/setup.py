@@ -17,7 +17,7 @@ from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
 from diloco.outer.state import OuterState
 from diloco.peer import terms
 from diloco.peer.terms import lane_terms, rules_of, timing_of
-from diloco.simulate.virtual.plan import FaultPlan
+from diloco.simulate.virtual.plans.plan import FaultPlan
 
 LAYER = 3000
 """Elements of each of two layers: three parts."""
@@ -30,6 +30,8 @@ START = 0.5
 HEARTBEAT_S, SUSPECT_S, STALL_S, RPC_S = 0.5, 2.0, 2.0, 1.0
 PATIENCE_S = 6.0
 """Longest time that a peer waits for a version."""
+FINAL_S = 30.0
+"""Longest final average under gossip."""
 RUN = "virtual"
 SMALL: Mapping[str, Mapping[str, Any]] = {
     "topk": {"density": 0.5},
@@ -64,7 +66,8 @@ class SimulationSetup:
         self.by_senders = [codec.mean == "senders" for codec in self.contract.codec.by_group]
         """Means are divided by the weights of those who sent a value, and not of all."""
         self.optimizer, self.weighing, self.radial = lane.optimizer, lane.weighing, lane.radial
-        self.rules = rules_of(self.contract, tuple(fragment.parts for fragment in self.layout.fragments))
+        if plan.policy != "gossip":  # where nobody votes
+            self.rules = rules_of(self.contract, tuple(fragment.parts for fragment in self.layout.fragments))
         self.timing = timing_of(self.site)
         anchor = [weights.read(fragment) for fragment in self.layout.fragments]
         self.start = OuterState(0, tuple(map(self.optimizer.start, anchor, self.layout.fragments)))
@@ -72,6 +75,8 @@ class SimulationSetup:
 
 def contract_of(plan: FaultPlan) -> Contract:
     """The contract of a simulation, from its plan of faults: `async` begins after two versions of `sync`."""
+    if plan.policy == "gossip":
+        return _gossip_contract(plan)
     is_async = plan.policy == "async"
     shares = is_async and plan.optimizer in SHARED_OPTIMIZERS
     codecs = [_codec(name) for name in plan.codec.split("/")]
@@ -110,6 +115,24 @@ def contract_of(plan: FaultPlan) -> Contract:
                 "overlap": round(plan.overlap * STEPS),
                 "merge": plan.merge,
             },
+            "eval": {"every_versions": 0},
+        }
+    )
+
+
+def _gossip_contract(plan: FaultPlan) -> Contract:
+    """The contract of a simulation under gossip: whole weights are swapped, and a final average ends the run."""
+    return Contract.model_validate(
+        {
+            "run": {"name": RUN, "total_tokens": plan.total_tokens or 10**9},
+            "membership": {"start_peers": plan.peers, "policy": "gossip"},
+            "data": {"sequence_length": 1},
+            "model": {"kind": "external"},
+            "inner": {"steps": STEPS, "batch_size": 1},
+            "outer": {"lr": 0.7, "momentum": 0.5},
+            "codec": _codec(plan.codec),
+            "sync": {"part_elements": PART_ELEMENTS},
+            "gossip": {"final_s": FINAL_S},
             "eval": {"every_versions": 0},
         }
     )

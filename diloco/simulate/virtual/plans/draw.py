@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
-from diloco.simulate.virtual.plan import (
+from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
     FLIPPED,
@@ -48,6 +49,8 @@ MACHINES_SHARE = 0.25
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
 """Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
 while others go on, and whoever makes versions faster than a joiner can copy them is never caught up with."""
+SLOW_GOSSIP_SHARE = 0.3
+"""Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
 RADIAL_SHARE = 0.3
@@ -97,7 +100,8 @@ def draw(
     plan = _lately(Random(f"machines {seed}"), plan) if rare else plan
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
-    return _sized(Random(f"size {seed}"), plan, SIZES[size]) if rare else plan
+    plan = _sized(Random(f"size {seed}"), plan, SIZES[size]) if rare else plan
+    return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
 
 
 def _schedule(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -163,9 +167,20 @@ def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> 
     return replace(plan, speeds=drawn, sized_by=sized_by, optimizer=optimizer)
 
 
+def _gossiping(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The plan of a seed under gossip: peers that never wait, some of them slow, and a run that ends."""
+    names = ("seed", "policy", "peers", "delay_s", "loss", "round_s", "bandwidth", "fixed_addresses", "calm_s")
+    kept: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    faults = tuple(fault for fault in plan.faults if not fault.peer.startswith("w"))  # nobody votes
+    plan = FaultPlan(**kept, faults=faults, codec=dice.choice(("fp32", "fp16", "bf16")))
+    rounds = (plan.quiet_s + dice.uniform(0.0, 10.0)) / (plan.round_s + EXCHANGE_S)
+    speeds = draw_speeds(dice, plan.peers, (0.3, 1.0)) if dice.random() < SLOW_GOSSIP_SHARE else ""
+    return replace(plan, total_tokens=max(1, round(rounds)) * plan.peers * 4, speeds=speeds)
+
+
 @dataclass(frozen=True)
 class Size:
-    """How large the simulations are that are drawn."""
+    """Size of the simulations that are drawn."""
 
     max_peers: int
     versions: int

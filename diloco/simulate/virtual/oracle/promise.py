@@ -1,4 +1,4 @@
-"""What the rules of the protocol promise about a simulated run when its faults are over: that versions go on closing
+"""The promise of the protocol's rules about a simulated run when its faults are over: that versions go on closing
 without a person, or why one is needed. Judged by what is really so, and by the rules in `docs/how/protocol.md`.
 """
 
@@ -86,7 +86,7 @@ class SimulatedPromise:
         if member.peer in living:
             return False
         evicted = (member.peer, member.incarnation) in self.evicted
-        return evicted or all(self.world.machines.provable(name, member) for name in living)
+        return evicted or all(self.world.machines.provable(self.world.hosts[name], member) for name in living)
 
     def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
         """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""

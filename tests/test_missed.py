@@ -1,0 +1,111 @@
+"""Missed commits and means that an exchange fetches: their hashing holds up nobody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from diloco.base.types import Commit
+from diloco.exchange import missed
+from diloco.outer import average
+from diloco.protocol.messages import FetchMean, Learned
+from tests.local import LocalPeer, LocalWorld
+from tests.peers import DEADLINE_S, until
+
+ALONE = {"policy": "quorum", "quorum_peers": 2, "grace_s": 0.0}
+"""Two of three go on without the third."""
+
+
+@pytest.fixture
+def world() -> Iterator[LocalWorld]:
+    made = LocalWorld(3, membership=ALONE)
+    yield made
+    made.close()
+
+
+class Hashing:
+    """The check of a fetched mean, which takes until it may end, but no longer than a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: set[int] = set()
+        self.ended: list[bool] = []
+        """Whether it might end, each time."""
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self._is_mean_of = average.is_mean_of
+        monkeypatch.setattr(missed, "is_mean_of", self)
+
+    def __call__(self, parts: Sequence[bytes], commit: Commit, layout: Any) -> bool:
+        self.threads.add(threading.get_ident())
+        self.began.set()
+        self.ended.append(self.may_end.wait(5.0))
+        return self._is_mean_of(parts, commit, layout)
+
+
+def left_behind(world: LocalWorld, versions: int) -> LocalPeer:
+    """A peer whose exchange heard nothing of so many versions; now it does."""
+    awake, sleeper = world.peers[:2], world.peers[2]
+    world.call(lambda: world.network.freeze(sleeper.address))
+    at = sleeper.peer.exchange.version
+    world.rounds(awake, versions)
+    assert sleeper.peer.exchange.version == at
+    world.call(lambda: world.network.thaw(sleeper.address))
+    return sleeper
+
+
+def test_the_loop_answers_while_fetched_commits_are_hashed(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = Hashing(monkeypatch)
+    world.rounds(world.peers, 1)
+    sleeper = left_behind(world, 3)
+    assert hashing.began.wait(DEADLINE_S)
+    world.call(hashing.may_end.set)
+    until(lambda: sleeper.peer.exchange.version == 4, "it has caught up", 20.0)
+    sleeper.catch_up()
+    assert [commit.version for commit in sleeper.commits] == [0, 1, 2, 3, 4]
+    assert sleeper.digest == world.peers[0].digest
+    assert all(hashing.ended)
+
+
+def test_a_mean_is_hashed_beside_the_loop(world: LocalWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = Hashing(monkeypatch)
+    world.rounds(world.peers, 1)
+    exchange, others = world.peers[0].peer.exchange, [peer.peer.exchange.me for peer in world.peers[1:]]
+    commit = world.peers[0].commits[-1]
+    world.ask(lambda: exchange.archive.means.clear())
+    world.ask(lambda: exchange._perform([FetchMean(commit, tuple(others))]))
+    hashing.may_end.set()
+    until(lambda: list(exchange.archive.means) == [commit.mean_digest], "it is here", 20.0)
+    assert world.ask(threading.get_ident) not in hashing.threads
+
+
+def test_versions_that_close_while_fetched_ones_are_hashed_come_once_and_in_order(
+    world: LocalWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.rounds(world.peers, 1)
+    sleeper = left_behind(world, 3)
+    exchange, is_mean_of, kept = sleeper.peer.exchange, average.is_mean_of, list[int]()
+    take_mean = exchange.archive.take_mean
+
+    def noted(digest: str, parts: Sequence[bytes]) -> None:
+        kept.append(exchange.version)
+        take_mean(digest, parts)
+
+    monkeypatch.setattr(exchange.archive, "take_mean", noted)
+
+    def overtaken(parts: Sequence[bytes], commit: Commit, layout: Any) -> bool:
+        def learn() -> None:
+            exchange.archive.take_mean(commit.mean_digest, parts)
+            exchange._feed(Learned(commit))
+
+        if commit.version < 4:
+            world.call(learn)  # from another member
+        return is_mean_of(parts, commit, layout)
+
+    monkeypatch.setattr(missed, "is_mean_of", overtaken)
+    until(lambda: exchange.version == 4, "it has caught up", 20.0)
+    sleeper.catch_up()
+    assert [commit.version for commit in sleeper.commits] == [0, 1, 2, 3, 4]
+    assert sleeper.digest == world.peers[0].digest
+    assert kept == [1, 2, 3]

@@ -1,0 +1,185 @@
+"""Faults of machines, networks and disks in the simulator: each in a plan in which it matters, and what must hold."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from diloco.base.types import Member
+from diloco.protocol import messages as m
+from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.simulate.virtual.plans.plan import FaultPlan, parse
+from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
+from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
+from diloco.simulate.virtual.world import Outcome
+from diloco.transport.link import LinkDown, LinkRefused
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def told(text: str) -> Outcome:
+    """The plan's simulation, in which all invariants hold."""
+    outcome = world_of(parse(text), record=True).run()
+    assert not outcome.violation, "\n".join(outcome.lines[-30:])
+    return outcome
+
+
+def at(outcome: Outcome, *words: str) -> float:
+    """Virtual time of the first line with all these words."""
+    return next(float(line.split()[0]) for line in outcome.lines if all(word in line for word in words))
+
+
+def says(outcome: Outcome, *words: str) -> bool:
+    return any(all(word in line for word in words) for line in outcome.lines)
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_streams_of_a_peer_share_its_uplink() -> None:
+    uplinks = SimulatedUplinks(FaultPlan(bandwidth="0.8+0"))
+    assert uplinks.takes_s("p0", 10_000, 5.0) == pytest.approx(0.1)
+    assert uplinks.takes_s("p0", 10_000, 5.0) == pytest.approx(0.2)
+    assert uplinks.takes_s("p1", 10_000, 5.0) == 0.0
+    assert uplinks.message_s("p0", 5.05) == pytest.approx(0.15)
+
+
+def test_a_slow_uplink_makes_a_version_take_longer() -> None:
+    fast, slow = (told(f"peers 3\ndelay_s 0.005\nbandwidth {rate}\ncalm_s 3") for rate in ("0", "0.3"))
+    assert at(slow, "CLOSES version 1") > at(fast, "CLOSES version 1") + 0.4
+
+
+def test_a_joiner_is_caught_up_over_a_slow_uplink() -> None:
+    outcome = told("peers 3\nround_s 1.0\nbandwidth 0.5\n2 join j3\ncalm_s 8")
+    assert says(outcome, "CLOSES", "view p0 p1 p2 j3")
+
+
+def test_a_tunnel_that_refuses_is_no_proof_of_death() -> None:
+    """Both live, and wait until the forwarder is back: neither goes on alone."""
+    outcome = told("peers 2\ndelay_s 0.005\nproven true\n2 tunnel p1 for 5\ncalm_s 3")
+    assert says(outcome, "p1", "loses its TUNNEL")
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES" in line]
+    assert not any(2.5 < moment < 7.0 for moment in closed)
+    assert any(moment > 7.0 for moment in closed)
+
+
+def test_a_death_on_the_same_machine_is_proven_and_one_by_power_is_not() -> None:
+    killed, dark = (
+        told(f"peers 2\nproven true\ndelay_s 0.005\n2 {kind} p1\n7 restart p1: disk") for kind in ("kill", "power")
+    )
+    versions = [
+        sum("CLOSES" in line and 3 < float(line.split()[0]) < 7 for line in one.lines) for one in (killed, dark)
+    ]
+    assert versions[0] > 2
+    assert versions[1] == 0
+
+
+def test_a_one_way_link_is_survived() -> None:
+    assert says(told("peers 3\n2 link p0+p1 for 3: out\n4 cut p2 for 2: in"), "have NO LINK", "out")
+
+
+def test_a_flipped_bit_of_a_message_is_found() -> None:
+    me = Member("p0", 1, "p0:1")
+    envelope = m.Envelope("run", "00" * 32, "lineage", me, "", 1, m.Evict("p1", 3))
+    dice = Random(1)
+    for _ in range(300):
+        with pytest.raises((LinkRefused, LinkDown)):
+            flipped(envelope, dice)
+
+
+def test_flipped_bits_of_messages_harm_nobody() -> None:
+    outcome = told("peers 3\n1 flip p1 for 5\ncalm_s 2")
+    assert outcome.faults["flipped bits"] > 3
+    assert says(outcome, "CLOSES version 3")
+
+
+# ---------------------------------------------------------------- disks
+
+
+def test_a_peer_dies_in_the_middle_of_a_checkpoint_and_goes_on_from_the_one_before() -> None:
+    for seed in range(4):
+        outcome = told(f"seed {seed}\npeers 3\ncheckpoint_every 1\n2.5 power p1: in checkpoint\n9 restart p1: disk")
+        assert says(outcome, "p1", "DIES", "checkpoint")
+        assert says(outcome, "p1", "starts with its disk")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over() -> None:
+    outcome = told("peers 3\ncheckpoint_every 1\n5 kill p1\n7 restart p1: flipped")
+    assert outcome.faults["flipped checkpoints"] == 1
+    assert not says(outcome, "p1", "StateError")
+
+
+def test_a_second_process_in_the_same_folder_ends() -> None:
+    outcome = told("peers 3\n3 second p1")
+    assert says(outcome, "p1", "STARTED A SECOND TIME")
+    assert says(outcome, "p1", "DIES (ResourceError: another process")
+
+
+@pytest.mark.parametrize("how", ["late 0.5", "broken", "lies"])
+def test_a_disk_whose_syncs_fail_stops_no_training(how: str) -> None:
+    outcome = told(f"peers 3\n1 disk p1 for 4: {how}\n6 power p1\n8 restart p1: disk\ncalm_s 3")
+    assert at(outcome, "CLOSES version 3") < 6
+    assert says(outcome, "p1", "starts with its disk")
+
+
+def test_a_late_sync_holds_its_own_peer_up() -> None:
+    soon, late = (told(f"peers 2\ndelay_s 0.005\n1 disk p1 for 8: {how}") for how in ("late 0", "late 2"))
+    assert late.versions < soon.versions
+
+
+def test_all_lose_power_while_a_disk_lies() -> None:
+    """Its checkpoints are gone, and those of the others are not: the run goes on from these."""
+    outcome = told("peers 3\n1 disk p0 for 5: lies\n5 blackout *: power\n6 resume p0\ncalm_s 4")
+    assert says(outcome, "begins again from its checkpoint")
+
+
+# ---------------------------------------------------------------- life
+
+
+def test_a_run_ends_with_one_state_for_all() -> None:
+    outcome = told("peers 3\ntotal_tokens 120\n2 kill p1\n5 restart p1: disk")
+    assert outcome.faults["ends"] == 3
+
+
+def test_stragglers_are_cut() -> None:
+    """p2 is five times slower: others wait for its steps, or for as many as it has done by then."""
+    waits, cuts = (
+        told(f"peers 3\nspeeds 1+1+0.2\nround_s 0.6\nstragglers {how}\ncalm_s 5").versions for how in ("wait", "cut")
+    )
+    assert cuts > waits + 1
+
+
+def test_gossip_goes_on_through_faults_and_ends_alike() -> None:
+    outcome = told(
+        "peers 4\npolicy gossip\ntotal_tokens 200\n2 kill p1\n3 cut p0+p2 for 2\n5 restart p1: disk\n6 flip p3 for 2"
+    )
+    assert outcome.faults["ends"] == 4
+    assert says(outcome, "swap", "finally")
+
+
+def test_gossip_seeds_hold() -> None:
+    tally = run_seeds(range(15), SeedOptions(policy="gossip"))
+    assert not tally.violations
+    assert tally.versions > 10 * 15
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def test_drawn_plans_have_2_to_8_peers_and_nightly_ones_up_to_16() -> None:
+    usual, nightly = ([draw(seed, size=size) for seed in range(300)] for size in SIZES)
+    assert {plan.peers for plan in usual} == set(range(2, 9))
+    assert max(plan.peers for plan in nightly) == 16
+    assert max(len(plan.faults) for plan in nightly) > 12
+    kinds = {fault.kind for plan in usual for fault in plan.faults}
+    assert kinds >= {"tunnel", "flip", "disk", "power", "second"}
+    assert any(plan.bandwidth for plan in usual)
+    assert any(plan.total_tokens for plan in usual)
+    assert any(plan.stragglers == "cut" for plan in usual)
+    for plan in usual[:50]:
+        assert parse(str(plan)) == plan
