@@ -53,7 +53,7 @@ SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
-DUEL_SHARE, DUEL_S = 0.06, 16.0
+DUEL_SHARE, DUEL_S = 0.15, 16.0
 """Share of the plans with two coordinators that one member each hears, and time for both."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
