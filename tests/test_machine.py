@@ -512,6 +512,45 @@ def test_an_eviction_is_of_one_life_of_a_peer(life: int, lineage: str, reply: m.
     assert ("b" in machine.electorate.voters()) is (life <= B.incarnation)
 
 
+@pytest.mark.parametrize(("gone", "given_up"), [("b", False), ("bc", True)], ids=["one of two", "both"])
+def test_a_mean_is_given_up_only_when_an_operator_answers_for_all_who_may_have_it(gone: str, given_up: bool) -> None:
+    """One of them was evicted, and another, which was only out of reach, had made the version that was given up."""
+    rules = Rules("run", "contract", (6,), 3, 2, SYNC, 4)
+    machine = Machine(A, rules, Timing(0.5, 1.0, 4.0), "lineage", False, 0.0)
+    view = (A, B, C, D, WITNESS)
+    commit = Commit(7, "", "lineage", 0, view, (), (), "", 0, Leases(0, {}), "")
+    machine.handle(m.StateHeld(7, "state", commit), 0.0)
+    attempt = next(attempt for attempt in range(1, 9) if coordinator("run", 8, attempt, view) == A)
+    accepted = replace(commit, version=8, previous=commit.digest, mean_digest="with b and c")
+    now, sequence = 0.5, 0
+    notes: list[str] = []
+
+    def hear(sender: Member, body: m.Body) -> None:
+        nonlocal sequence
+        sequence += 1
+        envelope = m.Envelope("run", "contract", "lineage", sender, commit.digest, sequence, body)
+        note(machine.receive(envelope, now)[1])
+
+    def note(effects: list[m.Effect]) -> None:
+        notes.extend(effect.reason for effect in effects if isinstance(effect, m.Note))
+
+    for peer in gone:
+        operator = Member("operator", 0, "")
+        evict = m.Evict(peer, {"b": B, "c": C}[peer].incarnation)
+        machine.receive(m.Envelope("run", "contract", "lineage", operator, "", 0, evict), now)
+    lost_with: set[str] = set()
+    while now < 11.5:
+        now += 0.25
+        for sender in (D, WITNESS):
+            hear(sender, m.Heartbeat(7, True, False, Progress()))
+        hear(D, m.Ready(8, attempt, None, "state"))
+        hear(WITNESS, m.Ready(8, attempt, None, "state", 0, accepted))
+        note(machine.handle(m.Tick(), now))
+        lost_with.update(json.loads(status_json(machine, None, 0, (), 0, now))["mean_lost_with"])
+    assert any("died with an evicted peer" in note for note in notes) is given_up
+    assert lost_with == (set() if given_up else {"c"})
+
+
 def test_evictions_that_never_matter_are_forgotten_in_the_end() -> None:
     electorate = Electorate()
     for life in range(MAX_EVICTED + 1):

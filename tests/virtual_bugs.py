@@ -10,11 +10,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
 from diloco.exchange.deaths import Deaths
+from diloco.exchange.work import LanePayloads
+from diloco.outer import line
 from diloco.protocol import messages as m
 from diloco.protocol import view
 from diloco.protocol.machine import Machine
@@ -67,11 +71,12 @@ def _forgets_promise() -> Instead:
         body, promised = envelope.body, machine.attempt
         if not (isinstance(body, m.Propose) and body.attempt < promised and body.version == machine.making):
             return receive(machine, envelope, now)
-        machine.attempt = body.attempt
+        machine._acceptor.attempt = body.attempt
         try:
             return receive(machine, envelope, now)
         finally:
-            machine.attempt = max(promised, machine.attempt) if machine.making == body.version else machine.attempt
+            if machine.making == body.version:
+                machine._acceptor.attempt = max(promised, machine.attempt)
 
     return [(Machine, "receive", forgetting)]
 
@@ -89,7 +94,7 @@ def _accepts_unseen() -> Instead:
 
     def believing(machine: Any, envelope: m.Envelope, now: float) -> Any:
         if isinstance(envelope.body, m.Propose):
-            machine._held.append(envelope.body.commit.mean_digest)
+            machine._contributor._held.append(envelope.body.commit.mean_digest)
         return receive(machine, envelope, now)
 
     return [(Machine, "receive", believing)]
@@ -139,6 +144,25 @@ def _hears_twice() -> Instead:
 
 def _forgives() -> Instead:
     return [(Roster, "offended", lambda roster, peer: None)]
+
+
+def _leaves_out_uncounted() -> Instead:
+    fold = LanePayloads.fold
+
+    def of_fewer(work: LanePayloads, part: int, omitted: Sequence[str]) -> tuple[bytes, bytes]:
+        others = [entry.peer for entry in work.begin.contributors if entry.peer not in omitted]
+        return fold(work, part, (*omitted, *others[1:]))
+
+    return [(LanePayloads, "fold", of_fewer)]
+
+
+def _forgets_residual() -> Instead:
+    left_over = line.left_over
+
+    def nothing(*given: Any) -> torch.Tensor:
+        return left_over(*given).zero_()
+
+    return [(line, "left_over", nothing)]
 
 
 def _tells_no_votes() -> Instead:

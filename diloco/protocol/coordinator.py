@@ -291,21 +291,24 @@ class Coordinator:
         """As coordinator, give up a proposal that nobody can accept, since its mean died with the peers that held it.
 
         In the next attempt the living report what they accepted. If a majority of them accepted nothing, nothing was
-        decided. If one did, only an operator can know that the peers that held the mean are gone for good.
+        decided. If one did, only an operator can know that the peers that held the mean are gone for good: all of them,
+        for one that is only out of reach may have made the version.
         """
         membership, stall_s, attempt = self.membership, self._timing.stall_s, self.acceptor.attempt
         waited_s = self._post.now - tally.proposed_at_s
         lost = not self.contributor.holds(commit.mean_digest)
-        if membership.electorate.evicted and lost and waited_s > 2 * stall_s:
+        evicted = membership.electorate.evicted
+        trainers = {member.peer for member in self.chain.view if not member.witness}
+        away = trainers - {member.peer for member in membership.trainers_alive()} - evicted
+        if evicted and lost and not away and waited_s > 2 * stall_s:
             self._post.note("the mean that was accepted before died with an evicted peer")
             # Members that voted for it voted for nothing else, and are to be asked for the next proposal.
             tally.lost.add(commit.digest)
             tally.proposal = None
             tally.accepts = {}
             tally.witnesses_asked = False
-        elif lost and stall_s < waited_s <= 2 * stall_s:
-            trainers = {member.peer for member in self.chain.view if not member.witness}
-            self.mean_lost_with = tuple(sorted(trainers - {member.peer for member in membership.trainers_alive()}))
+        elif lost and away and stall_s < waited_s <= 2 * stall_s:
+            self.mean_lost_with = tuple(sorted(away))
             self._post.note(f"{MEAN_LOST} {', '.join(self.mean_lost_with)}")
         elif waited_s > 3 * stall_s:
             self._post.next_attempt(attempt + 1, f"the proposal of attempt {attempt} was not accepted")

@@ -127,7 +127,8 @@ class Membership:
     # ------------------------------------------------------------ heartbeats
 
     def beat(self) -> None:
-        """Send heartbeats to all on the roster, if they are due."""
+        """Send heartbeats, if they are due, to all on the roster, and to voters whose place on it a later life has:
+        that they are dead can still be proven."""
         if self._post.now < self._heartbeat_at:
             return
         self._heartbeat_at = self._post.now + self._timing.heartbeat_s
@@ -138,7 +139,9 @@ class Membership:
         self.roster.forget({member.peer for member in chain.view}, now)
         self.admission.forget({entry.member.peer for entry in self.roster})
         known = [entry.member for entry in self.roster if not entry.left]
-        for member in (*known, *self.roster.strangers(now)):
+        voters = self.electorate.voters() - {self.me.peer}
+        replaced = [one for one in chain.view if one.peer in voters and self.roster.has_later(one)]
+        for member in (*known, *replaced, *self.roster.strangers(now)):
             self._post.send(member, beat)
 
     def heard(self, sender: Member) -> None:
@@ -151,7 +154,8 @@ class Membership:
 
     def on_unreachable(self, event: m.Unreachable) -> None:
         """Note that nothing can be delivered to a peer, and that its vote is lost where its death is proven."""
-        self.roster.unreachable(event.member.peer)
+        if not self.roster.has_later(event.member):
+            self.roster.unreachable(event.member.peer)
         if event.proven:
             self.electorate.died(event.member)
 

@@ -185,6 +185,11 @@ class Roster:
         self._strangers = {peer: seen for peer, seen in self._strangers.items() if now - seen[1] <= self.suspect_s}
         return [member for member, _ in self._strangers.values()]
 
+    def has_later(self, member: Member) -> bool:
+        """Whether another life of a peer has taken its place on the roster."""
+        known = self._entries.get(member.peer)
+        return known is not None and known.member.incarnation != member.incarnation
+
     def unreachable(self, peer: str) -> None:
         """Note on the roster that nothing can be delivered to `peer`. Its next answer takes this back."""
         if peer in self._entries:

@@ -36,15 +36,23 @@ def evict_peer(address: str, peer: str) -> tuple[list[str], list[str], dict[str,
         return runtime.run(evict(runtime.link, address, peer), 2 * ANSWER_S + 5.0)
 
 
-async def evict(link: Link, address: str, peer: str) -> tuple[list[str], list[str], dict[str, m.Reply]]:
-    """An operator's report over a link that a peer is dead, as `evict_peer`, whose errors it raises."""
+async def evict(
+    link: Link, address: str, peer: str, incarnation: int | None = None
+) -> tuple[list[str], list[str], dict[str, m.Reply]]:
+    """An operator's report over a link that a peer is dead, as `evict_peer`, whose errors it raises.
+
+    `incarnation`: of the life that is dead; UsageError if the view has another by now. None: any life of it.
+    """
     tree = json.loads(await _answer(address, link.status(address, ANSWER_S)))
     known = {entry["peer"]: entry for entry in tree["peers"] if entry["in_view"]}
     if peer not in known:
         raise UsageError(f"the view has no peer named {peer}", f"it has {', '.join(known)}")
+    named = known[peer]["incarnation"]
+    if incarnation not in (None, named):
+        raise UsageError(f"the view has another life of {peer} by now", "look at `diloco status` again")
     operator = Member("operator", 0, "")
     run, contract, lineage = tree["run"], tree["contract_digest"], tree["lineage"]
-    envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, known[peer]["incarnation"]))
+    envelope = m.Envelope(run, contract, lineage, operator, "", 0, m.Evict(peer, named))
     # Where one peer is dead another may be, and nobody has noticed yet.
     asked = {name: entry["address"] for name, entry in known.items() if entry["alive"] and name != peer}
     deliveries = [_answer(there, link.deliver(there, envelope)) for there in asked.values()]

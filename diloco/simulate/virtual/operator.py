@@ -178,7 +178,7 @@ class SimulatedOperator:
         self.world.log("", f"the operator EVICTS {peer}")
         self.world.promise.evicted.add((peer, entry["incarnation"]))
         try:
-            await evict(self._link(), self.world.hosts[member].address, peer)
+            await evict(self._link(), self.world.hosts[member].address, peer, entry["incarnation"])
         except (UnreachableError, TicketError, UsageError) as error:
             self.world.log("", f"the eviction of {peer} is not heard: {error}")
 

@@ -53,6 +53,8 @@ SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
 """Share of the plans in which the run ends, and of those in which stragglers are cut."""
+DUEL_SHARE, DUEL_S = 0.15, 16.0
+"""Share of the plans with two coordinators that one member each hears, and time for both."""
 RADIAL_SHARE = 0.3
 """Share of those with radial averaging."""
 PLAIN_CODECS = ("fp32", "fp16", "bf16", "int8", "int8+zstd")
@@ -100,6 +102,7 @@ def draw(
     speeds = speeds or (ASYNC_SPEEDS if plan.policy == "async" else None)
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
+    plan = _duelling(Random(f"duel {seed}"), plan)
     return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
 
 
@@ -155,6 +158,15 @@ def _lately(dice: Random, plan: FaultPlan) -> FaultPlan:
     kind, at_s = dice.choice(list(MACHINES)), round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2)
     faults = [*plan.faults, *MACHINES[kind](dice, Fault(at_s, kind, dice.choice(names)), names, len(plan.faults))]
     return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _duelling(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with two coordinators that one member each hears, where enough vote that both can propose."""
+    votes = plan.peers + plan.witnesses > 2 and plan.peers > 2 and plan.without_majority == "wait"
+    if dice.random() >= DUEL_SHARE or not votes or plan.total_tokens or plan.policy == "gossip":
+        return plan
+    fault = Fault(round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2), "duel", "", DUEL_S)
+    return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda one: one.at_s)))
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:
