@@ -180,7 +180,7 @@ def _gossiping(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 @dataclass(frozen=True)
 class Size:
-    """How large the simulations are that are drawn."""
+    """Size of the simulations that are drawn."""
 
     max_peers: int
     versions: int

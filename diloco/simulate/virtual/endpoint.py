@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.protocol.streams import Welcome
 from diloco.simulate.memory_link import MemoryEndpoint
-from diloco.transport.link import Service
 from diloco.transport.sockets import SocketCounter
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ class SimulatedRuntime:
         self._process = process
         self.loop, self.link = process.loop, process.link
 
-    def serve(self, service: Service, listen: str) -> str:
+    def serve(self, service: Any, listen: str) -> str:
         """Let `service` answer at the address of the simulated process."""
         self._process.serve(service)
         return self._process.address

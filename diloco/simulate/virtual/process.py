@@ -53,9 +53,6 @@ RETRY_S = 0.5
 class SimulatedProcess:
     """The process of a simulated peer: it runs, is stopped, or is dead. A restart makes another of the same name."""
 
-    listeners: Sequence[Callable[[Stamped], None]] = ()
-    """They hear the events of the peer."""
-
     def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, founder: bool, resumes: bool) -> None:
         """`resumes`: it goes on from what its folder holds."""
         self.world, self.name, self.life, self.address = world, name, life, address
@@ -269,9 +266,8 @@ class SimulatedProcess:
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
-        entrance = Entrance(
-            setup.contract, endpoint, self.name, folder, checkpoint, self.listeners, self.wants_to_leave
-        )  # type: ignore[arg-type]
+        doors: Any = endpoint
+        entrance = Entrance(setup.contract, doors, self.name, folder, checkpoint, self.listeners(), self.wants_to_leave)
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -285,6 +281,10 @@ class SimulatedProcess:
             yield from run.begin()
             closing.pop_all()
         return run
+
+    def listeners(self) -> Sequence[Callable[[Stamped], None]]:
+        """They hear the events of the peer."""
+        return ()
 
     def _training(self) -> SimulatedTraining:
         return SimulatedTraining(self)
