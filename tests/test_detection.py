@@ -52,6 +52,21 @@ def test_a_killed_peer_is_out_within_a_second(four: list[PeerProcess]) -> None:
         assert missed(peer, "d", killed)["time"] - killed < KILLED_S
 
 
+def test_one_of_two_goes_on_within_a_second_of_the_death_of_the_other(tmp_path: Path) -> None:
+    """On one machine it is dead for certain, and its vote is not needed."""
+    with ending([]) as peers:
+        a = PeerProcess("a", tmp_path, str(tiny_contract(tmp_path, peers=2)))
+        peers.append(a)
+        b = PeerProcess("b", tmp_path, "--join", a.ticket())
+        peers.append(b)
+        for peer in peers:
+            peer.reaches(2, ["a", "b"])
+        b.kill()
+        killed = time.time()
+        assert missed(a, "b", killed)["time"] - killed < KILLED_S
+        assert a.reaches(a.version() + 1, ["a"])
+
+
 def test_a_frozen_peer_is_out_within_five_seconds_and_comes_back_by_itself(four: list[PeerProcess]) -> None:
     """Stopped wherever it happened to be, in a stream or in its inner steps. What it trained on is counted later."""
     *others, victim = four

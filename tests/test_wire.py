@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.protocol import messages as m
 from diloco.protocol.messages import Acquaintance, Greeting, Invite
-from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
 from tests import wire_samples as samples
@@ -94,7 +94,13 @@ def test_a_header_comes_back_the_same(sent):
     assert convert.header_from_wire(over_the_wire(convert.header_to_wire(sent))) == sent
 
 
-@given(st.builds(Welcome, st.binary(max_size=9), text, signed, st.booleans(), welcoming, texts, text, text))
+@given(
+    st.builds(
+        Welcome,
+        st.binary(max_size=9), text, signed, st.booleans(), welcoming, texts, text, text,
+        process=st.none() | st.builds(ProcessId, text, text, text, st.integers(1, 2**63 - 1), whole),
+    )
+)  # fmt: skip
 def test_a_welcome_comes_back_the_same(sent):
     assert convert.welcome_from_wire(over_the_wire(convert.welcome_to_wire(sent))) == sent
 
@@ -244,6 +250,16 @@ def test_another_wire_version_is_refused_with_the_way_out():
 def test_a_welcome_names_whoever_gives_it():
     with pytest.raises(ValueError, match="0 members, must be 1 to"):
         convert.welcome_from_wire(peer_pb2.Welcome(wire_version=convert.WIRE_VERSION))
+
+
+def test_a_process_without_a_pid_or_with_long_names_is_refused():
+    message = convert.welcome_to_wire(samples.WELCOMES["welcome"])
+    message.process.started = 7
+    with pytest.raises(ValueError, match="pid is 0, must be at least 1"):
+        convert.welcome_from_wire(message)
+    message.process.pid, message.process.boot = 1, "x" * 300
+    with pytest.raises(ValueError, match="boot has 300 characters"):
+        convert.welcome_from_wire(message)
 
 
 def test_unknown_enums_are_refused():

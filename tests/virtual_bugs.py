@@ -14,6 +14,7 @@ from diloco.accounts.journal import Journal
 from diloco.accounts.ledger import Ledger
 from diloco.base.types import Commit, Counted
 from diloco.exchange import service
+from diloco.exchange.deaths import Deaths
 from diloco.protocol import messages as m
 from diloco.protocol import view
 from diloco.protocol.machine import Machine
@@ -21,7 +22,6 @@ from diloco.protocol.reduction import Tally
 from diloco.protocol.roster import Admission, Roster
 from diloco.protocol.view import Electorate
 from diloco.run.past import PastRun
-from diloco.simulate.virtual.network import SimulatedLink
 from diloco.storage.saving import CheckpointSchedule
 
 Instead = Sequence[tuple[object, str, Any]]
@@ -77,10 +77,7 @@ def _forgets_promise() -> Instead:
 
 
 def _believes_suspicion() -> Instead:
-    async def refuses(link: SimulatedLink, address: str) -> bool:
-        return True
-
-    return [(SimulatedLink, "nobody_listens", refuses)]
+    return [(Deaths, "proven", lambda deaths, member: True)]
 
 
 def _half_is_enough() -> Instead:

@@ -22,6 +22,7 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
 from diloco.exchange.archive import Archive
 from diloco.exchange.background import ExchangeTasks, settle
+from diloco.exchange.deaths import Deaths
 from diloco.exchange.lane import Lane
 from diloco.exchange.lanes import Lanes, RemoteLane
 from diloco.exchange.missed import Fetcher
@@ -77,6 +78,7 @@ class Exchange(ExchangeTasks):
         self.hasher = one_thread("hash")
         """Hashes states that joiners ask for, and means that were fetched."""
         self._fetcher = Fetcher(terms, link, self.machine, self.archive, self._feed, self.hasher)
+        self._deaths = Deaths(link, terms.timing.heartbeat_s)
         self._contents: dict[int, bytes] = {}
         """Hashes of the parts of the mean that is being made."""
         self.moved = asyncio.Condition()
@@ -315,6 +317,8 @@ class Exchange(ExchangeTasks):
         """Pass another peer's message to the exchange's state machine, perform the effects, and return the reply."""
         reply, effects = self.machine.receive(envelope, monotonic_s())
         self._perform(effects)
+        if reply is m.Reply.OK and not self._deaths.asked(envelope.sender):
+            self._spawn(self._deaths.ask(envelope.sender))
         return reply
 
     def _perform(self, effects: Sequence[m.Effect]) -> None:
@@ -376,9 +380,8 @@ class Exchange(ExchangeTasks):
 
     async def _lost(self, member: Member) -> None:
         """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        proven = await self.link.nobody_listens(member.address)
-        if proven or not await self._answers(member.address):
-            self._feed(m.Unreachable(member, proven))
+        if self._deaths.proven(member) or not await self._answers(member.address):
+            self._feed(m.Unreachable(member, self._deaths.proven(member)))
 
     async def _answers(self, address: str) -> bool:
         try:

@@ -150,7 +150,7 @@ class Machine:
         decided = reply is m.Reply.BARRED and isinstance(body, m.Committed)  # a commit holds, whoever sends it
         if reply not in (m.Reply.OK, m.Reply.OTHER_LINEAGE) and not decided:
             return reply
-        if membership.admission.replayed(envelope):
+        if membership.replayed(envelope):
             return m.Reply.REPLAYED
         if reply is m.Reply.OK:
             membership.heard(sender)

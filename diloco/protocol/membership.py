@@ -120,6 +120,10 @@ class Membership:
             return m.Reply.BARRED
         return m.Reply.OK if self.roster.may_speak(sender, self._post.now) else m.Reply.FENCED
 
+    def replayed(self, envelope: m.Envelope) -> bool:
+        """Whether this message was taken before; from now on it was."""
+        return self.admission.replayed(envelope)
+
     # ------------------------------------------------------------ heartbeats
 
     def beat(self) -> None:

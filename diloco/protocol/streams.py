@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Final
 
-from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, StateVersion
+from diloco.base.types import Commit, HexDigest, MaxLength, Member, MinLength, MinValue, StateVersion
 from diloco.protocol.messages import Acquaintance, Fork
 
 CHUNK_BYTES = 1 << 20
@@ -56,6 +56,19 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, by what no other process on any machine has: evidence for its death, to those on the same machine."""
+
+    boot: str
+    """Random identity of the boot of its machine."""
+    pid_namespace: str
+    network_namespace: str
+    pid: Annotated[int, MinValue(1)]
+    started: int
+    """When it started, clock ticks after boot: a pid is used again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """A member's reply to a joiner: all that it needs to join the run."""
 
@@ -75,6 +88,8 @@ class Welcome:
     """Fingerprint of the training data; empty when each peer has its own."""
     forks: tuple[Fork, ...] = ()
     """The lineages that led to this one, oldest first."""
+    process: ProcessId | None = None
+    """The process at the far end of this connection, which set it. None: its death has no proof."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,7 @@ from diloco.protocol.messages import Reply
 from diloco.protocol.streams import Part, StreamHeader
 from diloco.transport.address import join_address, split_address
 from diloco.transport.link import LinkRefused, LinkSlow, Service
+from diloco.transport.process import this_process
 from diloco.wire import convert
 from diloco.wire.chunks import Damaged, MessageSize, PartAssembler, cut
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2
@@ -131,7 +133,7 @@ class _Handlers(PeerServicer):
     async def Hello(self, request: peer_pb2.HelloRequest, context: Context) -> peer_pb2.Welcome:
         async with _refusing(context):
             parsed(convert.check_version, request.wire_version)
-            return convert.welcome_to_wire(self._service.on_hello())
+            return convert.welcome_to_wire(replace(self._service.on_hello(), process=this_process()))
 
     async def Deliver(self, request: control_pb2.Sealed, context: Context) -> control_pb2.DeliverReply:
         return await _replying(self._deliver(request))

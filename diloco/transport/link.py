@@ -7,14 +7,14 @@ that it takes, and a caller that fetches passes how much it expects.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Protocol
 
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
-from diloco.protocol.streams import Limits, Part, StateOffer, StreamHeader, Welcome
-from diloco.transport.address import is_loopback, split_address
+from diloco.protocol.streams import Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
+from diloco.transport.address import is_loopback
+from diloco.transport.process import process_lives
 
 
 class LinkDown(Exception):
@@ -78,20 +78,13 @@ class Link(Protocol):
     async def status(self, address: str, timeout_s: float) -> str:
         """Fetch the status of the peer at a network address, as JSON."""
 
-    async def nobody_listens(self, address: str) -> bool:
-        """Whether a network address refuses connections because its process is gone for certain: dead, not cut off.
+    def near(self, address: str) -> bool:
+        """Whether a network address may be of a process of this machine."""
+        return is_loopback(address)
 
-        Only loopback gives proof: nothing but the kernel itself refuses a connection there, and a refusal that crossed
-        a network may be a firewall's.
-        """
-        if not is_loopback(address):
-            return False
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(*split_address(address)), PROBE_S)
-            writer.close()
-        except OSError as error:  # of which TimeoutError is one
-            return isinstance(error, ConnectionRefusedError)
-        return False
+    def lives(self, process: ProcessId) -> bool | None:
+        """Whether a process lives that a welcome named; None where nobody here can know, see `process_lives`."""
+        return process_lives(process)
 
     async def close(self) -> None:
         """Close all connections of the link, and end its calls."""

@@ -25,7 +25,7 @@ class SimulatedRuntime:
 
     def serve(self, service: Any, listen: str) -> str:
         """Let `service` answer at the address of the simulated process."""
-        self._process.serve(service)
+        self._process.serve(service)  # type: ignore[arg-type]
         return self._process.address
 
     def answer_of(self, address: str) -> Welcome | None:

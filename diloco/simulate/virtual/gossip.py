@@ -175,7 +175,7 @@ class GossipProcess(SimulatedProcess):
             self.averaged_since_s = self.world.now
             return average()
 
-        peer._count, peer._apply, peer.average = on_count, on_apply, on_average  # type: ignore[method-assign]
+        peer._count, peer._apply, peer.average = on_count, on_apply, on_average  # type: ignore[assignment, method-assign]
 
 
 class GossipTraining(SimulatedTraining):

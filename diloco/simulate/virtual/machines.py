@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from diloco.base.types import Member
+from diloco.protocol.streams import ProcessId
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -24,12 +25,16 @@ class SimulatedMachines:
         """By name, the latest last."""
         self._listened: dict[str, SimulatedProcess] = {}
         """By address: the process that listens there, or was the last to do so."""
+        self._lives: dict[int, SimulatedProcess] = {}
+        self._known: set[tuple[int, int]] = set()
+        """Life of a process that asked, and life of a process that it has seen on its own machine."""
         self._proofs: set[tuple[int, int]] = set()
         """Life of a process that asked, and life whose death the answer proves."""
 
     def starts(self, process: SimulatedProcess) -> None:
         """A process starts on its machine."""
         self._processes.setdefault(process.name, []).append(process)
+        self._lives[process.life] = process
 
     def listens(self, process: SimulatedProcess) -> None:
         """A process listens at its address from now on."""
@@ -62,22 +67,26 @@ class SimulatedMachines:
         """Processes of this name that began their life under this number."""
         return [process for process in self._processes.get(name, []) if incarnation in process.incarnations]
 
-    def refuses(self, asker: SimulatedProcess, address: str) -> bool:
-        """The kernel's answer to a process: whether nobody listens at an address of its own machine."""
-        gone = self._listened.get(address)
-        if gone is None or gone.alive or gone.loses_power or not self.shared(asker.name, gone.name):
-            return False
-        self._proofs.add((asker.life, gone.life))
-        return True
+    def named(self, address: str) -> ProcessId | None:
+        """The process that listens at an address, as it names itself."""
+        there = self._listened.get(address)
+        return ProcessId("", "", "", there.life + 1, 0) if there is not None else None
+
+    def lives(self, asker: SimulatedProcess, process: ProcessId) -> bool | None:
+        """The kernel's answer to a process: whether another one lives that named itself; None where it cannot know."""
+        other = self._lives[process.pid - 1]
+        if not self.shared(asker.name, other.name) or other.loses_power:
+            return None
+        (self._known if other.alive else self._proofs).add((asker.life, other.life))
+        return other.alive
 
     def proved(self, process: SimulatedProcess, view: Sequence[Member]) -> set[str]:
         """Members of a view whose deaths were proven to a process."""
         found = ((member.peer, self.process_of(member)) for member in view)
         return {peer for peer, gone in found if gone is not None and (process.life, gone.life) in self._proofs}
 
-    def provable(self, name: str, member: Member) -> bool:
-        """Whether a process of this name would be told that this life of a peer is dead, if it asked."""
-        gone = self._listened.get(member.address)
-        same = gone is not None and gone is self.process_of(member)
+    def provable(self, asker: SimulatedProcess, member: Member) -> bool:
+        """Whether a process would be told that this life of a peer is dead, if it asked: it knows its process."""
+        gone = self.process_of(member)
         over = gone is not None and not gone.alive and not gone.loses_power
-        return same and over and self.shared(name, member.peer)
+        return over and gone is not None and (asker.life, gone.life) in self._known

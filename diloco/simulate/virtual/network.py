@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
-from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, StateOffer, StreamHeader, Welcome
+from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.simulate.virtual.wires import (
     RETRANSMIT_S,
     SimulatedCut,
@@ -427,7 +427,10 @@ class SimulatedLink(Link):
             call.end()
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
-        return await self._ask_now(address, timeout_s, lambda service: service.on_hello())
+        machines = self._network.world.machines
+        return await self._ask_now(
+            address, timeout_s, lambda service: replace(service.on_hello(), process=machines.named(address))
+        )
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         return await self._ask_now(address, timeout_s, lambda service: service.on_lanes())
@@ -463,8 +466,11 @@ class SimulatedLink(Link):
     async def status(self, address: str, timeout_s: float) -> str:
         return await self._ask_now(address, timeout_s, lambda service: service.on_status())
 
-    async def nobody_listens(self, address: str) -> bool:
-        return self._network.world.machines.refuses(self._process, address)
+    def near(self, address: str) -> bool:
+        return self._network.world.machines.shared(self._process.name, name_at(address))
+
+    def lives(self, process: ProcessId) -> bool | None:
+        return self._network.world.machines.lives(self._process, process)
 
     async def close(self) -> None:
         """Does nothing: connections end with the process."""

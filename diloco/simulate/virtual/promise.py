@@ -86,7 +86,7 @@ class SimulatedPromise:
         if member.peer in living:
             return False
         evicted = (member.peer, member.incarnation) in self.evicted
-        return evicted or all(self.world.machines.provable(name, member) for name in living)
+        return evicted or all(self.world.machines.provable(self.world.hosts[name], member) for name in living)
 
     def _has_heir(self, commit: Commit, leaver: Member, living: set[str]) -> bool:
         """Whether a leaver's vote went to a member that lives: the heir that it named, if that one heard it."""

@@ -98,6 +98,44 @@ class Member(_message.Message):
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
+class ProcessId(_message.Message):
+    """A process of a Linux machine, so that others on the same machine can see whether it lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: _builtins.int
+    NETWORK_NAMESPACE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    boot: _builtins.str
+    """/proc/sys/kernel/random/boot_id"""
+    pid_namespace: _builtins.str
+    """where /proc/self/ns/pid leads"""
+    network_namespace: _builtins.str
+    """where /proc/self/ns/net leads"""
+    pid: _builtins.int
+    """from 1"""
+    started: _builtins.int
+    """field 22 of /proc/PID/stat: clock ticks after boot"""
+    def __init__(
+        self,
+        *,
+        boot: _builtins.str = ...,
+        pid_namespace: _builtins.str = ...,
+        network_namespace: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        started: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "network_namespace", b"network_namespace", "pid", b"pid", "pid_namespace", b"pid_namespace", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessId: _TypeAlias = ProcessId  # noqa: Y015
+
+@_typing.final
 class Envelope(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -53,6 +53,7 @@ class Welcome(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     FORKS_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
     contract: _builtins.bytes
     """canonical JSON"""
@@ -76,6 +77,10 @@ class Welcome(_message.Message):
     def forks(self) -> _containers.RepeatedCompositeFieldContainer[_control_pb2.Fork]:
         """the lineages that led to this one, oldest first"""
 
+    @_builtins.property
+    def process(self) -> _control_pb2.ProcessId:
+        """which answers; absent where its machine does not say: its death has no proof"""
+
     def __init__(
         self,
         *,
@@ -89,10 +94,11 @@ class Welcome(_message.Message):
         layout: _builtins.str = ...,
         data: _builtins.str = ...,
         forks: _abc.Iterable[_control_pb2.Fork] | None = ...,
+        process: _control_pb2.ProcessId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "forks", b"forks", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "data", b"data", "directory", b"directory", "forks", b"forks", "founded", b"founded", "layout", b"layout", "lineage", b"lineage", "members", b"members", "process", b"process", "version", b"version", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,184 @@
+"""Proof that a peer is dead: its own word for its process, which was seen on this machine and is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.base.types import Member
+from diloco.exchange.deaths import Deaths
+from diloco.protocol.streams import ProcessId, Welcome
+from diloco.transport import process as processes
+from diloco.transport.grpc_link import GrpcLink
+from diloco.transport.grpc_server import serve
+from diloco.transport.link import Link, LinkDown
+from diloco.transport.process import process_lives, this_process
+from tests.peers import KEYS
+from tests.programs.forwarder import HOST, forward
+from tests.test_link import Listener
+
+HERE = this_process()
+pytestmark = pytest.mark.skipif(HERE is None, reason="no /proc that names processes")
+B = Member("b", 5, "127.0.0.1:1")
+TIMEOUT_S = 5.0
+
+
+def welcome(process: ProcessId | None, member: Member = B) -> Welcome:
+    return Welcome(b"{}", "lineage", 0, True, (member,), (), "layout", "", process=process)
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], ProcessId]]:
+    """Another process, and its name."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        yield process, replace(HERE, pid=process.pid, started=int(stat.rpartition(")")[2].split()[19]))
+        process.kill()
+
+
+class Answering(Link):
+    """A link on which every address answers a hello so."""
+
+    def __init__(self, answer: Welcome | None) -> None:
+        self.answer, self.asked = answer, 0
+
+    async def hello(self, address: str, timeout_s: float) -> Welcome:
+        self.asked += 1
+        if self.answer is None:
+            raise LinkDown(address)
+        return self.answer
+
+
+def asked(answer: Welcome | None, member: Member = B) -> tuple[Deaths, Answering]:
+    link = Answering(answer)
+    deaths = Deaths(link, TIMEOUT_S)
+    asyncio.run(deaths.ask(member))
+    return deaths, link
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_process_lives_until_it_has_ended(child: tuple[subprocess.Popen[bytes], ProcessId]) -> None:
+    process, name = child
+    assert process_lives(name) is True
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process_lives(name) is True, "a stopped one goes on later"
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_lives(name) is False, "a zombie does nothing more"
+    process.wait()
+    assert process_lives(name) is False
+
+
+def test_a_pid_that_is_used_again_is_another_process() -> None:
+    assert process_lives(HERE) is True
+    assert process_lives(replace(HERE, started=HERE.started - 1)) is False
+    assert process_lives(replace(HERE, pid=2**62)) is False, "no pid at all"
+
+
+@pytest.mark.parametrize("elsewhere", ["boot", "pid_namespace", "network_namespace"])
+def test_a_process_elsewhere_is_nothing_that_is_known_here(elsewhere: str) -> None:
+    assert process_lives(replace(HERE, **{elsewhere: "another"})) is None
+    assert process_lives(replace(HERE, pid=2**62, **{elsewhere: "another"})) is None
+
+
+def test_a_hidden_process_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc with the option `hidepid` does not list processes of other users."""
+
+    def hidden(pid: int) -> int:
+        if pid != os.getpid():
+            raise FileNotFoundError
+        return HERE.started
+
+    monkeypatch.setattr(processes, "_started", hidden)
+    assert process_lives(replace(HERE, pid=1)) is None
+
+
+def test_without_proc_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "readlink", missing)
+    assert this_process() is None
+    assert process_lives(HERE) is None
+
+
+# ---------------------------------------------------------------- lives of peers
+
+
+def test_a_life_is_over_when_its_process_is_gone(child: tuple[subprocess.Popen[bytes], ProcessId]) -> None:
+    process, name = child
+    deaths, link = asked(welcome(name))
+    assert not deaths.proven(B)
+    process.kill()
+    process.wait()
+    assert deaths.proven(B)
+    assert not deaths.proven(replace(B, incarnation=6)), "its next life has a process of its own"
+    asyncio.run(deaths.ask(B))
+    assert link.asked == 1
+
+
+def test_what_was_not_seen_alive_proves_nothing(child: tuple[subprocess.Popen[bytes], ProcessId]) -> None:
+    """A release before this one; another life, or another peer, at the address; a process that nobody here sees."""
+    process, name = child
+    others = [replace(B, incarnation=4), replace(B, peer="c")]
+    unseen = [None, replace(name, started=1), replace(name, boot="another"), replace(name, network_namespace="net:[1]")]
+    answers = [*(welcome(name, other) for other in others), *map(welcome, unseen)]
+    known = [asked(answer)[0] for answer in answers]
+    process.kill()
+    process.wait()
+    assert not any(deaths.proven(B) for deaths in known)
+    assert all(deaths.asked(B) for deaths in known)
+
+
+def test_a_life_that_did_not_answer_is_asked_again() -> None:
+    deaths, link = asked(None)
+    assert not deaths.asked(B)
+    link.answer = welcome(HERE)
+    asyncio.run(deaths.ask(B))
+    assert deaths.asked(B)
+    assert not deaths.proven(B)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:1", "example.org:1", "", "unix:/x"])
+def test_an_address_elsewhere_is_not_asked(address: str) -> None:
+    deaths, link = asked(welcome(HERE), replace(B, address=address))
+    assert deaths.asked(B)
+    assert not link.asked
+
+
+def test_a_forwarder_that_ended_proves_nothing() -> None:
+    """On one machine: its port refuses, and the process behind it, which answered the hello, lives."""
+
+    class Founder(Listener):
+        def on_hello(self) -> Welcome:
+            return welcome(None, member)
+
+    async def play() -> None:
+        nonlocal member
+        link = GrpcLink(rpc_s=TIMEOUT_S, keys=KEYS)
+        server = await serve(Founder(), f"{HOST}:0", KEYS)
+        port = int(server.address.rpartition(":")[2])
+        forwarder = await asyncio.start_server(forward(lambda: asyncio.open_connection(HOST, port)), HOST, 0)
+        member = replace(B, address=f"{HOST}:{forwarder.sockets[0].getsockname()[1]}")
+        deaths = Deaths(link, TIMEOUT_S)
+        await deaths.ask(member)
+        assert deaths._processes == {(B.peer, B.incarnation): HERE}
+        forwarder.close()
+        await link.close()
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*member.address.split(":"))
+        assert not deaths.proven(member)
+        await server.stop(0)
+
+    member = B
+    asyncio.run(play())
