@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from diloco.simulate.virtual.draw import draw
+from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.search import narrate
 
 ROOT = Path(__file__).resolve().parent.parent

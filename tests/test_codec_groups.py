@@ -31,7 +31,7 @@ from diloco.outer.average import unpack
 from diloco.outer.fragments import Fragment, Layout
 from diloco.outer.pseudograd import pseudo_gradient
 from diloco.peer.terms import rules_of
-from diloco.simulate.virtual.draw import draw
+from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.search import narrate
 from tests.paper import PaperRun, contract
 from tests.test_fragments import models

@@ -151,8 +151,10 @@ def test_a_life_that_did_not_answer_is_asked_again() -> None:
 
 @pytest.mark.parametrize("address", ["10.0.0.1:1", "example.org:1", "", "unix:/x"])
 def test_an_address_elsewhere_is_not_asked(address: str) -> None:
-    deaths, link = asked(welcome(HERE), replace(B, address=address))
-    assert deaths.asked(B)
+    elsewhere = replace(B, incarnation=9, address=address)
+    deaths, link = asked(welcome(HERE))
+    link.asked = 0
+    assert deaths.asked(elsewhere)
     assert not link.asked
 
 

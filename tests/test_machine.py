@@ -35,7 +35,7 @@ from diloco.protocol.view import (
     upload_shares,
     votes_needed,
 )
-from diloco.simulate.virtual.plan import parse
+from diloco.simulate.virtual.plans.plan import parse
 from diloco.simulate.virtual.search import narrate, outcome_lines
 
 NAMES = ["a", "b", "c", "d"]

@@ -19,10 +19,10 @@ import torch
 from diloco.accounts.replay import Verdict
 from diloco.base.errors import UsageError
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.draw import OTHER_CODECS, draw
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedCut
-from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.draw import OTHER_CODECS, draw
+from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, Fault, FaultPlan, parse
 from diloco.simulate.virtual.search import (
     BATCH,
     RULE,

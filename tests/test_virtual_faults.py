@@ -9,8 +9,8 @@ import torch
 
 from diloco.base.types import Member
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.draw import SIZES, draw
-from diloco.simulate.virtual.plan import FaultPlan, parse
+from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
 from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
 from diloco.simulate.virtual.world import Outcome

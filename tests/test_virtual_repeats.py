@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from diloco.simulate.virtual.draw import draw
+from diloco.simulate.virtual.plans.draw import draw
 from diloco.simulate.virtual.world import SimulatedWorld
 
 SEEDS = range(3000, 3006)

@@ -20,7 +20,7 @@ from diloco.base.clock import monotonic_s
 from diloco.base.life import done
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member, Progress, Skip
-from diloco.exchange.archive import Archive
+from diloco.exchange.archive import Archive, Untaken
 from diloco.exchange.background import ExchangeTasks, settle
 from diloco.exchange.deaths import Deaths
 from diloco.exchange.lane import Lane
@@ -28,7 +28,6 @@ from diloco.exchange.lanes import Lanes, RemoteLane
 from diloco.exchange.missed import Fetcher
 from diloco.exchange.statesync import download
 from diloco.exchange.terms import Terms
-from diloco.exchange.untaken import Untaken
 from diloco.outer.average import digest_of
 from diloco.outer.state import OuterState, state_bytes
 from diloco.protocol import messages as m

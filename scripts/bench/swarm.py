@@ -24,7 +24,7 @@ from typing import Any
 def main() -> int:
     options = parse()
     from diloco.base.errors import UsageError
-    from diloco.simulate.virtual.gate import Violation
+    from diloco.simulate.virtual.oracle.gate import Violation
 
     results: list[dict[str, Any]] = []
     try:

@@ -5,18 +5,17 @@ ledger and checkpoints. Only what is beneath is simulated: the clock, the networ
 
 Read in this order:
 
-    plan.py         what goes wrong and when: drawn from a seed, or read from a text
+    plans/          what goes wrong and when: drawn from a seed, or read from a text; contract and site; lies
     timeline.py     virtual time: one queue of all that is to happen, and an event loop for each process
     world.py        the processes of one plan, and the end that all must come to
     process.py      one life of a peer, with observers at its seams; endpoint.py: its place on the network
-    training.py     inner steps that are noise on 6,000 numbers, and what a liar sends
-    setup.py        contract and site of a plan
+    training.py     inner steps that are noise on 6,000 numbers
     network.py      messages, calls and streams that are late, lost, doubled, cut off, damaged
-    disk.py         files that survive a loss of power, or not
+    wires.py        bandwidth, tunnels and damaged bytes
+    disk.py         files that survive a loss of power, or not; checkpoints.py: what it keeps of them
     faults.py       what each fault does; operator.py: what a person does about it
-    invariants.py   I1 to I8 of the design, checked when something changes; means and versions made once more
-    progress.py     what each peer trained, followed in pieces until a version counts it
-    ballots.py      promises and votes, checked when they are given; gate.py: who and what is let in, and `Violation`
+    oracle/         what must hold, checked without asking the code under test
+    gossip.py       runs under gossip
     transcript.py   what happened, as lines to read
     search.py       many seeds on all cores, and the shortest plan that still fails
     planted.py      bugs that must not stay hidden

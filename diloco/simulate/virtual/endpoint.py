@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from diloco.protocol.streams import Welcome
 from diloco.simulate.memory_link import MemoryEndpoint
+from diloco.transport.link import Service
 from diloco.transport.sockets import SocketCounter
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class SimulatedRuntime:
         self._process = process
         self.loop, self.link = process.loop, process.link
 
-    def serve(self, service: Any, listen: str) -> str:
+    def serve(self, service: Service, listen: str) -> str:
         """Let `service` answer at the address of the simulated process."""
         self._process.serve(service)  # type: ignore[arg-type]
         return self._process.address

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
-from diloco.simulate.virtual.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.wires import SimulatedCut
 

@@ -25,13 +25,14 @@ from diloco.observe.events import Stamped, SwapApplied
 from diloco.outer.fragments import read_fragment
 from diloco.outer.line import Line
 from diloco.run.run import Leading, Run
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, Fault, FaultPlan
+from diloco.simulate.virtual.plans.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.setup import FINAL_S, NOISES, STEPS, flat_noise, noises
 from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.simulate.virtual.world import HEAL_S, SimulatedWorld
 from diloco.storage.checkpoint import Checkpoint
+from diloco.transport.link import Service
 
 TOLERANCE = 1e-3
 FAR = 10.0
@@ -114,9 +115,18 @@ class GossipWorld(SimulatedWorld):
 class GossipProcess(SimulatedProcess):
     """The process of a simulated peer under gossip."""
 
+    @property
+    def listeners(self) -> Any:  # type: ignore[override]
+        """They hear the events of the peer."""
+        return (self.on_event,)
+
     swapping: Swapping
     averaged_since_s = -1.0
     """Virtual time at which its final average began."""
+
+    @property
+    def exchange(self) -> Any:  # type: ignore[override]
+        return self.swapping
 
     def standing(self) -> str:
         """Where it is, in words."""
@@ -124,16 +134,13 @@ class GossipProcess(SimulatedProcess):
         others = len(self.swapping.alive())
         return f"{peer.progress.phase} with {peer.position()} tokens, {others} others: {self.swapping.reason}"
 
-    def listeners(self) -> Any:
-        return (self.on_event,)
-
     def close_files(self) -> None:
         if self._leading is not None:
             self._peer().events.close()
 
-    def serve(self, service: Any) -> None:
+    def serve(self, service: Service) -> None:
         assert isinstance(service, Swapping)
-        self.service = self.exchange = self.swapping = service  # type: ignore[assignment]
+        self.service, self.swapping = service, service  # type: ignore[assignment]
         self.world.network.listen(self)
 
     def lies(self, header: Any, address: str, parts: Any) -> Any:
@@ -167,8 +174,8 @@ class GossipProcess(SimulatedProcess):
             training.measured(mine)
             return mine
 
-        def on_apply(mine: Any, *rest: Any, **named: Any) -> None:
-            apply(mine, *rest, **named)
+        def on_apply(mine: Any, *rest: Any) -> None:
+            apply(mine, *rest)
             training.applied(mine, peer)
 
         def on_average() -> Life[None]:

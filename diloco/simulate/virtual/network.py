@@ -337,7 +337,7 @@ class SimulatedStream:
             late.cancel()
 
     def over(self, error: LinkSlow | None = None) -> None:
-        """What is under way is taken, or will never be."""
+        """The batch under way is taken, or will never be."""
         if self._taken is None or self._taken.done():
             return
         if error is None:
@@ -383,7 +383,7 @@ class SimulatedLink(Link):
     def __init__(self, network: SimulatedNetwork, process: SimulatedProcess, rpc_s: float) -> None:
         self._network, self._process = network, process
         self._deadlines = SimulatedDeadlines(process.loop, rpc_s)
-        """Of messages."""
+        """For messages."""
 
     @property
     def send_bps(self) -> int:
@@ -427,10 +427,8 @@ class SimulatedLink(Link):
             call.end()
 
     async def hello(self, address: str, timeout_s: float) -> Welcome:
-        machines = self._network.world.machines
-        return await self._ask_now(
-            address, timeout_s, lambda service: replace(service.on_hello(), process=machines.named(address))
-        )
+        named = self._network.world.machines.named
+        return await self._ask_now(address, timeout_s, lambda s: replace(s.on_hello(), process=named(address)))
 
     async def lanes(self, address: str, timeout_s: float) -> tuple[str, ...]:
         return await self._ask_now(address, timeout_s, lambda service: service.on_lanes())

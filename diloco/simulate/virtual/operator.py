@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.base.errors import TicketError, UnreachableError, UsageError
 from diloco.run.operate import evict
 from diloco.simulate.virtual.network import SimulatedLink
-from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import ProcessLoop
 from diloco.storage.checkpoint import latest
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
@@ -69,7 +69,7 @@ class SimulatedOperator:
         return [host for host in self.world.hosts.values() if host.alive]
 
     async def _statuses(self) -> dict[str, Status]:
-        """What peers that run say of the run, by name."""
+        """Answers of the peers that run, by name."""
         link = self._link()
 
         async def ask(host: SimulatedProcess) -> Status | None:
@@ -189,13 +189,13 @@ class SimulatedOperator:
 
 
 def _own(status: Status) -> Status:
-    """What a peer that answers says of itself."""
+    """A peer's answer about itself."""
     entry: Status = next(entry for entry in status["peers"] if entry["peer"] == status["answering"])
     return entry
 
 
 def _named(status: Status, peer: str) -> Status | None:
-    """What a member says of a peer of its view."""
+    """A member's answer about a peer of its view."""
     found: Sequence[Status] = [entry for entry in status["peers"] if entry["peer"] == peer and entry["in_view"]]
     return found[0] if found else None
 

@@ -33,7 +33,7 @@ from diloco.protocol.machine import Machine
 from diloco.protocol.reduction import Tally
 from diloco.protocol.roster import Admission, Roster, RosterEntry
 from diloco.round import measure
-from diloco.simulate.virtual.plan import NO_CLOCK, OMITS, FaultPlan
+from diloco.simulate.virtual.plans.plan import NO_CLOCK, OMITS, FaultPlan
 from diloco.simulate.virtual.timeline import ProcessLoop
 
 

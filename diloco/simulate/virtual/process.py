@@ -32,13 +32,14 @@ from diloco.run.run import Leading, Run
 from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
-from diloco.simulate.virtual.gate import Violation
 from diloco.simulate.virtual.network import SimulatedLink
-from diloco.simulate.virtual.plan import OMITS
-from diloco.simulate.virtual.progress import SimulatedProgress
-from diloco.simulate.virtual.setup import RPC_S
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
+from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
-from diloco.simulate.virtual.training import SimulatedTraining, falsified, omitting, other_mean
+from diloco.simulate.virtual.training import SimulatedTraining
 from diloco.storage.checkpoint import Checkpoint
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow
 
@@ -52,6 +53,9 @@ RETRY_S = 0.5
 
 class SimulatedProcess:
     """The process of a simulated peer: it runs, is stopped, or is dead. A restart makes another of the same name."""
+
+    listeners: Sequence[Callable[[Stamped], None]] = ()
+    """They hear the events of the peer."""
 
     def __init__(self, world: SimulatedWorld, name: str, life: int, address: str, founder: bool, resumes: bool) -> None:
         """`resumes`: it goes on from what its folder holds."""
@@ -266,8 +270,15 @@ class SimulatedProcess:
         self._rank, self.saving = rank, SimulatedSaving(self, rank.saver)
         rank.counter = NoSockets()
         folder = self.disk.folder if self.world.keeps_disks else None
-        doors: Any = endpoint
-        entrance = Entrance(setup.contract, doors, self.name, folder, checkpoint, self.listeners(), self.wants_to_leave)
+        entrance = Entrance(
+            setup.contract,
+            endpoint,  # type: ignore[arg-type]
+            self.name,
+            folder,
+            checkpoint,
+            self.listeners,
+            self.wants_to_leave,
+        )
         parts = Parts(training.weights, training, "", lambda rank, entrance: training.reader(rank.line, checkpoint))
         with ExitStack() as closing:
             closing.callback(rank.close)
@@ -281,10 +292,6 @@ class SimulatedProcess:
             yield from run.begin()
             closing.pop_all()
         return run
-
-    def listeners(self) -> Sequence[Callable[[Stamped], None]]:
-        """They hear the events of the peer."""
-        return ()
 
     def _training(self) -> SimulatedTraining:
         return SimulatedTraining(self)

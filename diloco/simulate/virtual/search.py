@@ -21,9 +21,9 @@ from diloco.base.errors import UsageError
 from diloco.kernels.build import use_compiled
 from diloco.simulate.local.processes import die_with_parent
 from diloco.simulate.virtual import planted
-from diloco.simulate.virtual.draw import SIZES, draw
 from diloco.simulate.virtual.gossip import GossipWorld
-from diloco.simulate.virtual.plan import FaultPlan, parse
+from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.world import Outcome, SimulatedWorld
 
 BATCH = 20
@@ -45,9 +45,9 @@ class SeedOptions:
     speeds: str = ""
     """`LOW:HIGH`: the slowest and the fastest that a peer may be."""
     size: str = "usual"
-    """One of `diloco.simulate.virtual.plan.SIZES`."""
+    """One of `diloco.simulate.virtual.plans.plan.SIZES`."""
     rare: bool = True
-    """With what `diloco.simulate.virtual.plan` adds to a share of the plans. Without, a seed is what it was before."""
+    """With the faults that `plans.draw` adds to a share of the plans. Without, a seed is what it was before."""
 
     def draw(self, seed: int) -> FaultPlan:
         """A seed's plan of faults, with these options."""

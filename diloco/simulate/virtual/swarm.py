@@ -17,9 +17,9 @@ import torch
 
 from diloco.base.types import Commit
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.draw import draw_speeds
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.plan import Fault, FaultPlan
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.draw import draw_speeds
+from diloco.simulate.virtual.plans.plan import Fault, FaultPlan
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.world import SimulatedWorld
 from diloco.wire.convert import seal

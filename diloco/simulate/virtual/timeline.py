@@ -62,7 +62,7 @@ class Timeline:
         self._timers: list[tuple[float, int, Happening]] = []
         self._order = count()
         self._at_once = 0
-        """Of what happened, how much did at this moment."""
+        """Number of events at this moment."""
         self._outside = ProcessLoop.on(self)
         """The loop of events that happen to no process."""
 

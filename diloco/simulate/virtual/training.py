@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.compress import Codec
 from diloco.inner.meter import Phases, Throughput
 from diloco.island.slices import Pieces, Slices, held
 from diloco.outer.fragments import Weights
 from diloco.outer.line import Line
 from diloco.run.trainer import TrainerLeases
-from diloco.simulate.virtual.setup import STEPS, SimulatedModel
+from diloco.simulate.virtual.plans.setup import STEPS, SimulatedModel
 from diloco.storage.checkpoint import Checkpoint
 from diloco.storage.saving import Contents
 
@@ -119,33 +118,3 @@ class SimulatedData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take no state."""
-
-
-# ---------------------------------------------------------------- lies
-
-
-def falsified(lie: str, parts: Sequence[bytes], codecs: Sequence[Codec], sizes: Sequence[int]) -> Sequence[bytes]:
-    """A lying simulated peer's version of its encoded contribution; `codecs` and `sizes` in elements: of each part."""
-    match lie:
-        case "short":
-            return [part[:-1] for part in parts]
-        case "long":
-            return [part + b"\0" for part in parts]
-        case "garbled":
-            return [part[:-1] + bytes([part[-1] ^ 0x55]) for part in parts]
-        case "infinite":
-            return [b"\xff" * len(part) for part in parts]
-        case "absurd":
-            return [codec.encode(torch.full((size,), 6e4)) for codec, size in zip(codecs, sizes, strict=True)]
-    return parts
-
-
-def omitting(omitted: Sequence[str], contributors: Sequence[str], me: str) -> tuple[str, ...]:
-    """Contributors that a lying simulated owner claims to leave out of a part: one that it counts is among them."""
-    counted = [peer for peer in contributors if peer not in (me, *omitted)]
-    return (*omitted, *counted[:1])
-
-
-def other_mean(payload: bytes) -> bytes:
-    """Mean that a lying simulated owner sends to one receiver."""
-    return payload[:-1] + bytes([payload[-1] ^ 1])

@@ -1,4 +1,4 @@
-"""Wires of a simulated network: they are cut, are uplinks that all streams of a peer share, and flip bits."""
+"""Wires of a simulated network: they are cut, share a peer's uplink between its streams, and flip bits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import DecodeError
+
 from diloco.base.types import Closed
 from diloco.protocol.messages import Envelope, Reply
 from diloco.protocol.streams import Limits, Part
 from diloco.transport.grpc_server import parsed
 from diloco.transport.link import LinkDown, LinkRefused, LinkSlow, Service
 from diloco.wire import convert
+from diloco.wire.v1 import control_pb2
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.network import SimulatedCall, SimulatedNetwork
-    from diloco.simulate.virtual.plan import FaultPlan
+    from diloco.simulate.virtual.plans.plan import FaultPlan
     from diloco.simulate.virtual.timeline import ProcessLoop
 
 RETRANSMIT_S = 0.4
-"""Over a path that is cut, a stream sends again this often, as TCP does, until its deadline."""
+"""Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
 """Shorter waits may be none to a clock that has jumped far."""
 BUFFER_S = 0.2
@@ -111,11 +114,16 @@ def bytes_of(answer: Any) -> int:
 
 
 def flipped(envelope: Envelope, dice: Random) -> Envelope:
-    """An envelope with a flipped bit, as production code reads it. Raises LinkRefused, where that finds it."""
-    message = convert.seal(envelope)
-    data = bytearray(message.envelope)
+    """An envelope of which a bit was flipped before TLS had it or after, as production code reads it.
+
+    Raises LinkRefused where the receiver finds that, and LinkDown where its gRPC does.
+    """
+    data = bytearray(convert.seal(envelope).SerializeToString())
     data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    message.envelope = bytes(data)
+    try:
+        message = control_pb2.Sealed.FromString(bytes(data))
+    except DecodeError:
+        raise LinkDown("its gRPC could not read a message") from None
     return parsed(convert.unseal, message)
 
 

@@ -25,18 +25,18 @@ from diloco.protocol import messages as m
 from diloco.protocol.roster import FORGET_S
 from diloco.run.run import Run
 from diloco.simulate.virtual import transcript
-from diloco.simulate.virtual.afterwards import SimulatedAftermath
 from diloco.simulate.virtual.disk import DiskOfTheMoment, SimulatedDisk
 from diloco.simulate.virtual.faults import strike
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.invariants import SimulationInvariants
-from diloco.simulate.virtual.machines import SimulatedMachines
 from diloco.simulate.virtual.network import SimulatedNetwork
 from diloco.simulate.virtual.operator import SimulatedOperator
-from diloco.simulate.virtual.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
+from diloco.simulate.virtual.oracle.afterwards import SimulatedAftermath
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.oracle.invariants import SimulationInvariants
+from diloco.simulate.virtual.oracle.machines import SimulatedMachines
+from diloco.simulate.virtual.oracle.promise import SimulatedPromise
+from diloco.simulate.virtual.plans.plan import EXCHANGE_S, NO_CLOCK, Fault, FaultPlan
+from diloco.simulate.virtual.plans.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.process import SimulatedProcess
-from diloco.simulate.virtual.promise import SimulatedPromise
-from diloco.simulate.virtual.setup import STEPS, SimulationSetup, most_contributions
 from diloco.simulate.virtual.timeline import ProcessLoop, Timeline
 
 HEAL_S = 25.0

@@ -18,8 +18,8 @@ from diloco.base.types import Commit, Counted
 from diloco.outer.fragments import Fragment, read_fragment
 from diloco.outer.line import Line, PendingContribution
 from diloco.outer.merge import Mix
-from diloco.simulate.virtual.gate import Violation
-from diloco.simulate.virtual.setup import NOISES, flat_noise, noises
+from diloco.simulate.virtual.oracle.gate import Violation
+from diloco.simulate.virtual.plans.setup import NOISES, flat_noise, noises
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -53,7 +53,7 @@ class SimulatedProgress:
         self.trained = self.committed = self.given_up = 0
         """All tokens of this life, and where those went that are not here any more."""
         self.booked: list[Totals] = []
-        """What each record of the ledger must say of this life."""
+        """Totals that each record of this life's ledger must have."""
         self._sent_fragment = 0
         self._sent_pieces: tuple[int, ...] = ()
         self._sent_parts: Sequence[bytes] = ()

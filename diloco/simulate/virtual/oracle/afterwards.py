@@ -10,7 +10,7 @@ from diloco.accounts.audit import examine
 from diloco.accounts.books import Book, RecordedLife, book_of, chain_of
 from diloco.accounts.ledger import LEDGER, Totals, scan
 from diloco.base.types import Commit
-from diloco.simulate.virtual.gate import Violation
+from diloco.simulate.virtual.oracle.gate import Violation
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedAftermath:
-    """What must be so in a simulated world when all is well again."""
+    """Checks of a simulated world in which all is well again."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self.world, self.invariants = world, world.invariants

@@ -17,7 +17,7 @@ from diloco.outer.fragments import Fragment, Layout, Weights, read_fragment
 from diloco.outer.state import OuterState
 from diloco.peer import terms
 from diloco.peer.terms import lane_terms, rules_of, timing_of
-from diloco.simulate.virtual.plan import FaultPlan
+from diloco.simulate.virtual.plans.plan import FaultPlan
 
 LAYER = 3000
 """Elements of each of two layers: three parts."""

@@ -25,10 +25,10 @@ from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
-from diloco.simulate.virtual.ballots import SimulatedBallots
-from diloco.simulate.virtual.gate import SimulatedAdmissions, Violation
-from diloco.simulate.virtual.setup import PATIENCE_S, SimulationSetup
-from diloco.simulate.virtual.training import other_mean
+from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
+from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
+from diloco.simulate.virtual.plans.lies import other_mean
+from diloco.simulate.virtual.plans.setup import PATIENCE_S, SimulationSetup
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from diloco.simulate.virtual.plan import (
+from diloco.simulate.virtual.plans.plan import (
     CHECKPOINT_S,
     EXCHANGE_S,
     FLIPPED,

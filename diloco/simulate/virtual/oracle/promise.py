@@ -1,4 +1,4 @@
-"""What the rules of the protocol promise about a simulated run when its faults are over: that versions go on closing
+"""The promise of the protocol's rules about a simulated run when its faults are over: that versions go on closing
 without a person, or why one is needed. Judged by what is really so, and by the rules in `docs/how/protocol.md`.
 """
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.base.types import Commit, Member
 from diloco.protocol import messages as m
 from diloco.protocol.view import votes_needed
-from diloco.simulate.virtual.gate import Violation
+from diloco.simulate.virtual.oracle.gate import Violation
 
 if TYPE_CHECKING:
     from diloco.simulate.virtual.process import SimulatedProcess

@@ -96,7 +96,7 @@ class FaultPlan:
     peers: int = 3
     witnesses: int = 0
     codec: str = "fp32"
-    """Or one for each group of parameters, as `topk/fp16` (`diloco.simulate.virtual.setup.GROUPS`)."""
+    """Or one for each group of parameters, as `topk/fp16` (`diloco.simulate.virtual.plans.setup.GROUPS`)."""
     fragments: int = 1
     optimizer: str = "nesterov"
     weighting: str = "uniform"

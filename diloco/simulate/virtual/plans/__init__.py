@@ -1,0 +1,7 @@
+"""Plans of simulations, and what follows from them alone.
+
+plan.py    the faults of a simulation and when they come, as a text too
+draw.py    a plan drawn from a seed
+setup.py   contract and site of a plan, and the noise that takes the place of inner steps
+lies.py    bytes of a lying peer
+"""
