@@ -359,6 +359,8 @@ def _simpler(plan: FaultPlan) -> Iterator[FaultPlan]:
         yield replace(plan, faults=(*plan.faults[:index], *plan.faults[index + 1 :]))
     default = FaultPlan()
     for name in SETTINGS:
+        if name == "total_tokens" and plan.policy == "gossip":
+            continue  # such a run ends
         if getattr(plan, name) != getattr(default, name):
             yield replace(plan, **{name: getattr(default, name)})
     used = {peer for fault in plan.faults for peer in fault.peer.split("+")}

@@ -182,7 +182,8 @@ def _gossiping(dice: Random, plan: FaultPlan) -> FaultPlan:
     """The plan of a seed under gossip: peers that never wait, some of them slow, and a run that ends."""
     names = ("seed", "policy", "peers", "delay_s", "loss", "round_s", "bandwidth", "fixed_addresses", "calm_s")
     kept: dict[str, Any] = {name: getattr(plan, name) for name in names}
-    faults = tuple(fault for fault in plan.faults if not fault.peer.startswith("w"))  # nobody votes
+    # Nobody votes; and whose clock begins anew is refused for good: an earlier life than the one that others know.
+    faults = tuple(fault for fault in plan.faults if fault.how != NO_CLOCK and not fault.peer.startswith("w"))
     plan = FaultPlan(**kept, faults=faults, codec=dice.choice(("fp32", "fp16", "bf16")))
     rounds = (plan.quiet_s + dice.uniform(0.0, 10.0)) / (plan.round_s + EXCHANGE_S)
     speeds = draw_speeds(dice, plan.peers, (0.3, 1.0)) if dice.random() < SLOW_GOSSIP_SHARE else ""
