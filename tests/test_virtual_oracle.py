@@ -1,7 +1,7 @@
 """Every invariant of the simulator can fail: a wrong behaviour is planted in production, and its name comes up.
 
-`tests/virtual_bugs.py` has the wrong behaviour. The plans here are short ones that show it; drawn seeds show each within
-a few hundred, see `NOTICED_BY`.
+`tests/virtual_bugs.py` has the wrong behaviour. The plans here are short ones that show it; drawn seeds show each
+within a few hundred, see `NOTICED_BY`.
 """
 
 from __future__ import annotations

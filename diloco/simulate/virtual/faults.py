@@ -134,7 +134,7 @@ class SimulatedDuel:
 
     def end(self) -> None:
         """All hear of everything again."""
-        del self.world.network.send  # type: ignore[method-assign]
+        del self.world.network.send
         if self._cut in self.world.network.cuts:
             self.world.network.cuts.remove(self._cut)
 

@@ -47,7 +47,7 @@ KINDS: Mapping[str, str] = {
     "evict": "an operator declares a dead one dead",
     "cut": "nothing passes between a group and the rest; how: both, in or out, and `reset`: senders are told",
     "link": "the same between two",
-    "duel": "proposals of each of two attempts reach one member only, and the first one hears of nothing else meanwhile",
+    "duel": "of two attempts each is heard by one member only, and the first one hears of nothing else meanwhile",
     "tunnel": "connections to one that lives are refused and those that there are break; how: both, in or out",
     "slow": "its messages take 20 times as long",
     "late": "some of its messages come late; how: seconds at most",
