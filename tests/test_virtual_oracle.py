@@ -15,8 +15,8 @@ from tests.virtual_bugs import BUGS, planted
 
 TWO = FaultPlan(peers=2)
 KILLED = (Fault(3.0, "kill", "p1"),)
-AWAY = (Fault(3.0, "cut", "p1", 5.0, "both"),)
-ALL_DIE = (Fault(6.0, "blackout", "*"), Fault(6.5, "resume", "p0"))
+AWAY = (Fault(3.0, "cut", "p1", 5.0, "both, reset"),)
+ALL_DIE = (Fault(9.0, "blackout", "*"), Fault(9.5, "resume", "p0"))
 HALVES = (Fault(3.0, "cut", "p0", 6.0, "both"),)
 DUEL = (Fault(2.0, "duel", "", 16.0),)
 LEAVES = (Fault(3.0, "leave", "p0", how="after SendContribution"),)

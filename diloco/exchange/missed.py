@@ -62,8 +62,9 @@ class Fetcher:
             except (_Asked, LinkDown, LinkSlow, LinkRefused):
                 continue
             if fits:
-                self._archive.take_mean(digest, parts)
-                self._feed(m.MeanHeld(digest))
+                if digest not in self._archive.means:  # else it came from elsewhere meanwhile
+                    self._archive.take_mean(digest, parts)
+                    self._feed(m.MeanHeld(digest))
                 return
 
     async def commits(self, source: Member) -> bool:
