@@ -56,6 +56,7 @@ class SimulatedOperator:
         world.liars.clear()
         kept = self._checkpoints()
         first = max(kept, key=lambda name: kept[name], default="p0")
+        world.goal = min(world.goal, kept.get(first, 0) + 2)
         world.log(first, f"begins again from {'its checkpoint' if first in kept else 'nothing'}")
         self._began = world.start(first, founder=True, resumes=True)
         self._start_all()

@@ -103,6 +103,8 @@ class SimulatedWorld:
         if plan.total_tokens:  # all of them, by a few peers
             rounds = plan.total_tokens / STEPS / max(1, plan.peers // 2)
             self.heal_s += rounds * (plan.longest_round_s + EXCHANGE_S)
+        self.goal = 0
+        """Version that all must come to after the faults."""
         self.finished: dict[str, str] = {}
         """Digest of the last state, by lineage, of those that ended with `done`."""
         self.clockless: dict[str, int] = {}
@@ -202,9 +204,9 @@ class SimulatedWorld:
 
     def _until_well(self) -> None:
         """Wait until all is well: without help for as long as the rules of the protocol promise that it comes."""
-        goal, end_s = self._newest() + 2, self.now + self.heal_s
+        self.goal, end_s = self._newest() + 2, self.now + self.heal_s
         last_s, look_s = end_s + MAX_HELP * self.heal_s, self.now + FIRST_LOOK_S
-        while not self._until(min(look_s, end_s), lambda: self._well(goal)):
+        while not self._until(min(look_s, end_s), self._well):
             look_s = self.now + OPERATOR_S
             needed = self.promise.person_needed()
             if needed and self.now < last_s:
@@ -212,7 +214,7 @@ class SimulatedWorld:
                 self.operator.look()
                 end_s = self.now + self.heal_s
             elif self.now >= end_s:
-                raise Violation("I7", self._not_well(goal))
+                raise Violation("I7", self._not_well())
 
     def happens(self, fault: Fault) -> bool:
         """Whether a fault has a meaning in this simulation."""
@@ -234,21 +236,21 @@ class SimulatedWorld:
         if line.trained.tokens:
             raise Violation("I2", f"{host.name} ends, and {line.trained.tokens} of its tokens are nowhere")
 
-    def _well(self, goal: int) -> bool:
+    def _well(self) -> bool:
         hosts = self._honest()
         if self.plan.total_tokens:
             return bool(self.finished) and not any(host.up for host in hosts)
         lineages = {host.machine.lineage for host in hosts if host.up}
         together = len(lineages) == 1 and all(host.up and host.machine.in_view for host in hosts)
-        well = together and not self._failed and min(host.machine.version for host in hosts) >= goal
+        well = together and not self._failed and min(host.machine.version for host in hosts) >= self.goal
         return well or self._all_left()
 
     def _all_left(self) -> bool:
         return all(host.witness for host in self._honest())
 
-    def _not_well(self, goal: int) -> str:
+    def _not_well(self) -> str:
         stands = ", ".join(map(_standing, self._honest()))
-        return f"{self.heal_s:g} s after the faults not all are in the view at version {goal}: {stands}"
+        return f"{self.heal_s:g} s after the faults not all are in the view at version {self.goal}: {stands}"
 
     def _honest(self) -> list[SimulatedProcess]:
         return [host for host in self.hosts.values() if host.alive and host.name not in self.liars]
