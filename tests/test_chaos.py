@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from diloco.base.errors import ResourceError
 from diloco.simulate.chaos.absence import AbsenceScale, run_absences
 from diloco.simulate.chaos.drill import DrillOptions, run_drill
 from diloco.simulate.chaos.fleet import ChaosLife, SeenVersion
@@ -40,7 +43,7 @@ def echo() -> Iterator[int]:
                 threading.Thread(target=answer, args=[connection], daemon=True).start()
 
         def answer(connection: socket.socket) -> None:
-            with connection:
+            with connection, suppress(ConnectionResetError):
                 while data := connection.recv(1 << 16):
                     connection.sendall(data)
 
@@ -141,6 +144,51 @@ def test_nobody_behind_the_door(network: ChaosNetwork) -> None:
     host, _, door = network.address("b", port).rpartition(":")
     with socket.create_connection((host, int(door)), timeout=DEADLINE_S) as caller:
         assert ends(caller)
+
+
+def test_a_reset_ends_connections_and_a_shut_door_refuses_them(network: ChaosNetwork, to_b: socket.socket) -> None:
+    door = to_b.getpeername()[:2]
+    assert comes_back(to_b, b"before")
+    network.reset("b")
+    assert ends(to_b)
+    with socket.create_connection(door, timeout=DEADLINE_S) as again:
+        assert comes_back(again, b"again")
+        network.shut("b")
+        assert ends(again)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(door, timeout=DEADLINE_S)
+    network.reopen("b")
+    with socket.create_connection(door, timeout=DEADLINE_S) as after:
+        assert comes_back(after, b"after")
+
+
+LISTENS = """
+import socket
+with socket.create_server(("127.0.0.1", {port})) as server:
+    print("listens", flush=True)
+    for _ in range(2):
+        print(server.accept()[0].recv(9).decode(), flush=True)
+"""
+SAYS = "import socket; socket.create_connection(('127.0.0.1', {port}), {patience}).sendall(b'{word}')"
+
+
+def test_in_namespaces_everybody_has_a_door_to_all_others() -> None:
+    network, ports = ChaosNetwork(seed=1, apart=True), dict(zip("abc", (4001, 4002, 4003), strict=True))
+    try:
+        addresses = {name: network.address(name, port) for name, port in ports.items()}
+        assert addresses == {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        server = [*network.inside("b"), sys.executable, "-c", LISTENS.format(port=ports["b"])]
+        with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as b:
+            assert b.stdout is not None
+            assert b.stdout.readline() == "listens\n"
+            for name in "ac":
+                said = SAYS.format(port=ports["b"], patience=DEADLINE_S, word=name)
+                subprocess.run([*network.inside(name), sys.executable, "-c", said], check=True)
+                assert b.stdout.readline() == f"{name}\n"
+    except ResourceError as error:
+        pytest.skip(str(error))
+    finally:
+        network.close()
 
 
 # ---------------------------------------------------------------- the verdict

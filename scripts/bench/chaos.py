@@ -2,6 +2,7 @@
 
     scripts/chaos                        8 peers, 25 minutes of faults, then a clean run of as many tokens
     scripts/chaos --quick --peers 4      3 minutes
+    scripts/chaos --namespaces           each peer with a loopback of its own, and forwarders to the others
     scripts/chaos --failpoints           a death at each failpoint instead, and stops of 5 and 60 s
     scripts/chaos --absences             async: one is stopped, cut off, late, leaves: do the others wait? 8 minutes
     scripts/chaos --absences --quick     the same in 2 minutes
@@ -47,6 +48,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="3 minutes")
     parser.add_argument("--peers", type=int, default=8, help="processes (8)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
+    parser.add_argument(
+        "--namespaces", action="store_true", help="each peer in a network namespace, with forwarders to the others"
+    )
     parser.add_argument("--no-clean", action="store_true", help="leave out the clean run")
     parser.add_argument(
         "--failpoints", nargs="*", metavar="NAME", help="a death at each of these failpoints, or at all"
@@ -68,7 +72,14 @@ def drill(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     minutes = 3.0 if options.quick else options.minutes
     quiet_s = 50.0 if minutes <= 5 else 90.0
     plan = DrillOptions(
-        options.contract, options.out, options.peers, minutes, quiet_s, options.seed, clean=not options.no_clean
+        options.contract,
+        options.out,
+        options.peers,
+        minutes,
+        quiet_s,
+        options.seed,
+        apart=options.namespaces,
+        clean=not options.no_clean,
     )
     try:
         result = run_drill(plan, say)

@@ -44,16 +44,18 @@ class DrillOptions:
     """Time of an inner step, so that the machine's cores are not what limits the peers."""
     every_s: tuple[float, float] = (9.0, 14.5)
     """From one fault to the next."""
+    apart: bool = False
+    """Each peer in a network namespace of its own, behind forwarders."""
     clean: bool = True
     """Whether to train a clean run afterwards."""
 
 
 KINDS: Final = {
     "kill": 3, "kill, disk lost": 2, "stop": 3, "leave": 2, "cut off": 2, "cut one way": 2, "split": 1, "slow link": 2,
-    "corrupt bytes": 2,
+    "corrupt bytes": 2, "tunnel shut": 2, "reset": 2,
 }  # fmt: skip
 """Weight of each kind of fault in the draw. The founder dies once, early."""
-GENTLE: Final = ("slow link", "corrupt bytes")
+GENTLE: Final = ("slow link", "corrupt bytes", "reset")
 """Peers under these go on training, so that nobody else must be spared meanwhile."""
 
 
@@ -63,7 +65,7 @@ def run_drill(options: DrillOptions, say: Callable[[str], None]) -> dict[str, An
     if options.peers < 3:
         raise UsageError("chaos takes at least 3 peers", "with two, one is no majority")
     empty_folder(options.directory)
-    network = ChaosNetwork(options.seed)
+    network = ChaosNetwork(options.seed, options.apart)
     overrides = [f"membership.start_peers={options.peers}"]
     site = [f"device.step_s={options.step_s}", "device.threads=1"]
     fleet = ChaosFleet(options.contract, overrides, options.directory / "chaos", site, network)
@@ -125,6 +127,8 @@ class ChaosDrill:
             "split": self._split,
             "slow link": partial(self._degrade, passes=True, bytes_per_s=SLOW_BYTES_PER_S),
             "corrupt bytes": partial(self._degrade, flips=FLIPS),
+            "tunnel shut": self._shut,
+            "reset": self._reset,
         }
 
     def run(self) -> None:
@@ -298,6 +302,17 @@ class ChaosDrill:
         """The faults "slow link" and "corrupt bytes": slow the bytes from and to a peer, or damage some."""
         victims = frozenset(fault.victims)
         self._for_a_while(fault, [Rule(victims, None, **how), Rule(None, victims, **how)])
+
+    def _shut(self, fault: DrillFault) -> None:
+        """The fault "tunnel shut": whoever dials a peer is refused, as by a machine where nothing listens."""
+        fault.cut = fault.victims
+        self.network.shut(fault.victims)
+        self._mend_later(fault, 5.0, 15.0, partial(self.network.reopen, fault.victims))
+
+    def _reset(self, fault: DrillFault) -> None:
+        """The fault "reset": all connections of a peer break once."""
+        self.network.reset(fault.victims)
+        fault.ended_s = unix_s()
 
     def _for_a_while(self, fault: DrillFault, rules: Sequence[Rule]) -> None:
         self.network.impose(rules)

@@ -165,9 +165,10 @@ class ChaosFleet:
         written = events.read_bytes().rfind(b"\n") + 1 if events.exists() else 0
         named = [] if "--resume" in how else ["--name", name]
         site = [*self.site, *self.own.get(name, ()), *self._addresses(name)]
+        inside = self.network.inside(name) if self.network is not None else ()
         arguments = ["peer", *how, *named, "--dir", str(directory), *itertools.chain(*(("--set", it) for it in site))]
         log = directory / f"log-{sum(life.name == name for life in self.lives)}.txt"
-        child = SimulationProcess(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed})
+        child = SimulationProcess(name, "diloco", arguments, log, 1, {failpoints.VARIABLE: armed}, inside)
         life = ChaosLife(name, child, directory, unix_s(), written, armed)
         if self.network is not None:
             self.network.belongs(life.child.pid, name)

@@ -1,8 +1,9 @@
 """The network of a chaos drill: peers of one machine, with rules for each direction between two of them.
 
-Every peer advertises a port of ours and listens elsewhere. The process that connects to it is found by its socket
-(/proc), so that a rule can hold for the bytes from one peer to another and for no others. What is held back is not
-read, so the sender sees what a lost route shows: an open socket on which nothing moves.
+Every peer advertises a port of ours and listens elsewhere. Who connects to it is known by its process, which its
+socket leads to (/proc), or by its network namespace. So a rule can hold for the bytes from one peer to another and for
+no others. What is held back is not read, so the sender sees what a lost route shows: an open socket on which nothing
+moves.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ import random
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from diloco.simulate.chaos.namespaces import LOOPBACK, ChaosNamespace
+
+T = TypeVar("T")
 
 READ_BYTES = 1 << 16
 SOCK_DIAG, DIAG_BY_FAMILY, INODE_AT = 4, 20, 68
-LOOPBACK = bytes([127, 0, 0, 1])
+RESETS = struct.pack("ii", 1, 0)
+"""`SO_LINGER`: what closes a socket resets its connection."""
 PATIENCE_S = 60.0
 """For the loop, which shares the cores with the peers."""
 
@@ -41,25 +48,49 @@ class Rule:
         return (self.sources is None or source in self.sources) and (self.targets is None or target in self.targets)
 
 
+@dataclass
+class _Door:
+    """A port of the network before a peer."""
+
+    place: str
+    """The peer on whose loopback it is; empty: this machine's."""
+    port: int
+    server: asyncio.Server | None = None
+    """None while it is shut."""
+
+
 class ChaosNetwork:
     """A TCP proxy before every peer of a chaos drill, with rules for bytes; an asyncio loop on a thread of its own.
 
-    Methods are for one other thread.
+    Methods are for one other thread. `apart`: each peer is in a network namespace with its own loopback, where the
+    proxies of all others listen, as forwarders of `ssh -L` do.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, apart: bool = False) -> None:
+        self.apart = apart
         self._dice = random.Random(seed)
         self._rules: list[Rule] = []
         self._pids: dict[int, str] = {}
+        self._spaces: dict[str, ChaosNamespace] = {}
+        """By peer, if they are apart."""
+        self._ports: dict[str, int] = {}
+        """By peer, where it listens."""
+        self._doors: dict[str, list[_Door]] = {}
+        """By the peer behind it."""
         self._changed = asyncio.Condition()
-        self._pipes: set[asyncio.Task[None]] = set()
+        self._pipes: dict[asyncio.Task[None], frozenset[str]] = {}
+        """Connections that are open, and the peer behind the door and the one that came."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="network", daemon=True)
         self._thread.start()
 
     def address(self, peer: str, port: int) -> str:
         """The drill's proxy address for `peer`, which listens on loopback at `port`; valid while the network exists."""
-        return asyncio.run_coroutine_threadsafe(self._open(peer, port), self._loop).result(PATIENCE_S)
+        return self._call(self._open(peer, port))
+
+    def inside(self, peer: str) -> Sequence[str]:
+        """Words before a command that runs as this peer of the drill, which has an address."""
+        return self._spaces[peer].inside if self.apart else ()
 
     def belongs(self, pid: int, peer: str) -> None:
         """Attribute connections of this process to `peer` of the drill."""
@@ -67,32 +98,84 @@ class ChaosNetwork:
 
     def impose(self, rules: Sequence[Rule]) -> None:
         """Add faults of the drill as rules, also for open connections."""
-        asyncio.run_coroutine_threadsafe(self._set([*self._rules, *rules]), self._loop).result(PATIENCE_S)
+        self._call(self._set([*self._rules, *rules]))
 
     def lift(self, rules: Sequence[Rule]) -> None:
         """Mend faults of the drill: take these rules back."""
-        left = [rule for rule in self._rules if not any(rule is lifted for lifted in rules)]
-        asyncio.run_coroutine_threadsafe(self._set(left), self._loop).result(PATIENCE_S)
+        self._call(self._set([rule for rule in self._rules if not any(rule is lifted for lifted in rules)]))
+
+    def shut(self, peers: Iterable[str]) -> None:
+        """A fault of the drill: nothing listens before these peers. Connections to them break, new ones are refused."""
+        self._call(self._shut(frozenset(peers)))
+
+    def reopen(self, peers: Iterable[str]) -> None:
+        """Mend this fault of the drill."""
+        self._call(self._reopen(frozenset(peers)))
+
+    def reset(self, peers: Iterable[str]) -> None:
+        """A fault of the drill: all connections from and to these peers break at once."""
+        self._call(self._reset(frozenset(peers)))
 
     def close(self) -> None:
-        """Close all ports and connections of the drill's network."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(PATIENCE_S)
+        """Close all ports, connections and namespaces of the drill's network."""
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)
         self._loop.close()
+        for space in self._spaces.values():
+            space.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     # ------------------------------------------------------------ the loop's thread from here on
 
     async def _open(self, peer: str, port: int) -> str:
-        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            pipe = asyncio.current_task()
-            assert pipe is not None
-            self._pipes.add(pipe)
-            pipe.add_done_callback(self._pipes.discard)
-            await self._connect(peer, port, reader, writer)
+        self._ports[peer] = port
+        if not self.apart:
+            door = await self._door(peer, "", 0)
+            return f"{LOOPBACK}:{door.port}"
+        self._spaces[peer] = ChaosNamespace()
+        for other in self._spaces.keys() - {peer}:
+            await self._door(peer, other, port)
+            await self._door(other, peer, self._ports[other])
+        return f"{LOOPBACK}:{port}"
 
-        server = await asyncio.start_server(accepted, "127.0.0.1", 0)
-        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async def _door(self, peer: str, place: str, port: int) -> _Door:
+        """A proxy before `peer` on the loopback of another one; at no place: on this machine's."""
+        door = _Door(place, port)
+        self._doors.setdefault(peer, []).append(door)
+        await self._listen(peer, door)
+        return door
+
+    async def _listen(self, peer: str, door: _Door) -> None:
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            pipe = _this_task()
+            self._pipes[pipe] = frozenset((peer,))
+            pipe.add_done_callback(self._pipes.pop)
+            await self._connect(peer, door.place, reader, writer)
+
+        made = self._spaces[door.place].listening(door.port) if door.place else _listening(door.port)
+        door.server = await asyncio.start_server(accepted, sock=made)
+        door.port = int(made.getsockname()[1])
+
+    async def _shut(self, peers: frozenset[str]) -> None:
+        for door in [door for peer in peers for door in self._doors.get(peer, [])]:
+            if door.server is not None:
+                door.server.close()
+                door.server = None
+        await self._reset(peers)
+
+    async def _reopen(self, peers: frozenset[str]) -> None:
+        for peer in peers:
+            for door in self._doors.get(peer, []):
+                if door.server is None:
+                    await self._listen(peer, door)
+
+    async def _reset(self, peers: frozenset[str]) -> None:
+        for pipe, ends in self._pipes.items():
+            if ends & peers:
+                pipe.cancel()
 
     async def _set(self, rules: list[Rule]) -> None:
         async with self._changed:
@@ -105,27 +188,41 @@ class ChaosNetwork:
             pipe.cancel()
         await asyncio.gather(*pipes, return_exceptions=True)
 
-    async def _connect(self, peer: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Join a caller with the drilled peer behind this port until one of them is gone."""
+    async def _connect(self, peer: str, place: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Join a caller with the drilled peer behind this door until one of them is gone."""
+        ends = [writer]
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            # A dead peer's port is dialled once a second by everybody: the caller matters only while a way is cut.
-            if not all(rule.passes for rule in self._rules):
-                await self._passing(self._caller(writer), peer)
-            writer.transport.abort()
-            return
-        caller = self._caller(writer)
-        await self._passing(caller, peer)
-        ways = [self._pump(reader, back, caller, peer), self._pump(there, writer, peer, caller)]
-        tasks = [asyncio.ensure_future(way) for way in ways]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                there, back = await self._dial(peer)
+            except OSError:
+                # A dead peer's port is dialled once a second by everybody: the caller matters only while a way is cut.
+                if not all(rule.passes for rule in self._rules):
+                    await self._passing(place or self._caller(writer), peer)
+                return
+            ends.append(back)
+            caller = place or self._caller(writer)
+            self._pipes[_this_task()] = frozenset((peer, caller))
+            await self._passing(caller, peer)
+            ways = [self._pump(reader, back, caller, peer), self._pump(there, writer, peer, caller)]
+            tasks = [asyncio.ensure_future(way) for way in ways]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        except asyncio.CancelledError:
+            for end in ends:
+                with suppress(OSError):  # it is closed
+                    end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
         finally:
-            for task in tasks:
-                task.cancel()
-            writer.transport.abort()
-            back.transport.abort()
+            for end in ends:
+                end.transport.abort()
+
+    async def _dial(self, peer: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self.apart:
+            return await asyncio.open_connection(LOOPBACK, self._ports[peer])
+        made = await self._loop.run_in_executor(None, self._spaces[peer].connected, self._ports[peer])
+        return await asyncio.open_connection(sock=made)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: str, target: str) -> None:
         with suppress(OSError):
@@ -166,12 +263,26 @@ class ChaosNetwork:
         return next((peer for pid, peer in self._pids.items() if inode and _holds(pid, inode)), "")
 
 
+def _this_task() -> asyncio.Task[None]:
+    task: asyncio.Task[None] | None = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def _listening(port: int) -> socket.socket:
+    return socket.create_server((LOOPBACK, port))
+
+
 def _inode(local_port: int, remote_port: int) -> str:
     """The socket of a drilled peer: bound to one loopback port and connected to the other; empty: it is gone.
 
     Asked of the kernel one by one (sock_diag(7)): its tables in /proc take 10 ms to read, however short they are.
     """
-    sought = struct.pack(">HH4s12x4s12x", local_port, remote_port, LOOPBACK, LOOPBACK) + bytes(4) + b"\xff" * 8
+    sought = (
+        struct.pack(">HH4s12x4s12x", local_port, remote_port, *2 * [socket.inet_aton(LOOPBACK)])
+        + bytes(4)
+        + b"\xff" * 8
+    )
     request = struct.pack("=BBBBI", socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + sought
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, SOCK_DIAG) as link:
         link.settimeout(1.0)

@@ -28,13 +28,15 @@ class SimulationProcess:
         log: Path,
         threads: int,
         variables: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
+        """`launcher`: words before the command, which end in an exec of it."""
         self.name = name
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", **(variables or {})}
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*launcher, sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
