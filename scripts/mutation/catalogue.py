@@ -17,13 +17,14 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from scripts.environment import ROOT
@@ -174,12 +175,24 @@ def fault_of(text: str, mutant: Mutant) -> str:
     """The reason why a change of this file is no mutant; empty if it is one."""
     mutated = mutant.applied_to(text)
     try:
-        # `compile` refuses some of what the parser takes: a `return` outside of a function.
-        compile(mutated, mutant.file, "exec", dont_inherit=True)
-        same = ast.dump(ast.parse(mutated)) == ast.dump(ast.parse(text))
+        code = _compiled(mutated)
     except SyntaxError as error:
         return f"the mutated file does not compile: {error.msg} in line {error.lineno}"
-    return "`new` runs as `old` does" if same else ""
+    return "`new` runs as `old` does" if _alike(code, _compiled(text)) else ""
+
+
+@lru_cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, "", "exec", dont_inherit=True)
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two pieces of compiled code run alike, wherever their lines are."""
+    if not (isinstance(one, CodeType) and isinstance(other, CodeType)):
+        return type(one) is type(other) and one == other
+    parts = ("co_code", "co_names", "co_varnames", "co_freevars", "co_flags", "co_name")
+    same = all(getattr(one, part) == getattr(other, part) for part in parts)
+    return same and len(one.co_consts) == len(other.co_consts) and all(map(_alike, one.co_consts, other.co_consts))
 
 
 def unknown_survivors(catalogue: Catalogue, drawn: Sequence[Mutant]) -> Iterator[str]:
