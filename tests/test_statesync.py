@@ -610,6 +610,7 @@ def test_what_a_version_counts_is_not_sent_again_by_who_could_not_apply_it(
     assert (totals.committed, totals.discarded, totals.trained) == (counted, 0, 60)
 
 
+@pytest.mark.slow(queued=False)
 def test_who_diverged_takes_an_older_state_where_no_other_is_to_be_had(world: LocalWorld) -> None:
     """Joiners read as many snapshots of every member as it keeps, and what our state is worth the next version told."""
     victim = world.peers[2]
