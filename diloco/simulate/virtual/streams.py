@@ -1,0 +1,113 @@
+"""Streams of parts in a simulated network: in order, piece by piece over the uplink that a peer's streams share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from diloco.protocol.messages import Reply
+from diloco.protocol.streams import Part, StreamHeader
+from diloco.simulate.virtual.wires import RETRANSMIT_S, bytes_in, check_sizes, name_at
+from diloco.transport.link import LinkRefused, LinkSlow, Service
+
+if TYPE_CHECKING:
+    from diloco.simulate.virtual.network import SimulatedNetwork
+    from diloco.simulate.virtual.process import SimulatedProcess
+
+DAMAGED_SHARE = 0.3
+"""Share of damaged batches of parts, for a peer whose streams are damaged."""
+
+
+class SimulatedStream:
+    """Parts on their way from one simulated peer to another, in order; one batch at a time."""
+
+    def __init__(self, network: SimulatedNetwork, caller: SimulatedProcess, address: str, header: StreamHeader) -> None:
+        self._network, self._caller, self._address, self._header = network, caller, address, header
+        self._arrived: list[Sequence[Part] | int | LinkRefused] = []
+        """Batches, bytes of the next one, and damage."""
+        self._news: asyncio.Future[None] | None = None
+        self._taken: asyncio.Future[None] | None = None
+        """Done when the receiver has taken what is under way."""
+        self._ended = False
+        """It was answered: nobody takes more."""
+
+    async def carry(self, batch: Sequence[Part], stall_s: float) -> None:
+        """Send a batch; returns when the receiver has taken it, or the stream is over. Raises LinkSlow."""
+        network, sender = self._network, self._caller.name
+        pieces = network.uplinks.pieces(sender, bytes_in(batch)) if network.uplinks.limited and batch else [0]
+        delay_s = network.latency(sender, name_at(self._address))
+        for size_bytes in pieces[:-1]:
+            await self._pass(size_bytes, delay_s, stall_s)
+            delay_s = 0.0  # it is on its way already
+        await self._pass(batch, delay_s, stall_s, pieces[-1])
+
+    async def _pass(self, sent: Sequence[Part] | int, delay_s: float, stall_s: float, size_bytes: int = 0) -> None:
+        """Send a piece, of a size, or a batch with its last piece. Raises LinkSlow."""
+        if self._ended:
+            return
+        taken = self._taken = self._caller.loop.create_future()
+        network = self._network
+        if network.uplinks.limited:
+            size_bytes = sent if isinstance(sent, int) else size_bytes
+            delay_s += network.uplinks.takes_s(self._caller.name, size_bytes, network.world.now)
+        network.world.after(delay_s, self._cross, sent, taken)
+        stalled = LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
+        late = self._caller.loop.call_later(stall_s, self.over, stalled)
+        try:
+            await taken
+        finally:
+            late.cancel()
+
+    def over(self, error: LinkSlow | None = None) -> None:
+        """The batch under way is taken, or will never be."""
+        if self._taken is None or self._taken.done():
+            return
+        if error is None:
+            self._taken.set_result(None)
+        else:
+            self._taken.set_exception(error)
+
+    def end(self) -> None:
+        """The receiver has answered."""
+        self._ended = True
+        self.over()
+
+    def _cross(self, batch: Sequence[Part] | int, taken: asyncio.Future[None]) -> None:
+        network, sender = self._network, self._caller
+        if taken.done() or sender.loop.dead:
+            return
+        if network.cuts and not network.connected(sender.name, name_at(self._address)):
+            network.world.after(RETRANSMIT_S, self._cross, batch, taken)
+            return
+        damaged = (
+            batch
+            and not isinstance(batch, int)
+            and sender.name in network.damaging
+            and network.dice.random() < DAMAGED_SHARE
+        )
+        if damaged:
+            network.world.count("damaged streams")
+        self._arrived.append(LinkRefused(Reply.DAMAGED, "damaged on the way") if damaged else batch)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def arriving(self, receiver: Service) -> AsyncIterator[Part]:
+        """The parts, in the process that receives them."""
+        while True:
+            while not self._arrived:
+                self._news = asyncio.get_running_loop().create_future()
+                await self._news
+            batch = self._arrived.pop(0)
+            if isinstance(batch, LinkRefused):
+                raise batch
+            receiver.on_bytes(self._header)
+            if isinstance(batch, int):
+                self.over()
+                continue
+            for part in batch:
+                check_sizes([part.payload], receiver.max_part_bytes)
+                yield part
+            self.over()
+            if not batch:
+                return
