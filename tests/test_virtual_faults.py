@@ -54,6 +54,25 @@ def test_a_slow_uplink_makes_a_version_take_longer() -> None:
     assert at(slow, "CLOSES version 1") > at(fast, "CLOSES version 1") + 0.4
 
 
+def test_a_part_is_slower_than_stall_s_and_never_still() -> None:
+    """At 0.03 Mbit/s one of 4 kB takes 1.1 s, beside three other streams 4.4 s; `stall_s` is 2."""
+    outcome = told("peers 3\ndelay_s 0.02\nbandwidth 0.03\ncalm_s 60")
+    assert outcome.versions > 4
+    assert not says(outcome, "attempt", "failed")
+    assert not says(outcome, "made no progress")
+    assert all("counting p0 p1 p2;" in line for line in outcome.lines if "CLOSES" in line)
+
+
+@pytest.mark.parametrize("policy", ["sync", "quorum", "async"])
+def test_one_slow_uplink_makes_nobody_restart(policy: str) -> None:
+    """It takes 20 times as long as theirs: its owner is waited for or left out, and the attempt goes on."""
+    outcome = told(f"peers 4\npolicy {policy}\ndelay_s 0.02\nround_s 2\nbandwidth 0.4+0.4+0.4+0.02\ncalm_s 60")
+    assert outcome.versions > 4
+    assert not says(outcome, "attempt", "failed")
+    assert not says(outcome, "made no progress")
+    assert says(outcome, "CLOSES", "counting p0 p1 p2 p3")
+
+
 def test_a_joiner_is_caught_up_over_a_slow_uplink() -> None:
     outcome = told("peers 3\nround_s 1.0\nbandwidth 0.5\n2 join j3\ncalm_s 8")
     assert says(outcome, "CLOSES", "view p0 p1 p2 j3")
