@@ -26,7 +26,7 @@ from diloco.base.types import Closed, Commit, Leases, Member, Progress
 from diloco.identity.keys import keys_of
 from diloco.outer.average import mean_digest
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance
+from diloco.protocol.greetings import Acquaintance
 from diloco.protocol.streams import CHUNK_BYTES, Kind, Limits, Part, StateOffer, StreamHeader, Welcome
 from diloco.simulate.memory_link import MemoryNetwork
 from diloco.transport import grpc_link

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from diloco.base.types import Blocks, Commit, Counted, Leases, Member, Omitted, Progress
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.streams import MAX_CHUNKS, Kind, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.wire import chunks, convert
 from diloco.wire.v1 import control_pb2, parts_pb2, peer_pb2

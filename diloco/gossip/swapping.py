@@ -42,7 +42,7 @@ from diloco.outer.line import Line
 from diloco.outer.state import OuterState
 from diloco.peer.terms import serve_bps_of
 from diloco.protocol import messages as m
-from diloco.protocol.messages import Acquaintance, Greeting, Invite
+from diloco.protocol.greetings import Acquaintance, Greeting, Invite
 from diloco.protocol.roster import Admission
 from diloco.protocol.streams import Kind, Part, StateOffer, StreamHeader, Welcome
 from diloco.transport.endpoint import Runtime

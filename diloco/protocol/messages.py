@@ -1,6 +1,6 @@
 """Plain values of the protocol: messages, events and effects.
 
-*Messages* travel between peers inside an `Envelope`; those of the policy `gossip` are `Greeting` and `Invite`. *Events*
+*Messages* travel between peers inside an `Envelope`; those of the policy `gossip` are in `greetings`. *Events*
 are all that can happen to the state machine of `diloco.protocol.machine`; *effects* are all that it can ask for.
 """
 
@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from diloco.base.types import Commit, Counted, MaxLength, Member, MinValue, Progress, StateVersion
+from diloco.protocol.greetings import Greeting, Invite
 
 MAX_REASON: Final = 4096
 Reason = Annotated[str, MaxLength(MAX_REASON, cut=True)]
@@ -196,38 +197,6 @@ class Evict:
     peer: str
     incarnation: int
     """The life that was in the view when the operator evicted it. The next may be there when the message arrives."""
-
-
-@dataclass(frozen=True, slots=True)
-class Acquaintance:
-    """A peer's report of its own progress, as other peers pass it on (policy `gossip`)."""
-
-    member: Member
-    beat: int
-    """Counts the reports of one life of the peer: the later one holds."""
-    progress: Progress
-    """Its tokens are those of all lives of the peer that its weights come from."""
-    spread: float = -1.0
-    """Between the two peers of its last swap (`diloco.gossip.pairing.spread`); negative: it had none yet."""
-    age_s: Annotated[float, MinValue(0)] = 0.0
-    """Age of the report, summed by the peers that passed it on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """The peers that the sender knows (policy `gossip`)."""
-
-    known: tuple[Acquaintance, ...]
-    """The sender first."""
-    answer: bool  # to a greeting: it asks for none back
-
-
-@dataclass(frozen=True, slots=True)
-class Invite:
-    """Asks for a swap of weights (policy `gossip`). The reply is OK when the receiver awaits the sender's parts."""
-
-    number: int  # counts the swaps that the sender led in this life, from 1
-    sender: Acquaintance
 
 
 Body = (
