@@ -378,18 +378,9 @@ class Exchange(ExchangeTasks):
             failpoints.hit(f"after-{step}")
 
     async def _lost(self, member: Member) -> None:
-        """The exchange lost a connection. Damaged bytes break one too: only who does not answer on the next is gone."""
-        if self._deaths.proven(member) or not await self._answers(member.address):
+        """The exchange lost a connection."""
+        if await self._deaths.gone(member):
             self._feed(m.Unreachable(member, self._deaths.proven(member)))
-
-    async def _answers(self, address: str) -> bool:
-        try:
-            await self.link.hello(address, self.terms.timing.heartbeat_s)
-        except LinkDown:
-            return False
-        except (LinkSlow, LinkRefused):
-            return True  # or it is silent, which its missing heartbeats will show
-        return True
 
     # ------------------------------------------------------------ reducing
 

@@ -20,9 +20,8 @@ from diloco.base.hashing import content_hash
 from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
-from diloco.compress.encoding import Encoded
 from diloco.exchange.background import ExchangeTasks
-from diloco.exchange.outlets import Outlets, Precedence
+from diloco.exchange.outlets import Outlets, Precedence, encoded
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
@@ -314,7 +313,7 @@ class Lane(ExchangeTasks):
                 for index in parts:
                     if index == parts[len(parts) // 2]:
                         failpoints.hit("mid-contribution")
-                    part = Part(index, await _encoded(contribution.parts, index))
+                    part = Part(index, await encoded(contribution.parts, index))
                     out()
                     yield part
 
@@ -488,10 +487,3 @@ class Lane(ExchangeTasks):
             return content_hash(mean)
 
         return await self._loop.run_in_executor(self._stepper, checked)
-
-
-async def _encoded(parts: Sequence[bytes], index: int) -> bytes:
-    """A part of the lane's contribution, once it is encoded; another thread waits for it."""
-    if isinstance(parts, Encoded) and parts.ready(index):
-        return parts[index]
-    return await asyncio.to_thread(parts.__getitem__, index)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from diloco.base import failpoints
 from diloco.base.clock import monotonic_s
+from diloco.compress.encoding import Encoded
 from diloco.protocol.streams import Part
 
 
@@ -105,3 +106,10 @@ class Outlets:
                 await precedence.turn()
                 sent.add(part.index)
             yield fitted(part)
+
+
+async def encoded(parts: Sequence[bytes], index: int) -> bytes:
+    """A part of the lane's contribution, once it is encoded; another thread waits for it."""
+    if isinstance(parts, Encoded) and parts.ready(index):
+        return parts[index]
+    return await asyncio.to_thread(parts.__getitem__, index)
