@@ -100,7 +100,7 @@ class Listener:
         self.ended.append("end")
         return m.Reply.OK
 
-    def on_bytes(self, header: StreamHeader) -> None:
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         self.moved.append((header, len(self.parts)))
 
     def on_hello(self) -> Welcome:

@@ -87,6 +87,7 @@ class Exchange(ExchangeTasks):
         """Outcome of the latest offer, as long as it stands. None: versions closed."""
         self.untaken = Untaken(me.peer, self.archive.backlog, me.witness)
         self._next_tick: asyncio.Handle | None = None
+        self._moved_bytes = 0
         self.void_tokens = 0
         """Tokens committed on lineages that ended, as far as this peer followed them."""
         self._resync_from: list[str] = []
@@ -297,7 +298,7 @@ class Exchange(ExchangeTasks):
 
     def _tick(self) -> None:
         try:
-            self._feed(m.Tick())
+            self._feed(m.Tick(self._moved_bytes))
         except Exception as error:
             self.failed(error)
         else:
@@ -413,6 +414,10 @@ class Exchange(ExchangeTasks):
                 return
             self._contents[event.part] = content
         self._feed(event)
+
+    def on_moved(self, size_bytes: int) -> None:
+        """Bytes moved in a lane: the next tick says so."""
+        self._moved_bytes += size_bytes
 
     def on_lost(self, member: Member) -> None:
         """A lane's stream to this member broke."""

@@ -21,7 +21,7 @@ from diloco.base.threads import one_thread
 from diloco.base.types import Closed, Commit, Contribution, Member
 from diloco.compress import PayloadError
 from diloco.exchange.background import ExchangeTasks
-from diloco.exchange.outlets import Outlets, Precedence, encoded
+from diloco.exchange.outlets import MovedBytes, Outlets, Precedence, encoded
 from diloco.exchange.terms import LaneTerms
 from diloco.exchange.work import BadContribution, LaneEvents, LanePayloads, SteppedVersion
 from diloco.outer.optimizers import Stepping
@@ -75,6 +75,7 @@ class Lane(ExchangeTasks):
         self._closed: dict[int, tuple[int, Closed]] = {}
         """Versions that this rank is to apply, each with the number of the state it was closed on; 0: none here."""
         self._news = threading.Condition()
+        self._moved = MovedBytes(terms.stall_s / 16, lambda size_bytes: self._head.on_moved(size_bytes))
         self._routes: dict[Member, tuple[str, ...]] = {}
         """Addresses of the lanes of members of the attempt, as far as we sent them something."""
 
@@ -384,7 +385,7 @@ class Lane(ExchangeTasks):
         for _ in range(MAX_STREAM_TRIES):
             reply = m.Reply.DAMAGED
             try:
-                reply = await self.link.send_parts(address, header, parts(), self.terms.stall_s)
+                reply = await self.link.send_parts(address, header, parts(), self.terms.stall_s, self._moved.count)
             except LinkDown:
                 self._head.on_lost(to)
             except LinkSlow as error:
@@ -431,6 +432,12 @@ class Lane(ExchangeTasks):
                 self._refuse(key, header.sender.peer, str(error), offence=False)
             raise
         return m.Reply.OK
+
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
+        """Note bytes that have arrived in this lane, of a part that may take long to be complete."""
+        work = self.work
+        if work is not None and work.key == (header.version, header.attempt) and work.knows(header.sender.peer):
+            self._moved.count(size_bytes)
 
     def _refuse(self, key: Key, sender: str, reason: str, offence: bool = True) -> m.Reply:
         """Report parts to the exchange that are no good: the attempt does not wait for better ones."""

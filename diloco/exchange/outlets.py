@@ -108,6 +108,27 @@ class Outlets:
             yield fitted(part)
 
 
+class MovedBytes:
+    """Count of the bytes that others took from a lane and brought to it, reported now and then.
+
+    Args:
+        pause_s: between two reports, at least; what comes meanwhile is in the next.
+    """
+
+    def __init__(self, pause_s: float, report: Callable[[int], None]) -> None:
+        self._pause_s, self._report = pause_s, report
+        self._bytes = 0
+        self._reported_at_s = -math.inf
+
+    def count(self, size_bytes: int) -> None:
+        """Count bytes that moved in the lane just now."""
+        self._bytes += size_bytes
+        if self._bytes and monotonic_s() - self._reported_at_s >= self._pause_s:
+            self._reported_at_s = monotonic_s()
+            self._report(self._bytes)
+            self._bytes = 0
+
+
 async def encoded(parts: Sequence[bytes], index: int) -> bytes:
     """A part of the lane's contribution, once it is encoded; another thread waits for it."""
     if isinstance(parts, Encoded) and parts.ready(index):

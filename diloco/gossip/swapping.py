@@ -414,7 +414,7 @@ class Swapping(ExchangeTasks):
             raise
         return m.Reply.OK
 
-    def on_bytes(self, header: StreamHeader) -> None:
+    def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
         """Prolong the swap's deadline: on a slow line one part may take longer than `stall_s`."""
         if (swap := self._swaps.awaited(header.sender, header.version, header.kind is Kind.ANSWER)) is not None:
             self._swaps.moved(swap, monotonic_s(), self._stall_s)

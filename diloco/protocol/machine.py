@@ -307,7 +307,8 @@ class Machine:
 
     # ------------------------------------------------------------ sequences of several roles
 
-    def _on_tick(self, _: m.Tick) -> None:
+    def _on_tick(self, event: m.Tick) -> None:
+        self._contributor.on_tick(event)
         self._membership.beat()
         self._lineage.found_if_complete()
         if self._chain.commit is None:

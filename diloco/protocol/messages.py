@@ -62,6 +62,8 @@ class Heartbeat:
     """The lineages that led to the sender's, oldest first."""
     deaf: bool = False
     """The sender has heard nobody for its `suspect_s`: nobody shall wait for it."""
+    moved_bytes: int = 0
+    """Bytes that the sender has received, and others have taken from it, in the rounds of this life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,8 @@ class Stalled(OfAttempt):
     reason: Reason
     offence: bool = False
     """The bytes came, and no honest peer sends such bytes."""
+    still: bool = False
+    """Nothing moves at the sender: peers that move elsewhere may come to it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +250,9 @@ class Reply(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Tick:
     """The driver's clock has advanced: deadlines and resends are due."""
+
+    moved_bytes: int = 0
+    """Bytes that this peer has received, and others have taken from it, in rounds so far."""
 
 
 @dataclass(frozen=True, slots=True)

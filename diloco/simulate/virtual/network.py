@@ -27,7 +27,7 @@ from diloco.simulate.virtual.wires import (
     state_chunk,
     taking,
 )
-from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service
+from diloco.transport.link import Link, LinkDown, LinkRefused, LinkSlow, Service, untold
 from diloco.transport.pace import Outbox
 
 if TYPE_CHECKING:
@@ -332,9 +332,14 @@ class SimulatedLink(Link):
             call.end()
 
     async def send_parts(
-        self, address: str, header: StreamHeader, parts: AsyncGenerator[Part], stall_s: float
+        self,
+        address: str,
+        header: StreamHeader,
+        parts: AsyncGenerator[Part],
+        stall_s: float,
+        taken: Callable[[int], None] = untold,
     ) -> Reply:
-        stream = SimulatedStream(self._network, self._process, address, header)
+        stream = SimulatedStream(self._network, self._process, address, header, taken)
         call = SimulatedCall(self._process, address, lambda s: s.on_parts(header, stream.arriving(s)), stream=True)
         self._network.call(call)
         outbox = Outbox(self._process.lies(header, address, parts))

@@ -176,17 +176,16 @@ def state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes 
 
 async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: object, stall_s: float) -> None:
     """Wait for the bytes of an answer, which share the uplink of whoever gives it. Raises LinkSlow, LinkDown."""
-    source, world = name_at(address), network.world
-    if not network.uplinks.limited:
-        return
-    end_s, still_s = world.now + network.uplinks.takes_s(source, bytes_of(answer), world.now), 0.0
-    while still_s or end_s - world.now > INSTANT_S:
-        await asyncio.sleep(RETRANSMIT_S if still_s else min(end_s - world.now, RETRANSMIT_S))
-        if network.at(address) is None and source not in network.dark:
-            raise LinkDown(f"{address}: gone")
-        still_s = 0.0 if network.connected(asker, source) and network.moves(address) else still_s + RETRANSMIT_S
-        if still_s > stall_s:
-            raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
+    source, world, still_s = name_at(address), network.world, 0.0
+    for size_bytes in network.uplinks.pieces(source, bytes_of(answer)) if network.uplinks.limited else ():
+        end_s = world.now + network.uplinks.takes_s(source, size_bytes, world.now)
+        while still_s or end_s - world.now > INSTANT_S:
+            await asyncio.sleep(RETRANSMIT_S if still_s else min(end_s - world.now, RETRANSMIT_S))
+            if network.at(address) is None and source not in network.dark:
+                raise LinkDown(f"{address}: gone")
+            still_s = 0.0 if network.connected(asker, source) and network.moves(address) else still_s + RETRANSMIT_S
+            if still_s > stall_s:
+                raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
 
 
 def name_at(address: str) -> str:
