@@ -171,7 +171,7 @@ def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pyt
             address: str,
             header: StreamHeader,
             parts: AsyncIterator[Part],
-            stall_s: float,
+            *rest: Any,
             send: Callable[..., Any] = link.send_parts,
         ) -> Reply:
             async def counted_parts() -> AsyncIterator[Part]:
@@ -180,7 +180,7 @@ def test_nobody_is_sent_its_own_contribution(world: LocalWorld, monkeypatch: pyt
                         sent.append(len(part.payload))
                     yield part
 
-            reply: Reply = await send(address, header, counted_parts(), stall_s)
+            reply: Reply = await send(address, header, counted_parts(), *rest)
             return reply
 
         monkeypatch.setattr(link, "send_parts", watched)

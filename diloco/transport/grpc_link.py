@@ -306,7 +306,7 @@ class _Sending:
     uplink: Uplink
     size: MessageSize
     others: _Progress
-    """Of all streams of the link."""
+    """Progress of all streams of the link."""
     taken: Callable[[int], None]
     moved_at_s: float = field(default_factory=monotonic_s)
     """When there was progress last."""

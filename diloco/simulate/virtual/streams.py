@@ -20,7 +20,7 @@ DAMAGED_SHARE = 0.3
 
 
 class _Piece(NamedTuple):
-    """What crosses the simulated network at once."""
+    """Bytes that cross the simulated network at once."""
 
     batch: Sequence[Part]
     """Parts that it completes."""
@@ -41,7 +41,7 @@ class SimulatedStream:
         taken: Callable[[int], None],
     ) -> None:
         self._network, self._caller, self._address, self._header = network, caller, address, header
-        self._told = taken
+        self._on_taken = taken
         self._arrived: list[_Piece | LinkRefused] = []
         self._news: asyncio.Future[None] | None = None
         self._taken: asyncio.Future[None] | None = None
@@ -77,7 +77,7 @@ class SimulatedStream:
         finally:
             late.cancel()
         if not self._ended:
-            self._told(size_bytes)
+            self._on_taken(size_bytes)
 
     def over(self, error: LinkSlow | None = None) -> None:
         """The batch under way is taken, or will never be."""
