@@ -969,6 +969,25 @@ def test_a_stream_that_goes_quiet_is_ended():
     play(GrpcNet, scenario)
 
 
+def test_a_stream_that_waits_for_its_first_part_is_kept(monkeypatch: pytest.MonkeyPatch):
+    """A mean is made when all contributions are here, which takes a slow link longer than `idle_s`."""
+    monkeypatch.setattr(grpc_link, "KEEP_ALIVE_S", 0.1)
+
+    async def scenario(net: GrpcNet) -> None:
+        service = Listener()
+        server = await serve(service, "127.0.0.1:0", KEYS, idle_s=0.5)
+
+        async def late() -> AsyncIterator[Part]:
+            await asyncio.sleep(1.2)
+            yield Part(0, b"x")
+
+        assert await net.link.send_parts(server.address, HEADER, late(), 5.0) is m.Reply.OK
+        assert [part.payload for part in service.parts] == [b"x"]
+        await server.stop(0)
+
+    play(GrpcNet, scenario)
+
+
 def test_two_servers_on_one_port_is_an_error_with_a_way_out():
     async def scenario(net: GrpcNet) -> None:
         address = await net.start(Listener())

@@ -56,6 +56,10 @@ _FIRST_MESSAGE_BYTES = 1 << 19
 """Most payload of a stream's first message: the network may have become slow since the last stream. At 1 Mb/s it takes
 4 s."""
 
+KEEP_ALIVE_S = 20.0
+"""A stream that has nothing to send for so long sends an empty message. Before a mean is made a slow link may need
+minutes for the contributions, and `serve` ends a stream that is silent for a minute."""
+
 M = TypeVar("M")
 
 
@@ -357,7 +361,14 @@ class _Sending:
             if outbox.starved:
                 self.fed_since_s = math.inf
             with self._pause():
-                parts = await outbox.take(self.size.message_bytes)
+                try:
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        parts = await outbox.take(self.size.message_bytes)
+                except TimeoutError:
+                    parts = None
+            if parts is None:
+                yield parts_pb2.SendPartsRequest(chunks=parts_pb2.Chunks())
+                continue
             self.fed_since_s = min(self.fed_since_s, monotonic_s())
             self.sent_bytes += sum(len(part.payload) for part in parts)
             if not parts:
