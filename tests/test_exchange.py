@@ -155,9 +155,9 @@ def test_routes_of_members_that_are_gone_are_forgotten(world: LocalWorld) -> Non
     lane = world.peers[0].peer.exchange.lane
     world.rounds(world.peers)
     gone = Member("p1", 0, "p1:of an earlier life")
-    world.ask(lambda: lane._routes.update({gone: (gone.address,)}))
+    world.ask(lambda: lane.sender._routes.update({gone: (gone.address,)}))
     world.rounds(world.peers)
-    assert {member.peer: member.address for member in lane._routes} == {"p1": "p1:1", "p2": "p2:1"}
+    assert {member.peer: member.address for member in lane.sender._routes} == {"p1": "p1:1", "p2": "p2:1"}
 
 
 @pytest.mark.parametrize("world", [{"codec": {"name": "topk", "zstd": False}}], indirect=True)

@@ -139,7 +139,7 @@ class Hostile:
 def turn_hostile(peer: LocalPeer, spoil: Callable[[Part], list[Part]]) -> Hostile:
     exchange = peer.peer.exchange
     hostile = Hostile(exchange.link, spoil)
-    exchange.link = exchange.lane.link = hostile  # type: ignore[assignment]
+    exchange.link = exchange.lane.sender.link = hostile  # type: ignore[assignment]
     return hostile
 
 

@@ -252,7 +252,7 @@ class Lanes:
     @property
     def send_bps(self) -> int:
         """Upload rate of all lanes together, bits per second; 0, unknown, while that of any of them is."""
-        rates = [self.own.link.send_bps, *(lane.send_bps for lane in self.others)]
+        rates = [self.own.sender.link.send_bps, *(lane.send_bps for lane in self.others)]
         return sum(rates) if all(rates) else 0
 
 

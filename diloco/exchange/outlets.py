@@ -72,6 +72,7 @@ class Outlets:
     """
 
     def __init__(self, parts: Sequence[int]) -> None:
+        self.parts = frozenset(parts)
         self.waiting = set(parts)
         """Parts that are not averaged yet."""
         self.streams: list[asyncio.Task[None]] = []
@@ -85,6 +86,11 @@ class Outlets:
         self._ready.append(part)
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+    def end(self) -> None:
+        """End the streams: no receiver needs the parts from this lane any more."""
+        for stream in self.streams:
+            stream.cancel()
 
     async def flow(
         self, fitted: Callable[[Part], Part], precedence: Precedence, sent: set[int], wanted: Collection[int]

@@ -114,7 +114,10 @@ class Service(Protocol):
         """Answer a call of `Link.send_parts`: consume `parts` as they arrive; not reading slows the connection down."""
 
     def on_bytes(self, header: StreamHeader, size_bytes: int) -> None:
-        """Called when more bytes of a `Link.send_parts` stream have arrived, whether or not they complete a part."""
+        """Called when more bytes of a `Link.send_parts` stream have arrived, whether or not they complete a part.
+
+        Raises LinkRefused when they are of no use any more: `on_parts` meets it where it reads.
+        """
 
     def on_hello(self) -> Welcome:
         """Answer a call of `Link.hello` with this peer's welcome. Raises LinkRefused (TOO_EARLY) before it has one."""

@@ -67,11 +67,12 @@ class SimulatedStream:
             return
         taken = self._taken = self._caller.loop.create_future()
         network = self._network
+        turn_s = 0.0
         if network.uplinks.limited:
-            delay_s += network.uplinks.takes_s(self._caller.name, size_bytes, network.world.now)
-        network.world.after(delay_s, self._cross, _Piece(batch, size_bytes, last), taken)
+            turn_s = network.uplinks.takes_s(self._caller.name, size_bytes, network.world.now)
+        network.world.after(delay_s + turn_s, self._cross, _Piece(batch, size_bytes, last), taken)
         stalled = LinkSlow(f"{self._address}: no progress for {stall_s:g} s")
-        late = self._caller.loop.call_later(stall_s, self.over, stalled)
+        late = self._caller.loop.call_later(turn_s + stall_s, self.over, stalled)
         try:
             await taken
         finally:
