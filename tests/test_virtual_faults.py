@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from diloco.base.types import Member
 from diloco.protocol import messages as m
+from diloco.protocol.contributor import Contributor
 from diloco.simulate.virtual.plans.draw import SIZES, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
@@ -79,6 +81,28 @@ def test_one_slow_uplink_makes_nobody_restart(policy: str, rate: str, counted: b
     if counted or policy != "async":
         assert not says(outcome, "attempt", "failed")
         assert not says(outcome, ".1 with")
+
+
+def test_drop_by_drop_holds_nobody_for_longer_than_the_bound() -> None:
+    """A part takes 16 s. The others have what they owe within a second, and then wait for `match_deadline_s`, 3 s."""
+    outcome = told(f"{FOUR}0.002")
+    closed = [float(line.split()[0]) for line in outcome.lines if "CLOSES" in line]
+    assert len(closed) > 6
+    assert max(after - before for before, after in pairwise(closed)) < 2 * 1.3 + 1 + 3 + 1
+    assert not says(outcome, "CLOSES", "counting p0 p1 p2 p3")
+
+
+def test_a_count_of_bytes_that_is_nonsense_gains_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p3 sends nothing, and its heartbeats say that ever more bytes move."""
+    beat = Contributor.on_tick
+
+    def lying(self: Contributor, event: m.Tick) -> None:
+        beat(self, m.Tick(self.moved_bytes + 10**9) if self.membership.me.peer == "p3" else event)
+
+    monkeypatch.setattr(Contributor, "on_tick", lying)
+    outcome = told(f"{FOUR}0.0000001")
+    assert outcome.versions > 6
+    assert not says(outcome, "attempt", "failed")
 
 
 def test_a_joiner_is_caught_up_over_a_slow_uplink() -> None:

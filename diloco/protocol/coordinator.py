@@ -173,7 +173,7 @@ class Coordinator:
         elif cut_off and missing == [*body.missing]:
             self.repair((sender.peer,), f"{reason} from most others")
         elif missing and not cut_off and not self.contributor.goes_on_without(sender.peer):
-            self.repair(missing, reason, slow=not body.still)
+            self.repair(missing, reason)
 
     def _moves(self, peer: str) -> bool:
         """Whether bytes moved at a peer, as far as its heartbeats tell, since another began to wait for `stall_s`."""
@@ -181,10 +181,10 @@ class Coordinator:
             return self.contributor.moves
         return self._post.now - self.membership.moved_at_s((peer,)) < self._timing.stall_s / 2
 
-    def repair(self, lost: Sequence[str], reason: str, slow: bool = False) -> None:
+    def repair(self, lost: Sequence[str], reason: str) -> None:
         """As coordinator, send `Repair`: the attempt goes on without `lost`, parts still missing get other owners.
 
-        If they are only `slow` this peer may be one of them: then it gives away its parts, whose means others lack.
+        If this peer is one of them, it gives away all its parts: it may have made their means, which others lack.
         """
         tally, reduction = self._tally, self.contributor.reduction
         assert tally is not None
@@ -192,7 +192,7 @@ class Coordinator:
             self._abort(tally, lost, reason)
             return
         gone, me = reduction.gone | set(lost), self.membership.me.peer
-        lacking = reduction.absent | (reduction.parts_of(me) if slow and me in lost else set())
+        lacking = reduction.absent | (reduction.parts_of(me) if me in lost else set())
         if not lacking or gone == reduction.gone:
             return
         left = [peer for peer in reduction.contributors if peer not in gone]
