@@ -179,7 +179,7 @@ class Contributor:
         self._post.emit(m.RepairReduction(body))
         for part in ready:
             self._average(reduction, part)
-        if reduction.contributes and self.offer is not None:
+        if reduction.contributes:  # though the offer was withdrawn meanwhile: others count it
             self._contribute(reduction, moved)
 
     def on_contribution(self, event: m.ContributionArrived) -> None:

@@ -185,10 +185,12 @@ class Reduction:
 
     def missing(self) -> tuple[str, ...]:
         """Peers that the reduction waits for: contributors to my parts first, then owners of parts of the mean."""
-        late = {peer for awaited in self._unfinished().values() for peer in awaited} - self.gone
-        if not late:
-            late = self.owners_of_absent()
-        return tuple(sorted(late - {self.me}))
+        return tuple(sorted(self._late_contributors() or self.owners_of_absent()))
+
+    def _late_contributors(self) -> set[str]:
+        """Contributors that the reduction still waits for, to parts of mine."""
+        late = {peer for awaited in self._unfinished().values() for peer in awaited}
+        return late - self.gone - {self.me}
 
     def moved(self, now: float) -> None:
         """Note that bytes of parts moved in the reduction, here."""
@@ -209,7 +211,9 @@ class Reduction:
         self._most_at_s = min(self._most_at_s, now)
         took_s = self._most_at_s - self._since_s
         others = len(self._owed) > len(owed)
-        self.until_s = self._most_at_s + (max(grace_s, SLOWER * took_s) if others else alone_s)
+        wait_s = max(grace_s, SLOWER * took_s) if others else alone_s
+        # An owner may itself wait for a contributor, and is the first to complain of that.
+        self.until_s = self._most_at_s + wait_s * (2 if others and not self._late_contributors() else 1)
 
     def _unfinished(self) -> dict[int, set[str]]:
         """Contributors that the reduction still waits for, for each part of mine that is not averaged yet."""
