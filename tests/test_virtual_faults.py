@@ -11,7 +11,7 @@ import torch
 from diloco.base.types import Member
 from diloco.protocol import messages as m
 from diloco.protocol.contributor import Contributor
-from diloco.simulate.virtual.plans.draw import SIZES, draw
+from diloco.simulate.virtual.plans.draw import SIZES, SLOW_LINKS_MBIT, draw
 from diloco.simulate.virtual.plans.plan import FaultPlan, parse
 from diloco.simulate.virtual.search import SeedOptions, run_seeds, world_of
 from diloco.simulate.virtual.wires import SimulatedUplinks, flipped
@@ -230,6 +230,7 @@ def test_drawn_plans_have_2_to_8_peers_and_nightly_ones_up_to_16() -> None:
     kinds = {fault.kind for plan in usual for fault in plan.faults}
     assert kinds >= {"tunnel", "flip", "disk", "power", "second"}
     assert any(plan.bandwidth for plan in usual)
+    assert any(SLOW_LINKS_MBIT[-1] in plan.bandwidth.split("+") for plan in usual)
     assert any(plan.total_tokens for plan in usual)
     assert any(plan.stragglers == "cut" for plan in usual)
     for plan in usual[:50]:
