@@ -49,6 +49,8 @@ MACHINES_SHARE = 0.25
 BANDWIDTH_SHARE, BANDWIDTH_MBIT, LIMITED_ROUND_S = 0.15, ("0", "0.5", "1", "4"), 1.0
 """Share of the plans whose uplinks have a limit, and the limits. A round is then at least so long: a state is copied
 while others go on, and whoever makes versions faster than a joiner can copy them is never caught up with."""
+SLOW_LINKS_SHARE, SLOW_LINKS_MBIT, SLOW_ROUND_S = 0.06, ("0.4", "0.1", "0.05"), 5.0
+"""Share of the plans with an uplink on which a part takes longer than `stall_s`, its limits, and the least round."""
 SLOW_GOSSIP_SHARE = 0.3
 """Share of the plans under gossip with peers of different speeds."""
 END_SHARE, CUT_SHARE = 0.1, 0.15
@@ -103,6 +105,7 @@ def draw(
     plan = _at_own_pace(Random(f"speeds {seed}"), plan, speeds) if speeds else plan
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
     plan = _duelling(Random(f"duel {seed}"), plan)
+    plan = _over_slow_links(Random(f"links {seed}"), plan)
     return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
 
 
@@ -167,6 +170,17 @@ def _duelling(dice: Random, plan: FaultPlan) -> FaultPlan:
         return plan
     fault = Fault(round(dice.uniform(FIRST_FAULT_S, LAST_FAULT_S), 2), "duel", "", DUEL_S)
     return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda one: one.at_s)))
+
+
+def _over_slow_links(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A seed's plan with links that are slow and never still."""
+    if dice.random() >= SLOW_LINKS_SHARE or plan.policy == "gossip" or plan.total_tokens:
+        return plan
+    rates = [dice.choice(SLOW_LINKS_MBIT) for _ in range(plan.peers)]
+    rates[dice.randrange(plan.peers)] = SLOW_LINKS_MBIT[-1]
+    round_s = plan.round_s if plan.speeds else max(plan.round_s, SLOW_ROUND_S)
+    calm_s = plan.calm_s + 8 * SLOW_ROUND_S
+    return replace(plan, bandwidth="+".join(rates), codec="fp32", round_s=round_s, calm_s=calm_s)
 
 
 def _at_own_pace(dice: Random, plan: FaultPlan, speeds: tuple[float, float]) -> FaultPlan:

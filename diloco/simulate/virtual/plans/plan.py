@@ -62,6 +62,10 @@ KINDS: Mapping[str, str] = {
 """Kinds of faults."""
 
 
+STATE_MBIT = 0.5
+"""Size of a state in fp32, which is that of what a peer uploads for a version, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault of a simulation at a time (s), with a peer or several (`p0+p1`), for a while or for good."""
@@ -155,6 +159,12 @@ class FaultPlan:
     def uplink_mbit(self, index: int) -> float:
         """Uplink that the simulated peer with this number reports, in Mbit/s."""
         return _in_turn(self.uplinks, index, 0.0)
+
+    @property
+    def longest_exchange_s(self) -> float:
+        """Virtual time in which the slowest limited uplink carries a state, or a version's bytes, about."""
+        limits = [float(rate) for rate in self.bandwidth.split("+") if rate and float(rate)]
+        return STATE_MBIT / min(limits) if limits else 0.0
 
     @property
     def longest_round_s(self) -> float:
