@@ -13,6 +13,7 @@ from diloco.base.types import Closed, Member
 from diloco.protocol.messages import Accept, Envelope, Propose, Reply
 from diloco.protocol.streams import CHUNK_BYTES, Limits, Part, ProcessId, StateOffer, StreamHeader, Welcome
 from diloco.simulate.virtual.wires import (
+    DAMAGED_SHARE,
     RETRANSMIT_S,
     SimulatedCut,
     SimulatedDeadlines,
@@ -38,8 +39,6 @@ T = TypeVar("T")
 
 LATE_SHARE = 0.3
 """Share of late messages, for a peer some of whose messages come late."""
-DAMAGED_SHARE = 0.3
-"""Share of damaged batches of parts, for a peer whose streams are damaged."""
 FLIPPED_SHARE, BROKEN_SHARE = 0.2, 0.3
 """Share of the calls with a flipped bit, for a peer whose messages are damaged; share of those in which TLS finds it,
 and the connection breaks."""
@@ -435,7 +434,7 @@ class SimulatedLink(Link):
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
-        await arrives(self._network, self._process.name, address, found, stall_s)
+        found = await arrives(self._network, self._process.name, address, found, stall_s)
         check_means([closed.parts for closed in found], limits)
         return found
 
@@ -443,7 +442,7 @@ class SimulatedLink(Link):
         payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
-        await arrives(self._network, self._process.name, address, payloads, stall_s)
+        payloads = await arrives(self._network, self._process.name, address, payloads, stall_s)
         check_means([payloads], limits)
         return list(payloads)
 
@@ -458,7 +457,7 @@ class SimulatedLink(Link):
             payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
-            await arrives(self._network, self._process.name, address, payload, stall_s)
+            payload = await arrives(self._network, self._process.name, address, payload, stall_s)
             check_sizes([payload], max_chunk_bytes)
             yield index, payload
 

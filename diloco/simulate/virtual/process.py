@@ -33,8 +33,10 @@ from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
 from diloco.simulate.virtual.network import SimulatedLink
+from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
+from diloco.simulate.virtual.oracle.records import SimulatedRecords
 from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
 from diloco.simulate.virtual.plans.plan import OMITS
 from diloco.simulate.virtual.plans.setup import RPC_S
@@ -66,6 +68,8 @@ class SimulatedProcess:
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
         self.saving: SimulatedSaving | None = None
+        self.records = SimulatedRecords(self)
+        self.steps: SimulatedSteps
         self.first: SimulatedProcess | None = None
         """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
@@ -377,6 +381,7 @@ class SimulatedProcess:
         assert isinstance(life, PeerLife)
         peer = life.peer
         progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
+        self.steps = SimulatedSteps(self, peer)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed = journal.closed

@@ -25,6 +25,7 @@ from diloco.compress import Codec
 from diloco.outer.average import MIN_RMS, mean_digest, mean_into
 from diloco.outer.line import Line, PendingContribution
 from diloco.protocol import messages as m
+from diloco.simulate.virtual.oracle.applied import SimulatedBlocks
 from diloco.simulate.virtual.oracle.ballots import SimulatedBallots
 from diloco.simulate.virtual.oracle.gate import SimulatedAdmissions, Violation
 from diloco.simulate.virtual.plans.lies import other_mean
@@ -85,6 +86,7 @@ class SimulationInvariants:
         """By life."""
         self.ballots = SimulatedBallots(world)
         self.gate = SimulatedAdmissions(world)
+        self.blocks = SimulatedBlocks()
         self._chain = ChainRecord()
         """Every version that anybody applied, and the state after it."""
 
