@@ -43,6 +43,8 @@ class SimulatedDisk:
         """Time that a sync takes."""
         self.last_syncs = -1
         """Syncs that are left before a death in the middle of a checkpoint; below 0: there is none."""
+        self.tears: Callable[[], None] | None = None
+        """Ends the process in the middle of the next record of its ledger."""
         self.loses = False
         """Something that was written to it was not kept."""
         self.saved: list[SavedProgress] = []
@@ -59,10 +61,14 @@ class SimulatedDisk:
         """Names in each folder, by its inode, that are on the disk for certain, and the inodes that they name."""
 
     def append(self, descriptor: int, path: Path, data: bytes) -> None:
-        """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full."""
-        if self.full:
+        """Write to a file of the disk. Half of the data is there, and OSError is raised, when it is full;
+        or the process dies."""
+        if self.full or self.tears is not None:
             self.loses = True
             os.write(descriptor, data[: len(data) // 2])
+            if self.tears is not None:
+                dies, self.tears = self.tears, None
+                dies()
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.write(descriptor, data)
 

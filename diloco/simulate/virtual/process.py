@@ -172,6 +172,7 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.loop.die()
+        self.disk.tears = None
         self.close_files()
         self.world.log(self.name, f"DIES ({why})")
         self.world.network.died(self)

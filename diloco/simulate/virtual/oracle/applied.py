@@ -1,4 +1,4 @@
-"""Checks of the versions that a simulated peer applies, the states that it copies, and the data blocks that it reads."""
+"""Checks of the versions that a simulated peer applies, the states that it copies, the data blocks that it reads."""
 
 from __future__ import annotations
 
@@ -81,9 +81,11 @@ class SimulatedBlocks:
 
     def reads(self, name: str, line: Line, block: int, piece: int, counted: int) -> None:
         """I2: a simulated peer reads a block for a piece of progress. It is leased to it, and none of the pieces that
-        are `counted`, or its own, was made of it."""
+        are `counted`, or its own, was made of it. Who is out of the view reads on in a lease that others may have."""
         held = _held(line, name)
-        if held is not None and not any(run.start <= block < run.stop for run in held):
+        if held is None:
+            return
+        if not any(run.start <= block < run.stop for run in held):
             version = line.commit.version if line.commit is not None else -1
             raise Violation("I2", f"{name} reads block {block}, which version {version} does not lease to it")
         earlier = self._pieces.get(block, 0)

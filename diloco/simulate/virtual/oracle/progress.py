@@ -198,8 +198,15 @@ class SimulatedProgress:
         self._check("discarding", records=discarded_tokens > 0)
 
     def closes(self) -> None:
-        """The life ends in good order."""
+        """The life ends in good order: all its progress is booked, and the others know."""
+        if self.tokens:
+            raise Violation("I2", f"{self.host.name} ends, and {self.tokens} of its tokens are nowhere")
         self._check("its end")
+        machine, at = self.host.machine, self.host.world.at
+        there = [at(member) for member in machine.view if member != machine.me]
+        others = [host.name for host in there if host is not None and not host.gone]
+        if others and machine.in_view and not self.host.gone:
+            raise Violation("I7", f"{self.host.name} ends without a goodbye to {', '.join(others)}")
 
     def _gives_up(self, tokens: int) -> None:
         self.given_up += tokens

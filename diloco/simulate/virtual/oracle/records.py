@@ -157,7 +157,7 @@ class SimulatedRecords:
 
 
 def _tensors(path: Path) -> Mapping[str, Tensor]:
-    """Tensors of a file of a checkpoint, all of them fp32, by the format of safetensors; none where there is no file."""
+    """Tensors of a checkpoint's file, all of them fp32, by the format of safetensors; none where there is no file."""
     if not path.exists():
         return {}
     data = path.read_bytes()
