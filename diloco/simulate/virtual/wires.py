@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DAMAGED_SHARE = 0.3
-"""Share of damaged batches of parts, for a peer whose streams are damaged, and of its answers with bytes in them."""
+"""Share of damaged batches of parts, for a peer whose streams are damaged."""
+DAMAGED_ANSWERS_SHARE = 0.7
+"""Share of its answers with bytes in them that are damaged."""
 RETRANSMIT_S = 0.4
 """Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
@@ -184,7 +186,7 @@ async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: T
 
 def _damaged(network: SimulatedNetwork, source: str, answer: T) -> T:
     """An answer of which a bit was flipped before it was sent, in the memory of a peer that damages what it has."""
-    if source not in network.damaging or network.dice.random() >= DAMAGED_SHARE:
+    if source not in network.damaging or network.dice.random() >= DAMAGED_ANSWERS_SHARE:
         return answer
     network.world.count("damaged answers")
     return _flipped_in(answer)

@@ -75,11 +75,12 @@ def _tears(dice: Random, plan: FaultPlan) -> FaultPlan:
 def _damages(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A peer damages what it sends, while one joins and another misses versions."""
     plan = replace(plan, peers=max(plan.peers, 4))
-    bad, away = dice.sample(range(plan.peers), 2)
+    bad, away, other = dice.sample(range(plan.peers), 3)
     at_s = dice.uniform(1.0, 2.0)
+    kind = dice.choice(("stop", "cut", "link", "link"))
     faults = [
         Fault(at_s, "corrupt", f"p{bad}", 6.0),
-        Fault(at_s + 0.2, dice.choice(("stop", "cut")), f"p{away}", 3.5),
+        Fault(at_s + 0.2, kind, f"p{away}+p{other}" if kind == "link" else f"p{away}", 3.5),
         Fault(at_s + dice.uniform(0.2, 2.0), "join", "j9"),
     ]
     return replace(plan, faults=tuple(faults))
