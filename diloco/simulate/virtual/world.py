@@ -226,6 +226,7 @@ class SimulatedWorld:
         """A simulated peer has seen the end of the run: all must have the same."""
         self.count("ends")
         line = host.line
+        self.invariants.ended += [line.commit] if line.commit is not None else []
         lineage = line.commit.lineage if line.commit else ""
         if self.finished.setdefault(lineage, run.digest) != run.digest:
             raise Violation("I1", f"{host.name} ends with another state than others")

@@ -30,6 +30,8 @@ class SimulatedAftermath:
             for life in book.lives:
                 self._check_totals(book, life)
         self._audit(books)
+        if self.invariants.ended:
+            self._check_last_versions(self.invariants.ended)
         for host in hosts:
             if host.up and host.machine.commit is not None:
                 self._check_kept(host, host.machine.commit)
@@ -64,6 +66,21 @@ class SimulatedAftermath:
                 continue
             where = f"{finding.peer}, version {finding.version}, line {finding.line} of its ledger"
             raise Violation(finding.rule, f"audit: {where}: {finding.text}")
+
+    # ------------------------------------------------------------ I4: the end of the run
+
+    def _check_last_versions(self, ended: Sequence[Commit]) -> None:
+        """I4: after the run has its tokens each fragment moves once more, so that nothing is left over."""
+        plan, commits = self.world.plan, self.invariants.commits
+        left_over = plan.overlap > 0 or plan.policy != "sync"
+        moved = []
+        for head in ended:
+            chain = [commits[digest] for digest in self.invariants.back_from(head)]
+            last = [commit for commit in chain if commit.tokens >= plan.total_tokens]
+            last = last[:-1] if left_over else last
+            moved.append({commit.fragment for commit in last if commit.fragment >= 0})
+        if max(map(len, moved)) < plan.fragments:
+            raise Violation("I4", f"the run ends when of {plan.fragments} fragments {max(moved, key=len)} moved last")
 
     # ------------------------------------------------------------ I5: what was agreed on stays
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from diloco.base.life import Life
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from diloco.peer.peer import Peer
     from diloco.simulate.virtual.process import SimulatedProcess
 
+SOON_S = 0.3
+"""A version that closed within this time may not have reached others."""
+LEAVING_S = 1.5
+"""Longest time that a peer which is to leave takes to give up a round."""
+
 
 class SimulatedSteps:
     """Versions and states of one life of a simulated peer."""
@@ -23,6 +30,10 @@ class SimulatedSteps:
         self._process, self._line, self._exchange = process, peer.line, peer.exchange
         self._wrong = False
         """The state turned out to be another than that of its commit."""
+        self._closed_s = -math.inf
+        """When the latest version closed here."""
+        self._outside_s = math.inf
+        """Since when it waits in a round that cannot count it, and is to leave."""
         apply, copy_state = peer.apply, peer.copy_state
 
         def on_apply(closed: Closed, seconds: dict[str, float]) -> Life[None]:
@@ -34,6 +45,17 @@ class SimulatedSteps:
             return copy_state(sources)
 
         peer.apply, peer.copy_state = on_apply, on_copy  # type: ignore[method-assign]
+        close, leave = peer.exchange._close, peer.exchange.leave
+
+        def on_close(commit: Commit) -> None:
+            self._closed_s = process.world.now
+            close(commit)
+
+        def on_leave() -> Future[None]:
+            self.says_goodbye()
+            return leave()
+
+        peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]
 
     def applies(self, commit: Commit) -> None:
         """I1: a version is applied to the state that it was made on, and after the commit before it."""
@@ -45,6 +67,25 @@ class SimulatedSteps:
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
             raise Violation("I1", f"{name} {what}")
         self._check_snapshots()
+
+    def says_goodbye(self) -> None:
+        """I5: a peer leaves when others have the latest version, too, or did not take it for a while."""
+        machine, world = self._exchange.machine, self._process.world
+        if world.now - self._closed_s > SOON_S or self._process.gone:
+            return
+        there = [world.at(member) for member in machine.view if member != machine.me]
+        others = [host for host in there if host is not None and host.working and not host.gone]
+        near = [host for host in others if world.network.connected(self._process.name, host.name)]
+        if near and not any(host.machine.version >= machine.version for host in others):
+            raise Violation("I5", f"{self._process.name} leaves with version {machine.version}, which nobody else has")
+
+    def waits(self) -> None:
+        """I7: who leaves waits for no version that cannot count it, as it is out of the view."""
+        process, now = self._process, self._process.world.now
+        outside = process.leaving and process.waiting_since_s is not None and not self._exchange.machine.in_view
+        self._outside_s = min(self._outside_s, now) if outside else math.inf
+        if now - max(self._outside_s, process.thawed_s) > LEAVING_S:
+            raise Violation("I7", f"{process.name} leaves, and waits for a version out of the view")
 
     def _check_snapshots(self) -> None:
         """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever."""

@@ -75,6 +75,8 @@ class SimulationInvariants:
         self._following: dict[str, str] = {}
         self._committed: dict[str, Masks] = {}
         self._made: dict[tuple[str, int], list[Made]] = {}
+        self.ended: list[Commit] = []
+        """Last commits of those that saw the run's end."""
         self._recomputed: set[str] = set()
         self._holders: dict[str, set[tuple[SimulatedProcess, Member]]] = {}
         """By commit, lives that closed it or copied its state."""
@@ -309,6 +311,8 @@ class SimulationInvariants:
         """Check a simulated peer after an event: it may not wait in a round for longer than was promised."""
         self.ballots.on_machine(host)
         since_s, patience_s = host.waiting_since_s, PATIENCE_S + 1.0
+        if host.leaving and host.progress is not None:
+            host.steps.waits()
         if since_s is not None and self.world.now - max(since_s, host.thawed_s) > patience_s:
             raise Violation("I7", f"{host.name} waits in a round since {since_s:.1f}")
 

@@ -204,7 +204,7 @@ class SimulatedProgress:
         self._check("its end")
         machine, at = self.host.machine, self.host.world.at
         there = [at(member) for member in machine.view if member != machine.me]
-        others = [host.name for host in there if host is not None and not host.gone]
+        others = [host.name for host in there if host is not None and not host.gone and machine.me in host.machine.view]
         if others and machine.in_view and not self.host.gone:
             raise Violation("I7", f"{self.host.name} ends without a goodbye to {', '.join(others)}")
 

@@ -131,11 +131,25 @@ def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
     first, second = dice.sample(range(plan.peers), 2)
     at_s = dice.uniform(1.5, 3.0)
     faults = [
-        Fault(at_s, "leave", f"p{first}", how=dice.choice(("", "after Close", "after Committed"))),
+        Fault(at_s, "leave", f"p{first}", how=dice.choice(("", "after Close", "after Close"))),
         Fault(at_s, "cut", f"p{second}", 4.0),
         Fault(at_s + dice.uniform(2.5, 4.0), "leave", f"p{second}"),
     ]
     return replace(plan, faults=tuple(faults))
+
+
+def _ends(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """The run ends soon, with overlapped inner steps left over, and some of its peers stop for a while before that."""
+    plan = replace(_overlapping(dice, plan), peers=min(plan.peers, 4), most_peers=0)
+    plan = replace(plan, fragments=dice.choice((1, 2)), total_tokens=plan.peers * 4 * dice.randint(2, 5))
+    return replace(plan, faults=(Fault(dice.uniform(1.0, 4.0), "stop", _peer(dice, plan), dice.uniform(0.5, 3.0)),))
+
+
+def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """One is cut off when it has just sent its contribution, for longer than it waits for a version."""
+    plan = replace(plan, overlap=0.0, merge="carry", delay_s=0.05, without_majority="wait")
+    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 3.0)
+    return replace(plan, calm_s=0.0, faults=(Fault(at_s, "cut", peer, 8.5),))
 
 
 SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
@@ -146,5 +160,7 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _copies_slowly: 3,
     _misses: 2,
     _leaves: 2,
+    _ends: 2,
+    _waits: 1,
 }
 """How often each is drawn."""
