@@ -53,6 +53,7 @@ class SimulatedSteps:
 
         def on_leave() -> Future[None]:
             self.says_goodbye()
+            process.gone = True  # also where there is nobody to say it to
             return leave()
 
         peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]

@@ -16,6 +16,8 @@ LOSSY = ("topk", "sign", "int4")
 """Codecs that leave over so much that nobody can miss it."""
 CALM_S = 3.0
 SLOW = "1+1+1+0.1"
+SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
+"""Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
 
 
 def staged(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -132,8 +134,8 @@ def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
     at_s = dice.uniform(1.5, 3.0)
     faults = [
         Fault(at_s, "leave", f"p{first}", how=dice.choice(("", "after Close", "after Close"))),
-        Fault(at_s, "cut", f"p{second}", 4.0),
-        Fault(at_s + dice.uniform(2.5, 4.0), "leave", f"p{second}"),
+        Fault(at_s, "cut", f"p{second}", 3.0),
+        Fault(at_s + 3.0 + dice.uniform(0.0, 1.0), "leave", f"p{second}"),
     ]
     return replace(plan, faults=tuple(faults))
 
@@ -146,10 +148,9 @@ def _ends(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _waits(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """One is cut off when it has just sent its contribution, for longer than it waits for a version."""
-    plan = replace(plan, overlap=0.0, merge="carry", delay_s=0.05, without_majority="wait")
-    peer, at_s = _peer(dice, plan), dice.uniform(1.0, 3.0)
-    return replace(plan, calm_s=0.0, faults=(Fault(at_s, "cut", peer, 8.5),))
+    """The uplink of one of two is so slow that a version takes longer than its peers wait for it."""
+    plan = replace(plan, peers=2, bandwidth=dice.choice(SLOWEST), round_s=1.0, fragments=1, codec="fp32", witnesses=0)
+    return replace(plan, overlap=0.0, merge="carry", faults=(Fault(dice.uniform(7.0, 9.0), "stop", "p1", 0.1),))
 
 
 SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
