@@ -16,6 +16,7 @@ LOSSY = ("topk", "sign", "int4")
 """Codecs that leave over so much that nobody can miss it."""
 CALM_S = 3.0
 SLOW = "1+1+1+0.1"
+ONE_FAST = "1+0.5+0.5+0.5"
 SLOWEST = ("0.02+4", "0.01+4", "4+0.02")
 """Uplinks in Mbit/s, one of which needs 5 to 10 seconds for half of a contribution."""
 
@@ -28,7 +29,7 @@ def staged(dice: Random, plan: FaultPlan) -> FaultPlan:
     if plan.policy == "quorum":
         situations[_lags] = 5
     if plan.without_majority == "continue":
-        situations[_parts] = 8
+        situations[_parts] = 16
     situation = dice.choices(list(situations), list(situations.values()))[0]
     found = situation(dice, replace(plan, calm_s=min(plan.calm_s, CALM_S), total_tokens=0))
     faults = [replace(fault, at_s=round(fault.at_s, 2), for_s=round(fault.for_s, 2)) for fault in found.faults]
@@ -117,14 +118,23 @@ def _lags(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 
 def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
-    """Some go on apart, with inner steps beside the exchange, and meet the others again."""
-    plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05)
-    group = "+".join(f"p{index}" for index in sorted(dice.sample(range(plan.peers), max(1, plan.peers // 2))))
-    at_s = dice.uniform(1.0, 3.0)
-    faults = [Fault(at_s, "cut", group, dice.uniform(5.0, 7.0))]
-    if dice.random() < 0.5:
-        faults.append(Fault(at_s - 0.8, "join", "j9"))
-    return replace(plan, faults=tuple(faults))
+    """Some go on apart, with inner steps beside the exchange, and meet the others again.
+
+    One that goes on alone may make more versions than the others, with fewer tokens. Where it is the others that are
+    fewer, one joins them.
+    """
+    plan = replace(_overlapping(dice, plan), peers=max(plan.peers, 3), round_s=0.4, delay_s=0.05, bandwidth="")
+    at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
+    match dice.choice(("fast", "joined", "halves")):
+        case "fast":
+            fault = Fault(at_s, "cut", "p0", for_s + 2.0)
+            return replace(plan, peers=4, speeds=ONE_FAST, faults=(fault,))
+        case "joined":
+            group = "+".join(f"p{index}" for index in range(1, plan.peers))
+            joins = Fault(at_s + for_s - dice.uniform(0.5, 2.0), "join", "j9")
+            return replace(plan, faults=(Fault(at_s, "cut", group, for_s), joins))
+    group = "+".join(f"p{index}" for index in range(plan.peers // 2))
+    return replace(plan, faults=(Fault(at_s, "cut", group, for_s),))
 
 
 def _leaves(dice: Random, plan: FaultPlan) -> FaultPlan:
