@@ -37,8 +37,8 @@ from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
 from diloco.simulate.virtual.oracle.records import SimulatedRecords
-from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
-from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean, others_parts
+from diloco.simulate.virtual.plans.plan import MEDDLES, OMITS
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
@@ -466,6 +466,9 @@ class SimulatedProcess:
                 yield replace(part, omitted=tuple(map(names.index, omitted)))
             else:
                 yield part
+            if self.lie == MEDDLES:
+                for index in others_parts(work, part.index, self.name):
+                    yield replace(part, index=index, payload=other_mean(part.payload))
 
     # ------------------------------------------------------------ what others ask
 

@@ -67,7 +67,7 @@ class SimulatedSteps:
         if (commit.previous, commit.state_digest) != (before.digest, line.state.digest):
             what = f"applies version {commit.version} at version {line.state.version}, which is not the one before it"
             raise Violation("I1", f"{name} {what}")
-        self._check_snapshots()
+        self._check_archive()
 
     def says_goodbye(self) -> None:
         """I5: a peer leaves when others have the latest version, too, or did not take it for a while."""
@@ -88,9 +88,16 @@ class SimulatedSteps:
         if now - max(self._outside_s, process.thawed_s) > LEAVING_S:
             raise Violation("I7", f"{process.name} leaves, and waits for a version out of the view")
 
-    def _check_snapshots(self) -> None:
-        """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever."""
+    def _check_archive(self) -> None:
+        """A simulated peer offers no state of a lineage that ended: nobody takes one, and it stays for ever. It keeps
+        no more versions than it has to, or than fit in the memory of one state."""
         archive: Any = self._exchange.archive
+        kept = archive.backlog.after(-1)
+        room = sum(buffer.nbytes for _, buffer in self._line.state.buffers())
+        if len(kept) > self._process.world.setup.rules.backlog_versions:
+            size = sum(len(part) for closed in kept for part in closed.parts)
+            if size > room:
+                raise Violation("I7", f"{self._process.name} keeps {len(kept)} versions with {size} bytes of means")
         here = archive.commit.lineage if archive.commit is not None else ""
         for snapshot in archive.snapshots._kept.values():
             commit = snapshot.offer.commit

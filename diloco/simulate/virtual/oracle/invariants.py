@@ -84,6 +84,8 @@ class SimulationInvariants:
         """Digests of commits that died with all that had them, where another was made."""
         self._given_up: set[int] = set()
         """Versions of which a commit died with all that had it, and another was made."""
+        self._closed_by: dict[int, set[str]] = {}
+        """By life: digests of the versions that it closed."""
         self._stands_on: dict[int, Commit] = {}
         """By life."""
         self.ballots = SimulatedBallots(world)
@@ -107,6 +109,7 @@ class SimulationInvariants:
         commit = closed.commit
         digest = commit.digest
         self._stands_on[host.life] = commit
+        self._closed_by.setdefault(host.life, set()).add(digest)
         place = commit.lineage, commit.version
         known = self._digest_of.setdefault(place, digest)
         self._holders.setdefault(digest, set()).add((host, host.machine.me))
@@ -145,6 +148,10 @@ class SimulationInvariants:
         if (commit.version, commit.state_digest) != (before.version, state):
             what = f"version {commit.version} and state {commit.state_digest[:8]} after version {before.version}"
             raise Violation("I5", f"{host.name} founds {commit.lineage} with {what} and state {state[:8]}")
+
+    def closed_here(self, host: SimulatedProcess, commit: Commit) -> bool:
+        """Whether a simulated peer closed this version itself, and did not only copy its state."""
+        return commit.digest in self._closed_by.get(host.life, ())
 
     def lost_with_the_dead(self, digest: str) -> bool:
         """Whether all who had a version are dead, and an operator answers for each of them that had a vote on it."""

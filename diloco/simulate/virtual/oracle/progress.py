@@ -174,6 +174,7 @@ class SimulatedProgress:
             fragment = self.line.layout.fragments[self._sent_fragment]
             self._discard(fragment.index, self._sent_pieces)
             self._take_out(fragment, range(fragment.parts))
+            self._check_given_up(before if discarded_tokens else self.line.commit)
         counted_tokens = mine.tokens if mine is not None else 0
         self.tokens -= discarded_tokens + counted_tokens
         self.committed += counted_tokens
@@ -186,6 +187,17 @@ class SimulatedProgress:
                 residual.zero_()  # it was measured on another anchor
         self._check(f"the copied version {self.line.state.version}")
         self.host.steps.copied(before)
+
+    def _check_given_up(self, before: Commit | None) -> None:
+        """I2: nothing is given up that a version counts which closed here, and was passed over since `before`."""
+        commit = self.line.commit
+        for digest in self.invariants.back_from(commit) if commit is not None else ():
+            if before is None or digest == before.digest:
+                return
+            passed = self.invariants.commits[digest]
+            if self.invariants.closed_here(self.host, passed) and self.invariants.counts(passed, self.host):
+                what = f"gives up what version {passed.version} counts, which closed here"
+                raise Violation("I2", f"{self.host.name} {what}")
 
     def dropped(self, discarded_tokens: int) -> None:
         """Note that a simulated peer gave up all its progress."""

@@ -21,6 +21,8 @@ FUSE_S = 2.0
 """A death, or a goodbye, that waits for its moment does not wait longer."""
 OMITS = "omits"
 """A lie: an owner says that it left somebody out of a part, and did not."""
+MEDDLES = "meddles"
+"""A lie: a member sends means of parts that others own."""
 NO_CLOCK = "no clock"
 """Start of a process on a machine whose clock begins anew each time."""
 IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0

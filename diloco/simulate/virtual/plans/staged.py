@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 
-from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, IN_RECORD, Fault, FaultPlan
+from diloco.simulate.virtual.plans.plan import (
+    CHECKPOINT_S,
+    FLIPPED,
+    FUSE_S,
+    IN_CHECKPOINT,
+    IN_RECORD,
+    MEDDLES,
+    Fault,
+    FaultPlan,
+)
 
 STAGED_SHARE = 0.45
 LOSSY = ("topk", "sign", "int4")
@@ -87,6 +96,12 @@ def _damages(dice: Random, plan: FaultPlan) -> FaultPlan:
         Fault(at_s + dice.uniform(0.2, 2.0), "join", "j9"),
     ]
     return replace(plan, faults=tuple(faults))
+
+
+def _meddles(dice: Random, plan: FaultPlan) -> FaultPlan:
+    """A member sends means of parts that others own."""
+    plan = replace(plan, peers=max(plan.peers, 3))
+    return replace(plan, faults=(Fault(dice.uniform(0.5, 2.0), "lie", _peer(dice, plan), 4.0, MEDDLES),))
 
 
 def _copies_slowly(dice: Random, plan: FaultPlan) -> FaultPlan:
@@ -173,5 +188,6 @@ SITUATIONS: Mapping[Callable[[Random, FaultPlan], FaultPlan], int] = {
     _leaves: 2,
     _ends: 2,
     _waits: 1,
+    _meddles: 1,
 }
 """How often each is drawn."""
