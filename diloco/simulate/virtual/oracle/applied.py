@@ -45,7 +45,12 @@ class SimulatedSteps:
             return copy_state(sources)
 
         peer.apply, peer.copy_state = on_apply, on_copy  # type: ignore[method-assign]
-        close, leave = peer.exchange._close, peer.exchange.leave
+        close, leave, withdraw = peer.exchange._close, peer.exchange.leave, peer.withdraw
+
+        def on_withdraw() -> None:
+            withdraw()
+            if process.progress is not None:
+                process.progress.pending = peer.line.sent is not None
 
         def on_close(commit: Commit) -> None:
             self._closed_s = process.world.now
@@ -57,6 +62,7 @@ class SimulatedSteps:
             return leave()
 
         peer.exchange._close, peer.exchange.leave = on_close, on_leave  # type: ignore[method-assign]
+        peer.withdraw = on_withdraw  # type: ignore[method-assign]
 
     def applies(self, commit: Commit) -> None:
         """I1: a version is applied to the state that it was made on, and after the commit before it."""

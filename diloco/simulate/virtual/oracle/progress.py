@@ -61,6 +61,8 @@ class SimulatedProgress:
         """All tokens of this life, and where those went that are not here any more."""
         self.booked: list[Totals] = []
         """Totals that each record of this life's ledger must have."""
+        self.pending = False
+        """Others may count the contribution that was offered last."""
         self._sent_fragment = 0
         self._sent_pieces: tuple[int, ...] = ()
         self._sent_parts: Sequence[bytes] = ()
@@ -110,6 +112,9 @@ class SimulatedProgress:
 
     def measured(self, sent: PendingContribution) -> None:
         """Note that all uncommitted pieces of a fragment went into a simulated contribution."""
+        if self.pending:
+            raise Violation("I2", f"{self.host.name} offers other progress than before, which others may count")
+        self.pending = True
         index = self._sent_fragment = sent.contribution.fragment
         self._sent_pieces = tuple(self.uncommitted[index])
         self._sent_parts = sent.contribution.parts
@@ -122,6 +127,7 @@ class SimulatedProgress:
 
     def applied(self, commit: Commit, mine: Counted | None) -> None:
         """Check the pieces of a simulated peer after it applied a version."""
+        self.pending = self.line.sent is not None
         counted_tokens = self.invariants.counts(commit, self.host)
         if counted_tokens != (mine.tokens if mine is not None else 0):
             what = f"{self.host.name} takes version {commit.version} to count {mine}, it counts {counted_tokens} tokens"
@@ -170,6 +176,7 @@ class SimulatedProgress:
 
     def adopted(self, mine: Counted | None, discarded_tokens: int, before: Commit | None) -> None:
         """Check the pieces after a simulated copy of the state: those sent are counted, given up, or still sent."""
+        self.pending = self.line.sent is not None
         if mine is not None or discarded_tokens:
             fragment = self.line.layout.fragments[self._sent_fragment]
             self._discard(fragment.index, self._sent_pieces)
@@ -191,8 +198,11 @@ class SimulatedProgress:
     def _check_given_up(self, before: Commit | None) -> None:
         """I2: nothing is given up that a version counts which closed here, and was passed over since `before`."""
         commit = self.line.commit
-        for digest in self.invariants.back_from(commit) if commit is not None else ():
-            if before is None or digest == before.digest:
+        if before is None or commit is None:
+            return
+        applied = set(self.invariants.back_from(before))
+        for digest in self.invariants.back_from(commit):
+            if digest in applied:
                 return
             passed = self.invariants.commits[digest]
             if self.invariants.closed_here(self.host, passed) and self.invariants.counts(passed, self.host):
@@ -201,6 +211,7 @@ class SimulatedProgress:
 
     def dropped(self, discarded_tokens: int) -> None:
         """Note that a simulated peer gave up all its progress."""
+        self.pending = False
         for index, masks in enumerate(self.uncommitted):
             self._discard(index, masks)
             self.uncommitted[index] = [0] * len(masks)

@@ -56,7 +56,7 @@ def _overlapping(dice: Random, plan: FaultPlan) -> FaultPlan:
 
 def _goes_on(dice: Random, plan: FaultPlan) -> FaultPlan:
     """One dies, or all do, and goes on from its checkpoint, which may be damaged; it holds progress and a residual."""
-    plan = replace(_overlapping(dice, plan), codec=dice.choice(LOSSY), feedback=0.95)
+    plan = replace(_overlapping(dice, plan), codec=dice.choice(LOSSY), feedback=0.95, radial=False)
     at_s, peer = dice.uniform(3.0, 6.0), _peer(dice, plan)
     back_s, how = at_s + dice.uniform(0.3, 1.5), dice.choice(("disk", FLIPPED))
     if dice.random() < 0.3:
@@ -127,7 +127,12 @@ def _lags(dice: Random, plan: FaultPlan) -> FaultPlan:
     """A quorum goes on without one that is slow, and counts it: it finds that out when more has closed than is kept."""
     plan = replace(plan, peers=4, speeds=SLOW, overlap=1.0, merge="carry", round_s=0.4, delay_s=0.05, calm_s=6.0)
     plan = replace(
-        plan, bandwidth="", most_peers=0, codec=dice.choice(("fp32", "topk")), feedback=dice.choice((-1.0, 0.95))
+        plan,
+        bandwidth="",
+        most_peers=0,
+        codec=dice.choice(("fp32", "topk")),
+        radial=False,
+        feedback=dice.choice((-1.0, 0.95)),
     )
     return replace(plan, faults=(Fault(dice.uniform(2.0, 4.0), "join", "j9"),))
 
@@ -142,8 +147,11 @@ def _parts(dice: Random, plan: FaultPlan) -> FaultPlan:
     at_s, for_s = dice.uniform(1.0, 3.0), dice.uniform(5.0, 7.0)
     match dice.choice(("fast", "joined", "halves")):
         case "fast":
-            fault = Fault(at_s, "cut", "p0", for_s + 2.0)
-            return replace(plan, peers=4, speeds=ONE_FAST, faults=(fault,))
+            faults = [
+                Fault(at_s, "cut", "p0+j9", for_s + 2.0),
+                Fault(at_s + for_s + dice.uniform(0.0, 1.0), "join", "j9"),
+            ]
+            return replace(plan, peers=4, speeds=ONE_FAST, faults=tuple(faults))
         case "joined":
             group = "+".join(f"p{index}" for index in range(1, plan.peers))
             joins = Fault(at_s + for_s - dice.uniform(0.5, 2.0), "join", "j9")
