@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from diloco.protocol import messages as m
 from diloco.simulate.virtual.disk import SYNCS, SimulatedDisk
-from diloco.simulate.virtual.plans.plan import CHECKPOINT_S, FLIPPED, FUSE_S, IN_CHECKPOINT, NO_CLOCK, Fault
+from diloco.simulate.virtual.plans.plan import (
+    CHECKPOINT_S,
+    FLIPPED,
+    FUSE_S,
+    IN_CHECKPOINT,
+    IN_RECORD,
+    NO_CLOCK,
+    Fault,
+)
 from diloco.simulate.virtual.process import SimulatedProcess
 from diloco.simulate.virtual.wires import SimulatedCut
 
@@ -47,6 +55,9 @@ def _kill(world: SimulatedWorld, fault: Fault) -> bool:
     if fault.how == IN_CHECKPOINT:
         host.syncs_to_death = world.dice.randrange(SYNCS)
         world.after(CHECKPOINT_S, host.die, "killed")
+    elif fault.how == IN_RECORD:
+        host.disk.tears = partial(host.die, "in the middle of a record")
+        world.after(FUSE_S, host.die, "killed")
     elif fault.how:
         host.fuse = FaultFuse(fault.how, partial(host.die, fault.how))
         world.after(FUSE_S, host.die, "killed")

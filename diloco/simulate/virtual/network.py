@@ -372,7 +372,7 @@ class SimulatedLink(Link):
 
     async def fetch_commits(self, address: str, since: int, limits: Limits, stall_s: float) -> list[Closed]:
         found = await self._ask(address, stall_s, lambda service: service.on_fetch_commits(since))
-        await arrives(self._network, self._process.name, address, found, stall_s)
+        found = await arrives(self._network, self._process.name, address, found, stall_s)
         check_means([closed.parts for closed in found], limits)
         return found
 
@@ -380,7 +380,7 @@ class SimulatedLink(Link):
         payloads = await self._ask(address, stall_s, lambda service: service.on_fetch_mean(mean_digest))
         if payloads is None:
             raise LinkRefused(Reply.STALE, f"{address}: that mean is not here")
-        await arrives(self._network, self._process.name, address, payloads, stall_s)
+        payloads = await arrives(self._network, self._process.name, address, payloads, stall_s)
         check_means([payloads], limits)
         return list(payloads)
 
@@ -395,7 +395,7 @@ class SimulatedLink(Link):
             payload = await self._ask(address, stall_s, state_chunk(digest, index), more=index != chunks[0])
             if payload is None:
                 raise LinkRefused(Reply.STALE, f"{address}: chunk {index} of that state is not here")
-            await arrives(self._network, self._process.name, address, payload, stall_s)
+            payload = await arrives(self._network, self._process.name, address, payload, stall_s)
             check_sizes([payload], max_chunk_bytes)
             yield index, payload
 

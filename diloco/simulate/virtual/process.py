@@ -33,10 +33,12 @@ from diloco.run.witness import witnessed
 from diloco.simulate.virtual.checkpoints import SimulatedSaving
 from diloco.simulate.virtual.endpoint import NoSockets, SimulatedEndpoint
 from diloco.simulate.virtual.network import SimulatedLink
+from diloco.simulate.virtual.oracle.applied import SimulatedSteps
 from diloco.simulate.virtual.oracle.gate import Violation
 from diloco.simulate.virtual.oracle.progress import SimulatedProgress
-from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean
-from diloco.simulate.virtual.plans.plan import OMITS
+from diloco.simulate.virtual.oracle.records import SimulatedRecords
+from diloco.simulate.virtual.plans.lies import falsified, omitting, other_mean, others_parts
+from diloco.simulate.virtual.plans.plan import MEDDLES, OMITS
 from diloco.simulate.virtual.plans.setup import RPC_S
 from diloco.simulate.virtual.timeline import Died, ProcessLoop
 from diloco.simulate.virtual.training import SimulatedTraining
@@ -66,6 +68,8 @@ class SimulatedProcess:
         self.link = SimulatedLink(world.network, self, RPC_S)
         self.disk = world.disks[name]
         self.saving: SimulatedSaving | None = None
+        self.records = SimulatedRecords(self)
+        self.steps: SimulatedSteps
         self.first: SimulatedProcess | None = None
         """Another process in the same folder, which was started before this one."""
         self.thawed_s = 0.0
@@ -168,6 +172,7 @@ class SimulatedProcess:
         if not self.alive:
             return
         self.loop.die()
+        self.disk.tears = None
         self.close_files()
         self.world.log(self.name, f"DIES ({why})")
         self.world.network.died(self)
@@ -377,6 +382,7 @@ class SimulatedProcess:
         assert isinstance(life, PeerLife)
         peer = life.peer
         progress = self.progress = SimulatedProgress(self, peer.line, peer.journal)
+        self.steps = SimulatedSteps(self, peer)
         journal, exchange = peer.journal, peer.exchange
         opened, committed, adopted, discarded = journal.opened, journal.committed, journal.adopted, journal.discarded
         closed = journal.closed
@@ -460,6 +466,9 @@ class SimulatedProcess:
                 yield replace(part, omitted=tuple(map(names.index, omitted)))
             else:
                 yield part
+            if self.lie == MEDDLES:
+                for index in others_parts(work, part.index, self.name):
+                    yield replace(part, index=index, payload=other_mean(part.payload))
 
     # ------------------------------------------------------------ what others ask
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from diloco.simulate.virtual.plans.plan import FaultPlan
     from diloco.simulate.virtual.timeline import ProcessLoop
 
+T = TypeVar("T")
+
+DAMAGED_ANSWERS_SHARE = 0.7
+"""Share of its answers with bytes in them that are damaged."""
 RETRANSMIT_S = 0.4
 """Bytes of a stream over a path that is cut are sent again this often, as TCP does, until its deadline."""
 INSTANT_S = 1e-6
@@ -174,8 +178,9 @@ def state_chunk(digest: str, index: int) -> Callable[[Service], Awaitable[bytes 
     return answer
 
 
-async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: object, stall_s: float) -> None:
-    """Wait for the bytes of an answer, which share the uplink of whoever gives it. Raises LinkSlow, LinkDown."""
+async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: T, stall_s: float) -> T:
+    """Wait for the bytes of an answer, which share the uplink of whoever gives it. Returns it, damaged where that one's
+    bytes are. Raises LinkSlow, LinkDown."""
     source, world, still_s = name_at(address), network.world, 0.0
     for size_bytes in network.uplinks.pieces(source, bytes_of(answer)) if network.uplinks.limited else ():
         end_s = world.now + network.uplinks.takes_s(source, size_bytes, world.now)
@@ -186,6 +191,24 @@ async def arrives(network: SimulatedNetwork, asker: str, address: str, answer: o
             still_s = 0.0 if network.connected(asker, source) and network.moves(address) else still_s + RETRANSMIT_S
             if still_s > stall_s:
                 raise LinkSlow(f"{address}: no progress for {stall_s:g} s")
+    return _damaged(network, source, answer)
+
+
+def _damaged(network: SimulatedNetwork, source: str, answer: T) -> T:
+    """An answer of which a bit was flipped before it was sent, in the memory of a peer that damages what it has."""
+    if source not in network.damaging or network.dice.random() >= DAMAGED_ANSWERS_SHARE:
+        return answer
+    network.world.count("damaged answers")
+    damaged: T = _flipped_in(answer)
+    return damaged
+
+
+def _flipped_in(answer: Any) -> Any:
+    if isinstance(answer, bytes):
+        return answer[:-1] + bytes([answer[-1] ^ 1]) if answer else answer
+    if isinstance(answer, Closed):
+        return replace(answer, parts=_flipped_in(answer.parts))
+    return [*answer[:-1], _flipped_in(answer[-1])] if isinstance(answer, list | tuple) and answer else answer
 
 
 def name_at(address: str) -> str:

@@ -21,6 +21,7 @@ from diloco.simulate.virtual.plans.plan import (
     Fault,
     FaultPlan,
 )
+from diloco.simulate.virtual.plans.staged import staged
 
 FIRST_FAULT_S, LAST_FAULT_S = 0.2, 8.0
 QUIET_AFTER_S = 10.0
@@ -106,6 +107,7 @@ def draw(
     plan = _sized(Random(f"size {seed}"), plan, SIZES[size])
     plan = _duelling(Random(f"duel {seed}"), plan)
     plan = _over_slow_links(Random(f"links {seed}"), plan)
+    plan = staged(Random(f"staged {seed}"), plan)
     return _gossiping(Random(f"gossip {seed}"), plan) if plan.policy == "gossip" else plan
 
 

@@ -21,10 +21,14 @@ FUSE_S = 2.0
 """A death, or a goodbye, that waits for its moment does not wait longer."""
 OMITS = "omits"
 """A lie: an owner says that it left somebody out of a part, and did not."""
+MEDDLES = "meddles"
+"""A lie: a member sends means of parts that others own."""
 NO_CLOCK = "no clock"
 """Start of a process on a machine whose clock begins anew each time."""
 IN_CHECKPOINT, CHECKPOINT_S = "in checkpoint", 5.0
 """A death between two syncs of a checkpoint; where there is none within this time, it comes then."""
+IN_RECORD = "in record"
+"""A death in the middle of a record of the ledger, of which the disk has half."""
 FLIPPED = "flipped"
 """Start of a process whose newest checkpoint has a flipped bit."""
 EXCHANGE_S = 0.4
