@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -51,14 +52,22 @@ def _loop_probe(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, int]:
 
 @pytest.fixture(autouse=True)
 def _loops_are_never_busy_for_long(_loop_probe: dict[Path, int]) -> Iterator[None]:
-    """No callback of a peer's event loop takes more CPU time than the limit, also while it catches up."""
+    """No callback of a peer's event loop takes more CPU time than the limit, also while it catches up.
+
+    What garbage collection takes there counts in `diloco peer` and `diloco witness`, and not in somebody's own program.
+    """
     yield
     long: list[str] = []
     for path in Path(os.environ[VARIABLE]).glob("*.jsonl"):
         lines = path.read_text().splitlines()
         new, _loop_probe[path] = lines[_loop_probe.get(path, 0) :], len(lines)
-        long += [line for line in new if json.loads(line)["cpu_s"] > LIMIT_S]
+        long += [line for line in new if _busy_s(json.loads(line)) > LIMIT_S]
     assert not long, f"an event loop was busy for more than {1e3 * LIMIT_S:g} ms of CPU:\n" + "\n".join(long)
+
+
+def _busy_s(line: dict[str, Any]) -> float:
+    ours = line["process"].startswith(("diloco peer", "diloco witness"))
+    return float(line["cpu_s"] + (line["gc_s"] if ours else 0.0))
 
 
 @pytest.fixture(autouse=True)
